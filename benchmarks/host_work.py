@@ -57,7 +57,7 @@ class LeavesReplaysOut:
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         """Return copies of the results, and a replay in which the host prepares, and nothing is computed."""
-        return tuple(result.clone() for result in compute()), prepare
+        return tuple(result.clone() for result in compute()), Replay(nothing, prepare)
 
 
 def host_work(model: Any, num_rows: int) -> HostWork:

@@ -18,9 +18,11 @@ from ..kernels.experts.beside_experts import BesideExperts
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import RoutingRule, route
+from ..kernels.experts.shared_product import shared_product, takes_shared_product
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
+from .feed_forward import fused_activation
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
 
@@ -155,14 +157,21 @@ class MixtureOfExperts(MegatronModule):
         return weights if weights is not None and self.experts.takes(weights, x) else None
 
     def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
-        shared = None
-        if self.shared_experts is not None:
-            experts = self.shared_experts
-            shared = BesideExperts(lambda: experts(hidden_states).flatten(0, -2), hidden_states.device)
+        shared, experts = None, self.shared_experts
+        if experts is not None:
+            shared = BesideExperts(lambda: self._begin_shared(experts, x, hidden_states), x.device)
         if self.fc2_latent_proj is None:
             return self._routed(x, batch, shared, None if shared is None else shared.output)
         routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
         return routed if shared is None else routed + shared.output()
+
+    def _begin_shared(self, experts: Any, x: Tensor, hidden_states: Tensor) -> Callable[[], Tensor]:
+        """Launch what of the shared expert runs beside the routing; return a function that computes the rest."""
+        weights = experts.weights() if self.exchange is None else None
+        if weights is None or not takes_shared_product(x, weights.first):
+            return lambda: experts(hidden_states).flatten(0, -2)
+        inner, second = shared_product(x, weights.first, fused_activation(self.config)), weights.second
+        return lambda: F.linear(inner, second)
 
     def _routed(
         self, x: Tensor, batch: StepBatch | None, shared: BesideExperts | None, addend: Callable[[], Tensor] | None

@@ -258,7 +258,7 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
     if type(found) is np.ndarray and found.ndim == 1 and found.dtype == np.int64:  # a masked array hides tokens
         return np.array(found)
     try:
-        tokens = list(found.tolist() if isinstance(found, np.ndarray) else found)
+        tokens = found if type(found) is list else list(found.tolist() if isinstance(found, np.ndarray) else found)
     except TypeError:
         raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
     with suppress(OverflowError, TypeError), np.errstate(all="ignore"):  # the loop below takes milliseconds

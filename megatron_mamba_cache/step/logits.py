@@ -78,14 +78,14 @@ class StepLogits:
 def write_logits(
     rows: Sequence[RunningRequest], buffers: StepBuffers, purpose: DrawPurpose, *, draws_ratios: bool
 ) -> None:
-    """Write the sections of the buffers that `view_logits` reads."""
+    """Write the sections of the buffers that `view_logits` reads; their `cu_query` is written before."""
     starts, num_rows = logits_starts(rows), len(rows)
-    counts = np.diff(starts)
-    buffers.host("cu_logits")[: num_rows + 1] = starts
-    buffers.host("logit_rows")[: starts[-1]] = np.repeat(np.arange(num_rows, dtype=np.int32), counts)
-    without_logits = np.fromiter((row.scheduled for row in rows), np.int64, num_rows) - counts
-    before = np.repeat(np.cumsum(without_logits), counts)  # tokens without logits, up to the row's end
-    buffers.host("logit_tokens")[: starts[-1]] = before + np.arange(starts[-1])
+    cu_logits = buffers.host("cu_logits")[: num_rows + 1]
+    cu_logits[:] = starts
+    of_row = np.repeat(np.arange(num_rows, dtype=np.int32), np.diff(cu_logits))
+    buffers.host("logit_rows")[: starts[-1]] = of_row
+    without_logits = buffers.host("cu_query")[1 : num_rows + 1] - cu_logits[1:]  # tokens up to each row's end
+    buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_row]
     _write_sampling(rows, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
 

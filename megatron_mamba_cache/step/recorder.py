@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,11 +11,28 @@ from torch import Tensor
 
 Compute = Callable[[], tuple[Tensor, ...]]
 Prepare = Callable[[], None]
-Replay = Callable[[], None]
 
 
 def nothing() -> None:
     """Prepare nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Computes a recording again, in place.
+
+    Args:
+        begin: Launches what the computation does before `split`; nothing if it does not split.
+        finish: Comes next: lets the host prepare, and launches the rest.
+    """
+
+    begin: Callable[[], None]
+    finish: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Begin and finish."""
+        self.begin()
+        self.finish()
 
 
 class Recorder(Protocol):
@@ -65,13 +83,15 @@ class CudaRecorder:
                 (*before, last), self._parts = self._parts, []
                 last.capture_end()
 
-        def replay() -> None:
+        def begin() -> None:
             for part in before:
                 part.replay()
+
+        def finish() -> None:
             prepare()
             last.replay()
 
-        return results, replay
+        return results, Replay(begin, finish)
 
     def split(self) -> None:
         """End a graph and begin the next one; nothing while a computation only runs."""

@@ -290,12 +290,12 @@ class StepRunner:
             purpose=purpose,
             num_exchanged=0 if shape is None else shape.num_tokens,
         )
+        memory.prepare(rows[batch.num_decode_rows :])
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
     def begin(self, step: Step) -> Step:
         """Count a step that is laid out, show it to the model and the sampler, and return it."""
         self.show(step)
-        self.memory.prepare(step.rows[step.batch.num_decode_rows :])
         self.counters.steps += 1
         self.counters.graph_steps += step.graph is not None
         return step

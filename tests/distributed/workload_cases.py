@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
 from megatron_mamba_cache.speculation.drafter import Drafter
-from megatron_mamba_cache.step.graphs import StepGraph
 from megatron_mamba_cache.step.launched_step import LaunchedStep
+from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
 from tests.mcore.engine_runs import EngineRun, OracleTally

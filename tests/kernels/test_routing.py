@@ -237,13 +237,14 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     ]
     num_experts, rule = RULES[name]
     gate, bias = torch.empty(num_experts, 256).bfloat16(), torch.empty(num_experts)
-    for num_tokens in (1, 2, 16, 33, 300, 2048, 4096, 8192):
+    numbers = (1, 2, 16, 33, 90, 170, 300, 600, 2048, 4096, 8192)
+    for num_tokens in numbers:
         ids, _ = route(router_logits(torch.empty(num_tokens, 256).bfloat16(), gate), bias, rule)
         order_by_expert(ids, num_experts)
-    assert len(routes.ptx) == len(products.ptx) == 8
+    assert len(routes.ptx) == len(products.ptx) == len(numbers)
     assert len(routes.compiled) == 2  # logits in parts, or whole
     assert len(products.compiled) == 3  # few tokens, more, many
-    for kernel, num_forms in zip(orders, (2, 1, 1, 1), strict=True):  # of the first: for up to 128 pairs, and more
+    for kernel, num_forms in zip(orders, (4, 1, 1, 1), strict=True):  # of the first: 128, 1,024, 2,048 and 4,096 pairs
         assert kernel.ptx and len(kernel.compiled) == num_forms
     for kernel in (routes, products, *orders):
         assert ".local." not in kernel.ptx[0]

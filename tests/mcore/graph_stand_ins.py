@@ -1,6 +1,6 @@
 """CUDA graphs where there is no CUDA: steps padded to the same shapes, computed again instead of replayed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.step import graphs as cuda_graphs
-from megatron_mamba_cache.step.recorder import Compute, Prepare, nothing
+from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
 
 class ComputesAgain:
@@ -21,7 +21,7 @@ class ComputesAgain:
     def split(self) -> None:
         pass
 
-    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         results = tuple(result.clone() for result in compute())
 
         @torch.inference_mode()
@@ -30,7 +30,7 @@ class ComputesAgain:
             for result, again in zip(results, compute(), strict=True):
                 result.copy_(again)
 
-        return results, replay
+        return results, Replay(nothing, replay)
 
 
 class ReadsWeightsWhereTheyLay(ComputesAgain):
@@ -39,7 +39,7 @@ class ReadsWeightsWhereTheyLay(ComputesAgain):
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         results, compute_again = super().record(compute, prepare)
         lay = [parameter.data for parameter in self._model.parameters()]
 
@@ -47,7 +47,7 @@ class ReadsWeightsWhereTheyLay(ComputesAgain):
             with self._parameters_at(lay):
                 compute_again()
 
-        return results, replay
+        return results, Replay(nothing, replay)
 
     @contextmanager
     def _parameters_at(self, memory: list[Tensor]) -> Iterator[None]:

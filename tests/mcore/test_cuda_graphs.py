@@ -17,7 +17,7 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.step import graphs as cuda_graphs
+from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
@@ -289,13 +289,13 @@ def test_garbage_is_collected_before_a_capture_and_not_in_it(monkeypatch: pytest
             collected.append(True)
 
     seen: list[tuple[bool, int]] = []
-    build = cuda_graphs.StepGraph.__init__
+    build = StepGraph.__init__
 
     def note_and_build(*arguments: object) -> None:
         seen.append((gc.isenabled(), len(collected)))
         build(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cuda_graphs.StepGraph, "__init__", note_and_build)
+    monkeypatch.setattr(StepGraph, "__init__", note_and_build)
     Garbage()
     start()
     assert set(seen) == {(False, 1)}

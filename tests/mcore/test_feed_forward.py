@@ -1,5 +1,6 @@
-"""One token's first product and activation are one kernel, dense or of a shared expert, with Megatron's numbers."""
+"""The first product and its activation are one kernel, of one token, and of hundreds in a shared expert."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_mamba_cache.kernels.experts import shared_product
 from megatron_mamba_cache.kernels.experts.squared_relu import squared_relu
 from megatron_mamba_cache.kernels.linear import one_token
-from megatron_mamba_cache.mcore import feed_forward, linear
+from megatron_mamba_cache.mcore import expert_layer, feed_forward, linear
 from megatron_mamba_cache.mcore.feed_forward import FeedForward, SharedFeedForward, fused_activation
-from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from megatron_mamba_cache.models.architecture import FeedForwardSizes
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 
 
 def config(**changed: Any) -> SimpleNamespace:
@@ -64,3 +68,32 @@ def test_one_token_takes_the_fused_product(
     assert calls == ([fused_activation(layer.config), "none"] if num_tokens == 1 else [])
     pair = [(out[0] if isinstance(out, tuple) else out).float() for out in (found, expected)]
     torch.testing.assert_close(*pair, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("relu2", False), ("silu", True)])
+@pytest.mark.parametrize("num_tokens", [256, 257, 1024, 1025])
+def test_a_layer_whose_shared_expert_begins_beside_the_routing_computes_the_same(
+    num_tokens: int, activation: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first product then is a grouped one; on a GPU in long tiles."""
+    sizes = random_architecture(RandomHybridConfig(pattern="M*E"))
+    model = build_hybrid_model(replace(sizes, feed_forward=FeedForwardSizes(64, activation, gated)), torch.float32)
+    layer, generator, taken = model.decoder.layers[2].mlp, torch.Generator().manual_seed(0), []
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    x = torch.randn(num_tokens, 1, layer.config.hidden_size, generator=generator).to(layer.router.weight.device)
+
+    def noted_product(*args: Any) -> torch.Tensor:
+        taken.append(args)
+        return shared_product.shared_product(*args)
+
+    with torch.inference_mode():
+        expected = layer(x)
+        monkeypatch.setattr(shared_product, "launches_kernel", lambda x: True)
+        monkeypatch.setattr(shared_product, "takes_long_tiles", lambda *args, **settings: True)
+        monkeypatch.setattr(expert_layer, "shared_product", noted_product)
+        found = layer(x)
+    assert len(taken) == (256 < num_tokens <= 1024)
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    print(f"{num_tokens} tokens, {activation}: {error:.2e} of the largest output")
+    assert error < 1e-5

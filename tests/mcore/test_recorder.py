@@ -9,9 +9,9 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.interface import attention_after
 from megatron_mamba_cache.kernels.attention.reference import CapturedReference
-from megatron_mamba_cache.step import graphs
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.recorder import CudaRecorder
+from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
 
@@ -60,13 +60,13 @@ def test_each_laid_out_step_is_planned_once_and_before_its_attention(
     is_planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[object] = []
-    plan, lay_out = CapturedReference.plan_again, graphs.StepGraph.lay_out
+    plan, lay_out = CapturedReference.plan_again, StepGraph.lay_out
 
     def noting_plan(self: CapturedReference, rows: AttentionRows) -> None:
         events.append(("plan", rows.kv_lens))
         plan(self, rows)
 
-    def noting_lay_out(self: graphs.StepGraph, *args: object, **settings: object) -> StepBatch:
+    def noting_lay_out(self: StepGraph, *args: object, **settings: object) -> StepBatch:
         batch = lay_out(self, *args, **settings)
         if self._unplanned is not None:
             events.append(("laid out", batch.attention.kv_lens))
@@ -74,7 +74,7 @@ def test_each_laid_out_step_is_planned_once_and_before_its_attention(
 
     run = start_captured(is_planned=is_planned, patch=monkeypatch)
     monkeypatch.setattr(CapturedReference, "plan_again", noting_plan)
-    monkeypatch.setattr(graphs.StepGraph, "lay_out", noting_lay_out)
+    monkeypatch.setattr(StepGraph, "lay_out", noting_lay_out)
     for index in range(4):
         run.add(index, some_tokens(11 + 7 * index, seed=index), 9)
     run.finish()
@@ -146,7 +146,9 @@ def test_the_host_prepares_before_the_second_part_of_each_replay(splits: bool) -
     assert prepared == []
     for number in range(1, 4):
         source.fill_(number)
-        replay()
+        replay.begin()
+        assert len(prepared) == number - 1
+        replay.finish()
         replay_other()
         torch.cuda.synchronize()
         assert doubled.tolist() == [2 * number] * 4 and tripled.tolist() == [3 * number] * 4

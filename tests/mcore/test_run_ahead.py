@@ -21,9 +21,9 @@ from megatron_mamba_cache.mcore.step_clock import WallClockEvent
 from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.step import graphs as cuda_graphs
 from megatron_mamba_cache.step import run_ahead
 from megatron_mamba_cache.step.step import Step
+from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -296,7 +296,7 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
     run = start()
     step_until_ahead(run)
     waits, in_capture = [], [False]
-    record = cuda_graphs.StepGraph.__init__
+    record = StepGraph.__init__
 
     def capture(*args: Any) -> None:
         in_capture[0] = True
@@ -304,7 +304,7 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
         in_capture[0] = False
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_graphs.StepGraph, "__init__", capture)
+        patch.setattr(StepGraph, "__init__", capture)
         patch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
         run.context.runner.early_steps.wait()
         with run.context.runner.rehearsing():

@@ -18,8 +18,8 @@ from megatron.core.inference.engines import dynamic_engine
 
 from megatron_mamba_cache import build
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
-from megatron_mamba_cache.step.graphs import StepGraph
 from megatron_mamba_cache.step.shapes import StepShape
+from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.step.test_shared_steps import Meeting

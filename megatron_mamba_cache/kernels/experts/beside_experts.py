@@ -14,24 +14,27 @@ class BesideExperts:
     leave the memory idle. The routing is launched first, as its programs would wait for the larger kernels' otherwise.
     The routed experts' products fill the card, so the shared expert's stream has their priority: its programs are the
     next ones to begin, not those that come last. With more tokens the shared expert's programs take whole
-    multiprocessors, and would hold the routing up: they come behind it, and fill what the products leave idle. Without
-    a graph, another stream costs the host more than it gains.
+    multiprocessors, and would hold the routing up: they come behind it, and fill what the products leave idle. What
+    leaves the routing room is launched before it. Without a graph, another stream costs the host more than it gains.
 
     Args:
-        compute: Returns [tokens, hidden] from what has been computed when this object is made.
+        begin: Called at once: launches what leaves the routing room, if anything, from what has been computed by now,
+            and returns a function that computes the rest, [tokens, hidden].
     """
 
-    def __init__(self, compute: Callable[[], Tensor], device: torch.device) -> None:
-        self._compute = compute
+    def __init__(self, begin: Callable[[], Callable[[], Tensor]], device: torch.device) -> None:
         self._inputs: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self._output: Tensor | None = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._stream, self._inputs = _stream_beside(device), torch.cuda.Event()
             self._inputs.record()
+            self._stream.wait_event(self._inputs)
+        with torch.cuda.stream(self._stream):
+            self._compute = begin()
 
     def launch(self, *, behind: bool) -> None:
-        """Begin to compute.
+        """Launch the rest.
 
         Args:
             behind: Whether another stream waits for all that the current one has been given by now.
@@ -41,7 +44,7 @@ class BesideExperts:
             return
         if behind:
             self._inputs.record()
-        self._stream.wait_event(self._inputs)
+            self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
             self._output = self._compute()
 

@@ -1,8 +1,8 @@
 """The order of tokens by expert: which pairs of a token and one of its experts each expert computes.
 
 Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
-every run: there are no atomics. Few pairs take one launch, a program an expert: it reads all pairs twice, to count
-those of lower experts, which come before its own, and to write its own in their order. More pairs take three launches
+every run: there are no atomics. Few pairs take one launch, a program an expert: it reads all pairs at once, counts
+those of lower experts, which come before its own, and writes its own in their order. More pairs take three launches
 over chunks of pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the
 chunks before; place. Graph safe: no host sync.
 """
@@ -18,8 +18,8 @@ from .reference_routing import ExpertOrder, order_by_expert_ref
 
 __all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
 
-_FEWEST_PAIRS_AT_A_TIME, _PAIRS_AT_A_TIME = 128, 1024
-_FEW_PAIRS = 4096
+_FEW_PAIRS = {128: 1, 1024: 4, 2048: 8, 4096: 8}
+"""Pairs that a program reads at once, and its warps."""
 _CHUNK = 128
 """Pairs of a chunk."""
 _CHUNKS_AT_A_TIME = 256
@@ -46,25 +46,18 @@ def _order_kernel(
 ):
     await_inputs(OVERLAPS)
     expert = tl.program_id(0)
-    lane = tl.arange(0, PAIRS)
-    lower = tl.zeros([PAIRS], tl.int32)
-    for begin in range(0, num_pairs, PAIRS):
-        chosen = _load_experts(ids, begin + lane, num_pairs, first_expert, NUM_EXPERTS)
-        lower += (chosen < expert).to(tl.int32)
-    first = tl.sum(lower, axis=0)
+    pair = tl.arange(0, PAIRS)
+    chosen = _load_experts(ids, pair, num_pairs, first_expert, NUM_EXPERTS)
+    first = tl.sum((chosen < expert).to(tl.int32), axis=0)
     tl.store(starts + expert, first)
-    place = first
-    for begin in range(0, num_pairs, PAIRS):
-        chosen = _load_experts(ids, begin + lane, num_pairs, first_expert, NUM_EXPERTS)
-        is_own = (chosen == expert).to(tl.int32)
-        rank = tl.cumsum(is_own, axis=0)
-        tl.store(pairs + place + rank - 1, begin + lane, mask=is_own > 0)
-        tl.store(places + begin + lane, place + rank - 1, mask=is_own > 0)
-        if expert == 0:
-            tl.store(places + begin + lane, -1, mask=(chosen == NUM_EXPERTS) & (begin + lane < num_pairs))
-        place += tl.sum(is_own, axis=0)
+    is_own = (chosen == expert).to(tl.int32)
+    place = first - 1 + tl.cumsum(is_own, axis=0)
+    tl.store(pairs + place, pair, mask=is_own > 0)
+    tl.store(places + pair, place, mask=is_own > 0)
+    if expert == 0:
+        tl.store(places + pair, -1, mask=(chosen == NUM_EXPERTS) & (pair < num_pairs))
     if expert == NUM_EXPERTS - 1:
-        tl.store(starts + NUM_EXPERTS, place)
+        tl.store(starts + NUM_EXPERTS, first + tl.sum(is_own, axis=0))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
@@ -147,10 +140,10 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
     if not launches_kernel(ids):
         return order_by_expert_ref(ids, num_experts, first_expert)
     order = ExpertOrder(ids.new_empty(ids.numel()), torch.empty_like(ids), ids.new_empty(num_experts + 1))
-    if ids.numel() > _FEW_PAIRS:
+    at_once = next((pairs for pairs in _FEW_PAIRS if ids.numel() <= pairs), None)
+    if at_once is None:
         _order_many(ids, order, first_expert)
         return order
-    pairs_at_a_time = _FEWEST_PAIRS_AT_A_TIME if ids.numel() <= _FEWEST_PAIRS_AT_A_TIME else _PAIRS_AT_A_TIME
     _order_kernel[(num_experts,)](
         ids=ids,
         pairs=order.pairs,
@@ -159,8 +152,8 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
         num_pairs=ids.numel(),
         first_expert=first_expert,
         NUM_EXPERTS=num_experts,
-        PAIRS=pairs_at_a_time,
-        num_warps=min(4, pairs_at_a_time // 128),
+        PAIRS=at_once,
+        num_warps=_FEW_PAIRS[at_once],
         **overlapping(ids.device),
     )
     return order

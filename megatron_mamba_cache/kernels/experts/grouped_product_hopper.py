@@ -224,7 +224,9 @@ def multiply_on_hopper(
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
     outputs, per_group = out.shape[1], 32 if is_gated else 64
-    _product_kernel[(num_multiprocessors(x.device),)](
+    per_expert = triton.cdiv(outputs, per_group * GROUPS.value)
+    most_tiles = (len(order.tiles) - 1) * per_expert
+    _product_kernel[(min(num_multiprocessors(x.device), most_tiles),)](
         weight=_describe(weight.flatten(0, 1), 8 if is_gated else 64),
         x128=_describe(x, 128),
         x64=_describe(x, 64),
@@ -238,7 +240,7 @@ def multiply_on_hopper(
         STEPS=num_steps,
         OUTPUTS=outputs,
         PER_GROUP=per_group,
-        PER_EXPERT=triton.cdiv(outputs, per_group * GROUPS.value),
+        PER_EXPERT=per_expert,
         ACTIVATION=activation,
         DIVISOR=top_k or 0,
         AHEAD=min(_STAGES, num_steps) if follows_first and top_k is None else 0,

@@ -14,11 +14,10 @@ from .grouped_product import grouped_product
 from .pair_products import product_of_pairs
 from .product_forms import takes_long_tiles
 from .product_sums import sum_of_products
+from .shared_product import MOST_TOKENS_BESIDE_ROUTING
 from .weighted_sum import weighted_sum
 
 _MOST_SHARED_TOKENS = 2
-_MOST_TOKENS_BESIDE_ROUTING = 256
-"""Tokens up to which what runs beside the experts takes no time from their routing."""
 
 
 class SharedExpert(NamedTuple):
@@ -85,7 +84,7 @@ def routed_experts(
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True)
-    comes_behind = fills_card and len(x) > _MOST_TOKENS_BESIDE_ROUTING
+    comes_behind = fills_card and len(x) > MOST_TOKENS_BESIDE_ROUTING
     if beside is not None and not comes_behind:
         beside.launch(behind=False)
     if len(ids) <= FEW_TOKENS and launches_kernel(x):

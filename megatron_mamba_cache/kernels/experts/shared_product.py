@@ -1,0 +1,54 @@
+"""The first product of an expert that every token goes to, beside the routing of some hundreds of tokens.
+
+It is a grouped product of one expert in long tiles, with the activation in its launch. They fill part of the
+multiprocessors only, so that the kernels which route and order the tokens run on the others meanwhile. A matrix
+product of a library takes them all, or comes behind the routing and delays the products of the routed experts.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation
+from ..kernel_launches import launches_kernel
+from .grouped_product import grouped_product
+from .product_forms import takes_long_tiles
+from .reference_routing import ExpertOrder
+
+MOST_TOKENS_BESIDE_ROUTING = 256
+"""Tokens up to which any product beside the routing takes no time from it."""
+_MOST_TOKENS = 1024
+
+
+def takes_shared_product(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `shared_product` of these tokens [tokens, inputs] is the faster way."""
+    is_between = MOST_TOKENS_BESIDE_ROUTING < len(x) <= _MOST_TOKENS
+    return is_between and launches_kernel(x) and takes_long_tiles(x, weight[None], len(x), is_gathered=False)
+
+
+def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    """Return the activated products of all tokens with an expert's weights; see `takes_shared_product`.
+
+    Args:
+        x: [tokens, inputs]; inputs contiguous.
+        weight: [outputs, inputs], contiguous; [2 * outputs, inputs] for `gated_silu`: gates first.
+
+    Returns:
+        [tokens, outputs] in x's dtype.
+
+    Raises:
+        ValueError: As `grouped_product`.
+
+    Reference: `grouped_product_ref`. CUDA-graph safe once it has run for as many tokens: no host sync, one launch.
+    """
+    return grouped_product(x, weight[None], _order_of_one(len(x), x.device), activation=activation)
+
+
+@cache
+def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
+    """Return the order of tokens that all chose one expert, with its tiles: kept, as graphs read it."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    order = ExpertOrder(tokens, tokens[:, None], tokens.new_tensor([0, num_tokens]))
+    order.tiles  # noqa: B018 (computed once)
+    return order

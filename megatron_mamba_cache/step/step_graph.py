@@ -1,0 +1,204 @@
+"""The captured steps of one shape: the forward, then verification and align copies, over buffers at fixed addresses.
+
+There is a graph of what follows the forward for each way to draw tokens. Where a row changes its logits, or a draft was
+drawn at random, it runs without a graph. Before a replay the step's rows replace padding rows; every op skips those
+that remain, as in warmup.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheIntegrityError
+from ..kernels.attention.attention_rows import AttentionRows
+from ..kernels.attention.interface import attention_after
+from ..policy.requests import RunningRequest, num_decoding
+from .batch import StepBatch, send_padded_step, view_step
+from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
+from .launched_step import LaunchedStep
+from .logits import Draws, StepLogits, any_changed, any_masked, logits_starts
+from .model import StepModel
+from .recorder import Recorder
+from .runner import StepRunner
+from .shapes import StepShape
+from .step import Step
+from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
+
+
+class StepGraph:
+    """The steps of one shape.
+
+    Args:
+        model: Reads the steps that the runner shows.
+        recorder: Captures one computation after another.
+        longest: The most tokens of a request.
+    """
+
+    can_verify = True
+
+    def __init__(
+        self,
+        model: StepModel,
+        runner: StepRunner,
+        shape: StepShape,
+        recorder: Recorder,
+        latest: LatestStep,
+        longest: int,
+    ) -> None:
+        self.shape = shape
+        self._model = model
+        self._memory = runner.memory
+        buffers, geometry = self._memory.step_buffers, self._memory.geometry
+        send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
+        padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
+        self._views = view_step(padding, buffers, num_chunks)
+        fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_rows)
+        # Other stages have other layers, and ranks that share experts other prompts: they would wait for one another.
+        is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
+        self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
+        self._unplanned: AttentionRows | None = None
+        self._is_begun = False
+        self._plans_inside = is_alone and shape.num_prefill_tokens > 0 and self._attention.is_planned
+        self._latest = latest
+
+        def forward() -> tuple[Tensor, ...]:
+            with runner.rehearsing():
+                self._views = view_step(padding, buffers, num_chunks)
+                attend = self._attention.begin()
+                step = Step(self._views, attention_after(recorder.split, attend) if self._plans_inside else attend)
+                runner.show(step)
+                logits = model.compute_part()
+                return logits, step.wanted_outputs, *_computed_views(self._views.logits)
+
+        found, self._replay_forward = recorder.record(forward, self._plan_attention)
+        self.logits, self.wanted_outputs, *computed = found
+        self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
+        self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
+
+        def verify(draws: Draws) -> tuple[Tensor, ...]:
+            step = Step(self._views)
+            rows = replace(self._views.logits, draws=draws)
+            outcome = outcome_on_all_ranks(
+                runner.ranks, rows, lambda: verify_step(rows, runner.wanted_logits(step, self.logits), [])
+            )
+            copy_reached_boundaries(self._views, outcome, self._memory)
+            self.outcome.copy_(outcome)
+            return ()
+
+        self._replay_verify = {draws: recorder.record(partial(verify, draws))[1] for draws in Draws}
+
+    def reads_blocks_of(self, rows: Sequence[RunningRequest]) -> bool:
+        """Return whether its attention can read the KV blocks of a step's prompts."""
+        last = self._attention.last_block
+        return last is None or all(max(row.block_ids) <= last for row in rows[num_decoding(rows) :])
+
+    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Send the rows of a step that the shape holds; return it as its readers see it.
+
+        The device begins with what it computes before attention is planned, while the host goes on.
+        """
+        buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
+        if before is not None and not draws_ratios and before.step.continues(rows, buffers, geometry.block_size):
+            self._memory.prepare(())
+            return self._note_next(before, send_again(before.step, rows, buffers, self.shape.num_rows))
+        padded = self.shape.pad(rows, geometry.dummy_block)
+        send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
+        self._memory.prepare(rows[num_decoding(rows) :])
+        self._replay_forward.begin()
+        self._is_begun = True
+        batch, step = self._batch_of(rows, padded), DecodeStep.sent(rows, buffers)
+        self._latest.note(None if step is None else SentStep(self, step, batch))
+        self._unplanned = batch.attention
+        return batch
+
+    def _plan_attention(self) -> None:
+        """Plan the step that was laid out last, once: before its forward, or within, where `_plans_inside`."""
+        if self._unplanned is not None:
+            self._attention.plan_again(self._unplanned)
+            self._unplanned = None
+
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """Return whether the step after the one laid out last may be launched; see `CapturedStep`."""
+        memory, before = self._memory, self._latest.of(self)
+        return before is not None and before.step.can_launch_next(
+            rows, tokens, memory.step_buffers, memory.geometry.block_size
+        )
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> LaunchedStep:
+        """Launch the step after the one laid out last; see `CapturedStep`."""
+        before = self._latest.of(self)
+        if before is None or before.step.ends is None:
+            raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
+        batch = self._note_next(before, send_next(before.step, self._memory.step_buffers, self.shape.num_rows))
+        self._memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
+        self.forward()
+        is_verified = not any_masked(rows)
+        if is_verified:
+            self.verify(before.step.draws)
+        return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
+
+    def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
+        """Note and return a step that continues the one before in its KV blocks; its attention plan stays valid."""
+        kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
+        batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
+        self._latest.note(SentStep(self, step, batch))
+        return batch
+
+    def _batch_of(self, rows: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
+        """Return the rows of a step that was sent with padding, as its readers see them."""
+        results, shape = self._results, self.shape
+        num_decode = num_decoding(rows)
+        places = shape.places(rows)
+        starts = logits_starts(padded)
+        return replace(
+            results,
+            rows=tuple(rows),
+            request_ids=tuple(row.request_id for row in rows),
+            places=places,
+            num_tokens=sum(row.scheduled for row in rows),
+            num_decode_rows=num_decode,
+            num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
+            attention=replace(
+                results.attention,
+                query_lens=tuple(row.scheduled for row in padded),
+                kv_lens=tuple(row.computed + row.scheduled for row in padded),
+            ),
+            logits=replace(
+                results.logits,
+                starts=(*(starts[place] for place in places), starts[-1]),
+                draws=Draws.of(rows),
+                any_changed=any_changed(rows),
+            ),
+        )
+
+    def forward(self) -> Tensor:
+        """Compute the logits of the step that was laid out last; those of padding are meaningless."""
+        if not self._plans_inside:
+            self._plan_attention()
+        self._model.receive(self.shape.num_tokens)
+        if not self._is_begun:
+            self._replay_forward.begin()
+        self._is_begun = False
+        self._replay_forward.finish()
+        self._model.send(self.logits)
+        return self.logits
+
+    def verify(self, draws: Draws) -> Tensor:
+        """After `forward`, draw tokens, verify, and copy the states of reached boundaries."""
+        self._replay_verify[draws]()
+        return self.outcome
+
+
+def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
+    """Return the tensors that a step's views compute from its buffers and that are read after the forward."""
+    return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
+
+
+def _with_computed(
+    logits: StepLogits, temperature: Tensor, top_k: Tensor, top_p: Tensor, draft_ids: Tensor
+) -> StepLogits:
+    verify = replace(logits.verify, draft_ids=draft_ids)
+    return replace(logits, temperature=temperature, top_k=top_k, top_p=top_p, verify=verify)
