@@ -435,7 +435,6 @@ class StepRunner:
         if (graphs := self._graphs) is None or not graphs.hold(StepShape(len(running), 1 + planner.max_drafts)):
             return
         distributions = self._schedule_decode(step.rows, self.requests.budget)
-        self.memory.prepare(())
         self.early_steps.launch_drafts(graphs, step.rows, distributions)
 
     def _schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:

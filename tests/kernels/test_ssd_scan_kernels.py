@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
 from megatron_mamba_cache.kernels.ssm import ssd_scan_portable, ssd_tiles
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
-from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.kernels.ssm.ssd_scan import cut_rows, scan_tiles, ssd_scan, ssd_scan_ref
 from megatron_mamba_cache.kernels.ssm.ssd_tiles import head_slices, tile_shape
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 from tests.kernels.kernel_stand_ins import CountedKernel
@@ -442,3 +443,54 @@ def test_twin_and_kernel_agree(device: str) -> None:
     )
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pools[0], pools[1], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_captured_rows_are_cut_beside_their_convolution_with_the_same_bits(num_padding: int) -> None:
+    """Layers behind each other, each of which begins with a product that the cutting and the convolution read."""
+    torch.manual_seed(0)
+    heads, head_dim, d_state, groups = 16, 64, 128, 2
+    inner, conv_dim = heads * head_dim, heads * head_dim + 2 * groups * d_state
+    specs = [RowSpec(200, start=256, initial=1, final=2, boundaries={384: 3}), RowSpec(77, final=4)]
+    rows = pack_rows(specs, 128, "cuda", num_padding)
+    weights = random_steps(1, "cuda", SSMShape(heads, head_dim, d_state, groups), dtype=torch.bfloat16).weights
+    projections = [(torch.randn(conv_dim + heads, inner, device="cuda") * inner**-0.5).bfloat16() for _ in range(6)]
+    taps, bias = torch.randn(conv_dim, 4, device="cuda").bfloat16(), torch.randn(conv_dim, device="cuda").bfloat16()
+    x = torch.zeros(num_tokens(specs) + 43, inner, device="cuda", dtype=torch.bfloat16)
+    windows = torch.zeros(5, 3, conv_dim, device="cuda", dtype=torch.bfloat16)
+    pools = [windows, torch.zeros(5, heads, d_state, head_dim, device="cuda")]
+
+    def layers(*, beside: bool) -> list[Tensor]:
+        given, found = x, []
+        for projection in projections:
+            xbc, dt = (given @ projection.T).split([conv_dim, heads], dim=1)
+            tiles = cut_rows(dt, weights, rows, 128, head_dim, xbc.dtype) if beside else None
+            conv = causal_conv(xbc, taps, bias, pools[0], rows, after_cut=tiles is not None)
+            parts = conv.split([inner, groups * d_state, groups * d_state], dim=1)
+            B, C = (part.unflatten(1, (groups, -1)) for part in parts[1:])
+            tokens = SSMTokens(parts[0].unflatten(1, (heads, -1)), dt, B, C)
+            y = ssd_scan(tokens, weights, pools[1], rows, 128, tiles=tiles)
+            given = (y.flatten(1).float() / y.float().abs().max().clamp_min(1e-3)).bfloat16()
+            found += [conv, y, *(pool.clone() for pool in pools)]
+        return found
+
+    layers(beside=True)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layers(beside=True)
+    for seed in range(30):
+        torch.manual_seed(seed)
+        x.normal_()
+        started = [torch.randn_like(pool) for pool in pools]
+        for pool, start in zip(pools, started, strict=True):
+            pool.copy_(start)
+        graph.replay()
+        torch.cuda.synchronize()
+        seen = [tensor.clone() for tensor in found]
+        for pool, start in zip(pools, started, strict=True):
+            pool.copy_(start)
+        expected = layers(beside=False)
+        assert all(same_bits(a, b) for a, b in zip(seen, expected, strict=True)), f"seed {seed}"
