@@ -19,7 +19,10 @@ class CapturedStep(Protocol):
     wanted_outputs: Tensor
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the rows of a step that fits the shape, and begin to compute it; return it as its readers see it."""
+        """Send the rows of a step that fits the shape, and begin to compute it; return it as its readers see it.
+
+        Its states may be written from now on: the step is computed next, or its rows are dropped.
+        """
 
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; those of padding are meaningless."""

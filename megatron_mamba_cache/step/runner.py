@@ -272,7 +272,7 @@ class StepRunner:
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
         shape: StepShape | None = None,
     ) -> Step:
-        """Pack every integer of scheduled rows, and send them in one copy; return the step that runs eagerly.
+        """Pack every integer of scheduled rows, send them, and prepare memory; return the step that runs eagerly.
 
         The results of the previous step must have been read back.
 

@@ -60,7 +60,6 @@ class StepGraph:
         is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
         self._unplanned: AttentionRows | None = None
-        self._is_begun = False
         self._plans_inside = is_alone and shape.num_prefill_tokens > 0 and self._attention.is_planned
         self._latest = latest
 
@@ -108,7 +107,6 @@ class StepGraph:
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
         self._memory.prepare(rows[num_decoding(rows) :])
         self._replay_forward.begin()
-        self._is_begun = True
         batch, step = self._batch_of(rows, padded), DecodeStep.sent(rows, buffers)
         self._latest.note(None if step is None else SentStep(self, step, batch))
         self._unplanned = batch.attention
@@ -179,10 +177,7 @@ class StepGraph:
         if not self._plans_inside:
             self._plan_attention()
         self._model.receive(self.shape.num_tokens)
-        if not self._is_begun:
-            self._replay_forward.begin()
-        self._is_begun = False
-        self._replay_forward.finish()
+        self._replay_forward.finish()  # steps that `lay_out` did not send have no prompts: there is nothing to begin
         self._model.send(self.logits)
         return self.logits
 

@@ -109,6 +109,9 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     ),
     (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
     (state_verify, "_state_verify_kernel"): update_states,
+    (causal_conv, "_causal_conv_kernel"): lambda: causal_conv.causal_conv(
+        half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT
+    ),
     (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(
         half(1, 2, 64), half(1, 2, 64), half(2, 16, 2, 64), half(2, 16, 2, 64), int32(1), int32(1)
     ),
@@ -195,11 +198,6 @@ def test_only_weights_are_read_before_the_wait(
             "_conv_verify_kernel",
             lambda: conv_verify.conv_verify(half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS),
         ),
-        (
-            causal_conv,
-            "_causal_conv_kernel",
-            lambda: causal_conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT),
-        ),
         (ssd_tiles, "_tiles_kernel", cut_prompt),
         (
             pair_products,
@@ -207,7 +205,7 @@ def test_only_weights_are_read_before_the_wait(
             lambda: pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
         ),
     ],
-    ids=["conv", "conv of prompts", "cutting of rows", "pairs"],
+    ids=["conv", "cutting of rows", "pairs"],
 )
 def test_a_kernel_whose_next_one_reads_early_waits_before_it_lets_it_begin(
     module: ModuleType,

@@ -1,6 +1,6 @@
 """CUDA graphs where there is no CUDA: steps padded to the same shapes, computed again instead of replayed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,14 +62,17 @@ class ReadsWeightsWhereTheyLay(ComputesAgain):
                 parameter.data = data
 
 
-def capture_without_cuda(patch: pytest.MonkeyPatch, model: Any = None) -> None:
+def capture_without_cuda(
+    patch: pytest.MonkeyPatch, model: Any = None, recorder: Callable[[], ComputesAgain] = ComputesAgain
+) -> None:
     """Let engines on a CPU capture what would be captured on a GPU; nothing happens where CUDA is.
 
     Args:
         model: Of the engines, if its weights are going to lie elsewhere.
+        recorder: Of the engines whose weights stay.
     """
     if torch.cuda.is_available():
         return
-    recorder = ComputesAgain if model is None else lambda: ReadsWeightsWhereTheyLay(model)
+    recorder = recorder if model is None else lambda: ReadsWeightsWhereTheyLay(model)
     patch.setattr(cuda_graphs, "CudaRecorder", recorder)
     patch.setattr(cuda_graphs, "device_reason", lambda memory: None)

@@ -71,13 +71,16 @@ def test_one_token_takes_the_fused_product(
 
 
 @pytest.mark.parametrize(("activation", "gated"), [("relu2", False), ("silu", True)])
+@pytest.mark.parametrize("latent_size", [None, 32])
 @pytest.mark.parametrize("num_tokens", [256, 257, 1024, 1025])
 def test_a_layer_whose_shared_expert_begins_beside_the_routing_computes_the_same(
-    num_tokens: int, activation: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, latent_size: int | None, activation: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first product then is a grouped one; on a GPU in long tiles."""
     sizes = random_architecture(RandomHybridConfig(pattern="M*E"))
-    model = build_hybrid_model(replace(sizes, feed_forward=FeedForwardSizes(64, activation, gated)), torch.float32)
+    assert sizes.experts is not None
+    experts, dense = replace(sizes.experts, latent_size=latent_size), FeedForwardSizes(64, activation, gated)
+    model = build_hybrid_model(replace(sizes, experts=experts, feed_forward=dense), torch.float32)
     layer, generator, taken = model.decoder.layers[2].mlp, torch.Generator().manual_seed(0), []
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)

@@ -1,6 +1,8 @@
 """Recordings of two parts, between which the host prepares."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +12,22 @@ from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.interface import attention_after
 from megatron_mamba_cache.kernels.attention.reference import CapturedReference
 from megatron_mamba_cache.step.batch import StepBatch
+from megatron_mamba_cache.step.memory import CacheMemory
 from megatron_mamba_cache.step.recorder import CudaRecorder
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
+from tests.mcore.split_replays import ComputesInParts
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def start_captured(*, is_planned: bool, patch: pytest.MonkeyPatch) -> EngineRun:
+def start_captured(
+    *, is_planned: bool, patch: pytest.MonkeyPatch, recorder: Callable[[], ComputesAgain] = ComputesAgain
+) -> EngineRun:
     """Start an engine whose graphs are computed again instead of replayed, with attention that counts as planned."""
-    capture_without_cuda(patch)
+    capture_without_cuda(patch, recorder=recorder)
     patch.setattr(CapturedReference, "is_planned", is_planned)
     subject = tiny_hybrid()
     config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
@@ -122,6 +129,40 @@ def test_a_plan_that_fails_loses_no_token(number: int, is_planned: bool, monkeyp
     run.finish()
     run.assert_matches_oracle()
     print(f"{len(plans)} plans")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
+@pytest.mark.parametrize(("failing_call", "begun", "dropped"), [(None, 8, 0), (1, 9, 1), (2, 9, 0), (6, 9, 1)])
+def test_a_step_begins_when_it_is_laid_out_and_may_be_dropped_then(
+    failing_call: int | None, begun: int, dropped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is prepared for it before, and the states that its first part has written are not used again."""
+    recorders: list[ComputesInParts] = []
+    prepare, prepared = CacheMemory.prepare, []
+
+    def noting_prepare(*args: Any) -> None:
+        prepared.append(recorder.begun)
+        prepare(*args)
+
+    run = start_captured(
+        is_planned=True, patch=monkeypatch, recorder=lambda: recorders.append(ComputesInParts()) or recorders[-1]
+    )
+    (recorder,) = recorders
+    monkeypatch.setattr(CacheMemory, "prepare", noting_prepare)
+    if failing_call is not None:
+        raise_once(monkeypatch, run.context.runner, "begin", call=failing_call)
+    num_faults = 0
+    for index in range(8):  # the last four skip what the first four computed
+        run.add(index, some_tokens(29 + index % 4, seed=index % 4), 5)
+        try:
+            run.finish()
+        except InjectedFault:
+            num_faults += 1
+            run.finish()
+    run.assert_matches_oracle()
+    print(f"{recorder.begun} begun, {recorder.dropped} of them dropped, {run.counters.graph_steps} steps in graphs")
+    assert (recorder.begun, recorder.dropped) == (begun, dropped) and set(range(begun)) <= set(prepared)
+    assert num_faults == (failing_call is not None) and run.counters.prompt_tokens_skipped > 0
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
-from ..overlap import await_launcher, await_then_release, overlapping, release
+from ..overlap import await_inputs, await_launcher, overlapping, release
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
 from ..tuples import appended
@@ -139,7 +139,7 @@ def _causal_conv_kernel(
     if READS_EARLY:
         release(OVERLAPS)
     else:
-        await_then_release(OVERLAPS)
+        await_inputs(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     if ends is None:
         ends = windows

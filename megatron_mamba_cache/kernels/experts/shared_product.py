@@ -1,8 +1,9 @@
 """The first product of an expert that every token goes to, beside the routing of some hundreds of tokens.
 
-It is a grouped product of one expert in long tiles, with the activation in its launch. They fill part of the
-multiprocessors only, so that the kernels which route and order the tokens run on the others meanwhile. A matrix
-product of a library takes them all, or comes behind the routing and delays the products of the routed experts.
+It is a grouped product of one expert in long tiles, with the activation in its launch. Up to some 700 tokens they leave
+multiprocessors on which the others are routed meanwhile; with more, the routing waits for the first of them, and still
+no longer than for what else would come behind it. A library's matrix product behind the routing has its activation wait
+for the routed experts' second product to end, as that fills the card.
 """
 
 from functools import cache
@@ -49,6 +50,8 @@ def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
     """Return the order of tokens that all chose one expert, with its tiles: kept, as graphs read it."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    order = ExpertOrder(tokens, tokens[:, None], tokens.new_tensor([0, num_tokens]))
+    order = ExpertOrder(
+        tokens, tokens[:, None], torch.arange(0, num_tokens + 1, num_tokens, dtype=torch.int32, device=device)
+    )
     order.tiles  # noqa: B018 (computed once)
     return order

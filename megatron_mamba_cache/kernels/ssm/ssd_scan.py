@@ -20,7 +20,7 @@ from .ssd_scan_portable import scan_portably
 from .ssd_tiles import TILE_LEN, ScanTiles, TileShape, cut_tiles, head_slices, tile_shape
 from .ssm_inputs import SSMTokens, SSMWeights
 
-__all__ = ["ssd_scan", "ssd_scan_ref"]
+__all__ = ["cut_rows", "ssd_scan", "ssd_scan_ref"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes, of what TMA copies
@@ -30,7 +30,7 @@ _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no mor
 def cut_rows(
     dt: Tensor, weights: SSMWeights, rows: PrefillRows, chunk_size: int, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles | None:
-    """Do what of a scan needs time steps only; return None where the twin will scan.
+    """Do what of a scan needs time steps only; return None where no kernel scans such rows.
 
     If its launch comes right before that of `causal_conv`, which has to know, both run at once.
 
@@ -67,7 +67,7 @@ def ssd_scan(
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
         rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
-        tiles: What `cut_rows` returned for these rows and time steps; None: they are cut here.
+        tiles: What `cut_rows` returned for these rows and time steps, for one scan; None: they are cut here.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.

@@ -1,0 +1,115 @@
+"""Replays of two parts where there is no CUDA: what lies before the split is computed when the replay begins."""
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
+from tests.mcore.graph_stand_ins import ComputesAgain
+
+
+class ComputesInParts(ComputesAgain):
+    """As `ComputesAgain`, but a computation that splits waits there, in a thread, until the replay finishes.
+
+    Attributes:
+        begun, dropped: Replays that began, and those of them that never finished.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.dropped = 0
+        self._splits = False
+
+    def split(self) -> None:
+        """Wait, if a replay is in its first part."""
+        self._splits = True
+        if isinstance(thread := threading.current_thread(), _HalfDone):
+            thread.wait_at_split()
+
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
+        self._splits = False
+        results, whole = super().record(compute, prepare)
+        if not self._splits:
+            return results, whole
+        runner, halves = inspect.getclosurevars(compute).nonlocals["runner"], []
+
+        def begin() -> None:
+            while halves:
+                halves.pop().drop()
+                self.dropped += 1
+            self.begun += 1
+            halves.append(_HalfDone(compute, runner))
+            halves[-1].begin()
+
+        @torch.inference_mode()
+        def finish() -> None:
+            half = halves.pop()
+            prepare()
+            for result, again in zip(results, half.finish(), strict=True):
+                result.copy_(again)
+
+        return results, Replay(begin, finish)
+
+
+class _Dropped(BaseException):
+    """Ends a thread whose replay is not finished."""
+
+
+class _HalfDone(threading.Thread):
+    """Computes; while it waits at the split, the runner shows what it showed before."""
+
+    def __init__(self, compute: Compute, runner: Any) -> None:
+        super().__init__(daemon=True)
+        self._compute, self._runner, self._shown = compute, runner, _shown(runner)
+        self._stops, self._goes_on, self._is_dropped = threading.Event(), threading.Event(), False
+        self._results: tuple[Tensor, ...] = ()
+        self._fault: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._results = self._compute()
+        except BaseException as fault:  # raised where the replay is
+            self._fault = fault
+        self._stops.set()
+
+    def wait_at_split(self) -> None:
+        self._stops.set()
+        self._goes_on.wait()
+        if self._is_dropped:
+            raise _Dropped
+
+    def begin(self) -> None:
+        self.start()
+        self._stops.wait()
+        self._swap_shown()
+        if self._fault is not None:
+            raise self._fault
+
+    def finish(self) -> tuple[Tensor, ...]:
+        self._swap_shown()
+        self._goes_on.set()
+        self.join()
+        self._swap_shown()
+        if self._fault is not None:
+            raise self._fault
+        return self._results
+
+    def drop(self) -> None:
+        self._is_dropped = True
+        self._swap_shown()
+        self._goes_on.set()
+        self.join()
+        self._swap_shown()
+
+    def _swap_shown(self) -> None:
+        """Let the runner show what it does not show now: what the computation shows, or what the engine does."""
+        shown = _shown(self._runner)
+        self._runner._step, self._runner.counts = self._shown
+        self._shown = shown
+
+
+def _shown(runner: Any) -> tuple[Any, Any]:
+    return runner._step, runner.counts
