@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import MAX_STEPS, EngineRun
-from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, Workload, add_due, disturbed_step, make_workload
+from tests.mcore.split_replays import capture_in_parts
 from tests.mcore.test_speculative_workloads import make_drafter
 
 VARIANTS = {
@@ -49,7 +49,7 @@ def record(seed: int) -> dict[str, Any]:
     drafter = make_drafter(rng, work) if num_drafts else None
     with pytest.MonkeyPatch.context() as patch:
         if has_graphs:
-            capture_without_cuda(patch)
+            capture_in_parts(patch)
             prefill_tokens = min(24, work.config.max_tokens)
             config = replace(work.config, num_cuda_graphs=3, cuda_graph_prefill_tokens=prefill_tokens)
             work = replace(work, config=config)

@@ -4,11 +4,13 @@ import inspect
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.attention.reference import CapturedReference
 from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
-from tests.mcore.graph_stand_ins import ComputesAgain
+from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
 
 
 class ComputesInParts(ComputesAgain):
@@ -51,6 +53,13 @@ class ComputesInParts(ComputesAgain):
                 result.copy_(again)
 
         return results, Replay(begin, finish)
+
+
+def capture_in_parts(patch: pytest.MonkeyPatch) -> None:
+    """Let engines on a CPU capture, and split captured steps before attention; nothing happens where CUDA is."""
+    if not torch.cuda.is_available():
+        capture_without_cuda(patch, recorder=ComputesInParts)
+        patch.setattr(CapturedReference, "is_planned", True)
 
 
 class _Dropped(BaseException):

@@ -19,7 +19,6 @@ from megatron_mamba_cache.policy.state_reservations import StateReservations
 from megatron_mamba_cache.state.rounded_pool import RoundedPool
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.mcore.engine_runs import EngineRun, OracleTally
-from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
@@ -29,6 +28,7 @@ from tests.mcore.random_workloads import (
     run_workload,
     undisturbed,
 )
+from tests.mcore.split_replays import capture_in_parts
 from tests.mcore.workload_totals import WorkloadTotals
 
 NAMES = [name for name in FLAVOURS if name != "uncached"]
@@ -125,7 +125,7 @@ def test_what_is_restored_was_published_and_all_is_returned(
         work, drafter = run_form(name, form, seed, rounds_states=True)
         with pytest.MonkeyPatch.context() as patch, checked_restores(patch):
             if has_graphs:
-                capture_without_cuda(patch)
+                capture_in_parts(patch)
                 prefill_tokens = min(24, work.config.max_tokens)
                 graphs = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": prefill_tokens}
                 work = replace(work, config=replace(work.config, **graphs))
