@@ -92,7 +92,6 @@ def test_a_layer_whose_shared_expert_begins_beside_the_routing_computes_the_same
 
     with torch.inference_mode():
         expected = layer(x)
-        monkeypatch.setattr(shared_product, "launches_kernel", lambda x: True)
         monkeypatch.setattr(shared_product, "takes_long_tiles", lambda *args, **settings: True)
         monkeypatch.setattr(expert_layer, "shared_product", noted_product)
         found = layer(x)

@@ -137,17 +137,14 @@ def test_a_step_begins_when_it_is_laid_out_and_may_be_dropped_then(
     failing_call: int | None, begun: int, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is prepared for it before, and the states that its first part has written are not used again."""
-    recorders: list[ComputesInParts] = []
+    recorder = ComputesInParts()
     prepare, prepared = CacheMemory.prepare, []
 
     def noting_prepare(*args: Any) -> None:
         prepared.append(recorder.begun)
         prepare(*args)
 
-    run = start_captured(
-        is_planned=True, patch=monkeypatch, recorder=lambda: recorders.append(ComputesInParts()) or recorders[-1]
-    )
-    (recorder,) = recorders
+    run = start_captured(is_planned=True, patch=monkeypatch, recorder=lambda: recorder)
     monkeypatch.setattr(CacheMemory, "prepare", noting_prepare)
     if failing_call is not None:
         raise_once(monkeypatch, run.context.runner, "begin", call=failing_call)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..kernel_launches import launches_kernel
 from .grouped_product import grouped_product
 from .product_forms import takes_long_tiles
 from .reference_routing import ExpertOrder
@@ -25,7 +24,7 @@ _MOST_TOKENS = 1024
 def takes_shared_product(x: Tensor, weight: Tensor) -> bool:
     """Return whether `shared_product` of these tokens [tokens, inputs] is the faster way."""
     is_between = MOST_TOKENS_BESIDE_ROUTING < len(x) <= _MOST_TOKENS
-    return is_between and launches_kernel(x) and takes_long_tiles(x, weight[None], len(x), is_gathered=False)
+    return is_between and takes_long_tiles(x, weight[None], len(x), is_gathered=False)
 
 
 def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
@@ -50,8 +49,7 @@ def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
     """Return the order of tokens that all chose one expert, with its tiles: kept, as graphs read it."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    order = ExpertOrder(
-        tokens, tokens[:, None], torch.arange(0, num_tokens + 1, num_tokens, dtype=torch.int32, device=device)
-    )
+    starts = torch.arange(0, num_tokens + 1, num_tokens, dtype=torch.int32, device=device)
+    order = ExpertOrder(tokens, tokens[:, None], starts)
     order.tiles  # noqa: B018 (computed once)
     return order

@@ -30,7 +30,9 @@ _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no mor
 def cut_rows(
     dt: Tensor, weights: SSMWeights, rows: PrefillRows, chunk_size: int, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles | None:
-    """Do what of a scan needs time steps only; return None where no kernel scans such rows.
+    """Do what of a scan needs time steps only; return None where rows like these take the twin.
+
+    Heads and states of sizes that take the twin as well are cut for nothing.
 
     If its launch comes right before that of `causal_conv`, which has to know, both run at once.
 
