@@ -3,12 +3,14 @@
 Where a kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
 """
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
@@ -149,9 +151,14 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
-def test_experts_of_any_length_of_tiles(activation: str, device: str) -> None:
-    lengths = (0, 1, 31, 64, 65, 100, 129, 161, 224, 225, 0, 700)
-    layer = Layer(len(lengths), 128, 192, activation, torch.bfloat16).to(device)
+@pytest.mark.parametrize(("inside", "num_programs"), [(192, 132), (320, 3)])
+def test_experts_of_any_length_of_tiles(
+    activation: str, inside: int, num_programs: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few programs take wide tiles of weights, of which the last of 320 is narrower."""
+    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: num_programs)
+    lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700)
+    layer = Layer(len(lengths), 128, inside, activation, torch.bfloat16).to(device)
     ids = torch.cat([torch.full((length, 1), expert) for expert, length in enumerate(lengths)]).to(torch.int32)
     torch.manual_seed(7)
     ids = ids[torch.randperm(len(ids))].to(device)
@@ -234,14 +241,23 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 4)  # wide tiles of weights
     products = compile_for_hopper(grouped_product_hopper, "_product_kernel")
     monkeypatch.setattr(grouped_product_module, "launches_kernel", lambda tensor: True)
-    weight = Layer(16, 128, 256, activation, torch.bfloat16).first
+    weight = Layer(16, 128, 352, activation, torch.bfloat16).first
     for num_tokens in (800, 801, 2000):
         order = order_by_expert(choice(num_tokens, 2, 16, "random"), 16)
         x = torch.zeros(num_tokens if is_gathered else 2 * num_tokens, 128).bfloat16()
         grouped_product(x, weight, order, top_k=2 if is_gathered else None, activation=activation)
     assert len(products.ptx) == 3 and len(products.compiled) == 1
-    assert "wgmma" in products.ptx[0] and "cp.async.bulk" in products.ptx[0] and ".local." not in products.ptx[0]
+    assert "cp.async.bulk" in products.ptx[0] and ".local." not in products.ptx[0]
+    assert "m64n112k16" in products.ptx[0] and "wgmma.wait_group.sync.aligned 1;" in products.ptx[0]
     assert products.shared_bytes[0] <= HOPPER_SHARED_BYTES
+    # Rows lie before weights: what `check_places` writes to either goes where its own PTX reads it.
+    marks = re.findall(r"st\.shared\.v4\.b32\s+\[%r\d+(?:\+(\d+))?\], \{(\d+)", products.ptx[0])
+    assert marks or triton.__version__.startswith("3.7."), "only Triton 3.7 has these places in registers"
+    rows, weights = ([int(place or 0) for place, mark in marks if mark == str(two)] for two in (0x3F803F80, 0x40004000))
+    print(f"marks of rows at {rows}, of weights at {weights}; {products.shared_bytes[0]} bytes")
+    first_weight, after_weights = (3 * 256 + 224) * 128, (3 * 256 + 224 + 4 * 192) * 128
+    assert not marks or (min(rows), min(weights)) == (0, first_weight)
+    assert products.shared_bytes[0] >= after_weights + 2 * 32 * 16 * 2  # what results pass through lies behind

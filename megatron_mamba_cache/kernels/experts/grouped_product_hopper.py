@@ -2,35 +2,40 @@
 
 Weights are the left operand and rows the right one, so that a tile is as long as its expert has rows, in steps of 32,
 and a weight is read once for up to 224 rows. A program takes one tile after another. Two groups of four warps multiply
-64 weights each with all rows of a tile; weights are read into registers once for all of them. Other warps fill the ring
-of what the groups multiply: rows that have to be gathered by ordinary copies, all else by boxes.
+all weights of a tile with half of its rows each; a stage's products are awaited once the next one's have begun. Other
+warps fill the ring of what the groups multiply.
 
-A gated layer's gates and other outputs alternate in boxes of eight, so that a thread has both of an output. A row's
-inputs are summed in the same order in any tile. Graph safe: no host sync, no atomics.
+A gated layer's gates and other outputs alternate by eights, so that a thread has both of an output. A row's inputs are
+summed in the same order in any tile. Graph safe: no host sync, no atomics.
 """
 
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..gluon_overlap import await_then_release
 from ..kernel_launches import num_multiprocessors
 from ..overlap import overlapping
-from .product_ring import DEPTH, GROUPS, Sizes, allocate_ring, fill_by_boxes, find_tile, gather_ahead
+from .product_ring import (
+    DEPTH,
+    GROUPS,
+    MOST_ROWS,
+    Sizes,
+    allocate_ring,
+    fill_by_boxes,
+    find_tile,
+    gather,
+    places_of_stage,
+)
 from .reference_routing import ExpertOrder
+from .uneven_products import LINE, ROW_STEP, await_products, begin_products, no_sums
 
 _STAGES = 4
-_MULTIPLY_REGISTERS = 200
-_GATHER_REGISTERS = 80
-_BOX_REGISTERS = 32
+_MULTIPLY_REGISTERS = 208
+_FILL_REGISTERS = 88
 
 
 @gluon.jit
@@ -47,109 +52,79 @@ def _activate(total, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _put(out, total, first, last, first_column, sizes):
-    """Store the activated products of rows from `first` on, up to `last`."""
+def _put(out, total, first, last, column, sizes):
+    """Store the activated products of rows from `first` on, up to `last`; each warp those of its own weights."""
     ROWS: gl.constexpr = total.shape[1]
-    WIDTH: gl.constexpr = sizes.PER_GROUP
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
+    WIDTH: gl.constexpr = sizes.PER_UNIT
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 32, 1024 // WIDTH], [4, 1], [0, 1])
     result = gl.convert_layout(_activate(total, sizes.ACTIVATION).to(gl.bfloat16), LAYOUT)
-    column = first_column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, LAYOUT))
+    column += gl.arange(0, WIDTH, layout=gl.SliceLayout(1, LAYOUT))
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     places = out + row.to(gl.int64)[None, :] * sizes.OUTPUTS + column[:, None]
     gl.store(places, result, mask=(row < last)[None, :] & (column < sizes.OUTPUTS)[:, None])
 
 
 @gluon.jit
-def _multiply(weights, rows, total, use_acc):
-    return warpgroup_mma(weights, rows.permute((1, 0)), total, use_acc=use_acc, is_async=True)
+def _release(ring, step, sizes):
+    """Let a stage be overwritten."""
+    mbarrier.arrive(ring.empty.index(step % sizes.STAGES), count=1)
 
 
 @gluon.jit
-def _compute_tile(
-    ring,
-    step,
-    out,
-    tile,
-    column,
-    sizes,
-    GROUP: gl.constexpr,
-    HAS_128: gl.constexpr,
-    HAS_64: gl.constexpr,
-    HAS_32: gl.constexpr,
-):
-    """Multiply 64 weights with a tile's rows, and store the results.
+def _compute_tile(ring, step, out, first, last, column, rows_before, sizes, UNITS: gl.constexpr, STEPS: gl.constexpr):
+    """Multiply UNITS times 64 weights with at most 16 * STEPS rows, and store the results.
 
-    Products are awaited in the stage in which they are begun: the registers of weights are free then, and the other
-    group multiplies meanwhile. Long because each piece of rows is named.
+    Args:
+        rows_before: Rows of the tile before these.
     """
-    OF_128: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    OF_64: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OF_32: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_128 if HAS_128 else OF_64 if HAS_64 else OF_32, 2)
-    total128 = gl.zeros([64, 128], gl.float32, layout=OF_128)
-    total64 = gl.zeros([64, 64], gl.float32, layout=OF_64)
-    total32 = gl.zeros([64, 32], gl.float32, layout=OF_32)
-    for k in range(sizes.STEPS):
-        stage = (step + k) % sizes.STAGES
-        mbarrier.wait(ring.full.index(stage), (step + k) // sizes.STAGES & 1)
+    sums = no_sums(UNITS, STEPS)
+    for k in range(step, step + sizes.STEPS):
+        stage = k % sizes.STAGES
+        mbarrier.wait(ring.full.index(stage), k // sizes.STAGES & 1)
         if sizes.DIVISOR > 0:
             fence_async_shared()  # gathered rows are written by ordinary copies
-        weights = ring.weights.index(stage * GROUPS + GROUP).load(OPERAND)
-        if HAS_128:
-            total128 = _multiply(weights, ring.rows128.index(stage), total128, k > 0)
-        if HAS_64:
-            total64 = _multiply(weights, ring.rows64.index(stage), total64, k > 0)
-        if HAS_32:
-            total32 = _multiply(weights, ring.rows32.index(stage), total32, k > 0)
-        if HAS_128:
-            total128 = warpgroup_mma_wait(0, deps=[total128])
-        if HAS_64:
-            total64 = warpgroup_mma_wait(0, deps=[total64])
-        if HAS_32:
-            total32 = warpgroup_mma_wait(0, deps=[total32])
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-    if HAS_128:
-        _put(out, total128, tile.first, tile.last, column, sizes)
-    if HAS_64:
-        _put(out, total64, tile.first + HAS_128 * 128, tile.last, column, sizes)
-    if HAS_32:
-        _put(out, total32, tile.first + HAS_128 * 128 + HAS_64 * 64, tile.last, column, sizes)
+        weights, rows = places_of_stage(stage, sizes)
+        sums = begin_products(sums, weights, rows + rows_before * LINE, UNITS, STEPS)
+        sums = await_products(sums, 1, UNITS, STEPS)
+        if k > step:
+            _release(ring, k - 1, sizes)
+    sums = await_products(sums, 0, UNITS, STEPS)
+    _release(ring, step + sizes.STEPS - 1, sizes)
+    for unit in gl.static_range(UNITS):
+        for i in gl.static_range(STEPS):
+            _put(out, sums[unit * STEPS + i], first + ROW_STEP * i, last, column + unit * sizes.PER_UNIT, sizes)
 
 
 @gluon.jit
 def _pass_over(ring, step, sizes):
-    """Release what is read in a tile of whose outputs this group has none."""
+    """Release what is read in a tile of whose rows this group has none."""
     for k in range(step, step + sizes.STEPS):
-        stage = k % sizes.STAGES
-        mbarrier.wait(ring.full.index(stage), k // sizes.STAGES & 1)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
+        mbarrier.wait(ring.full.index(k % sizes.STAGES), k // sizes.STAGES & 1)
+        _release(ring, k, sizes)
 
 
 @gluon.jit
 def _multiply_tiles(ring, tiles, out, sizes, GROUP: gl.constexpr):
-    """Compute this program's tiles, 64 weights of each; four warps."""
-    num_tiles = gl.load(tiles) * sizes.PER_EXPERT
+    """Compute this group's half of the rows of this program's tiles; four warps."""
+    MOST_STEPS: gl.constexpr = MOST_ROWS // (GROUPS * ROW_STEP)
     step = 0
-    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), gl.load(tiles) * sizes.TILES, gl.num_programs(0)):
         tile = find_tile(tiles, number, sizes)
-        column = (tile.outputs * GROUPS + GROUP) * sizes.PER_GROUP
-        length = tile.last - tile.first
-        if column >= sizes.OUTPUTS:
+        half = (tile.last - tile.first + GROUPS * ROW_STEP - 1) // (GROUPS * ROW_STEP) * ROW_STEP
+        first = tile.first + GROUP * half
+        last = gl.minimum(first + half, tile.last)
+        num_steps = (last - first + ROW_STEP - 1) // ROW_STEP
+        column = tile.outputs * (sizes.UNITS * sizes.PER_UNIT)
+        if num_steps <= 0:
             _pass_over(ring, step, sizes)
-        elif length > 192:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 1, 1, 1)
-        elif length > 160:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 1, 1, 0)
-        elif length > 128:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 1, 0, 1)
-        elif length > 96:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 1, 0, 0)
-        elif length > 64:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 0, 1, 1)
-        elif length > 32:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 0, 1, 0)
-        else:
-            _compute_tile(ring, step, out, tile, column, sizes, GROUP, 0, 0, 1)
+        for STEPS in gl.static_range(1, MOST_STEPS + 1):
+            if num_steps == STEPS:
+                if sizes.LAST_UNITS == sizes.UNITS:  # noqa: SIM114 (known when it is compiled)
+                    _compute_tile(ring, step, out, first, last, column, GROUP * half, sizes, sizes.UNITS, STEPS)
+                elif tile.outputs < sizes.TILES - 1:
+                    _compute_tile(ring, step, out, first, last, column, GROUP * half, sizes, sizes.UNITS, STEPS)
+                else:
+                    _compute_tile(ring, step, out, first, last, column, GROUP * half, sizes, sizes.LAST_UNITS, STEPS)
         step += sizes.STEPS
 
 
@@ -159,47 +134,51 @@ def _product_kernel(
     x128,
     x64,
     x32,
+    x16,
     x,
     pairs,
     tiles,
     out,
     x_stride,
+    UNITS: gl.constexpr,
+    LAST_UNITS: gl.constexpr,
+    PER_UNIT: gl.constexpr,
+    TILES: gl.constexpr,
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     OUTPUTS: gl.constexpr,
-    PER_GROUP: gl.constexpr,
-    PER_EXPERT: gl.constexpr,
     ACTIVATION: gl.constexpr,
     DIVISOR: gl.constexpr,
     AHEAD: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
-    GATHER_REGISTERS: gl.constexpr,
-    BOX_REGISTERS: gl.constexpr,
+    FILL_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
-    sizes = Sizes(STAGES, STEPS, OUTPUTS, PER_GROUP, PER_EXPERT, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
-    ring = allocate_ring(x128, sizes)
+    sizes = Sizes(UNITS, LAST_UNITS, PER_UNIT, TILES, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
+    ring = allocate_ring(weight, x16, sizes)
     if AHEAD == 0:
         await_then_release(OVERLAPS)
     first, second = (ring, tiles, out, sizes, 0), (ring, tiles, out, sizes, 1)
-    filling = (weight, x128, x64, x32, ring, tiles, sizes)
     if DIVISOR > 0:
         gl.warp_specialize(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (gather_ahead, (x, x_stride, pairs, ring, tiles, sizes)),
-                (fill_by_boxes, filling),
+                (gather, (weight, x, x_stride, pairs, ring, tiles, sizes)),
             ],
-            [4, 4, 1],
-            [MULTIPLY_REGISTERS, GATHER_REGISTERS, BOX_REGISTERS],
+            [4, 4],
+            [MULTIPLY_REGISTERS, FILL_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(_multiply_tiles, first), (_multiply_tiles, second), (fill_by_boxes, filling)],
+            [
+                (_multiply_tiles, first),
+                (_multiply_tiles, second),
+                (fill_by_boxes, (weight, x128, x64, x32, x16, ring, tiles, sizes)),
+            ],
             [4, 1],
-            [MULTIPLY_REGISTERS, BOX_REGISTERS],
+            [MULTIPLY_REGISTERS, FILL_REGISTERS],
         )
 
 
@@ -218,39 +197,59 @@ def multiply_on_hopper(
     Long because the kernel's arguments are named one by one.
 
     Args:
-        x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH. See `grouped_product`.
+        x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH, outputs of a gated layer one of 8. See
+            `grouped_product`.
         order: Of the rows.
         follows_first: See `grouped_product`.
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
-    outputs, per_group = out.shape[1], 32 if is_gated else 64
-    per_expert = triton.cdiv(outputs, per_group * GROUPS.value)
-    most_tiles = (len(order.tiles) - 1) * per_expert
-    _product_kernel[(min(num_multiprocessors(x.device), most_tiles),)](
-        weight=_describe(weight.flatten(0, 1), 8 if is_gated else 64),
+    outputs, per_unit = out.shape[1], 32 if is_gated else 64
+    num_units = triton.cdiv(outputs, per_unit)
+    num_programs = num_multiprocessors(x.device)
+    units = _units_of_a_tile(num_units, len(weight), num_programs)
+    tiles_of_outputs = triton.cdiv(num_units, units)
+    most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
+    _product_kernel[(min(num_programs, most_tiles),)](
+        weight=_describe_gated(weight) if is_gated else _describe(weight.flatten(0, 1), 64),
         x128=_describe(x, 128),
         x64=_describe(x, 64),
         x32=_describe(x, 32),
+        x16=_describe(x, 16),
         x=x,
         pairs=order.pairs,
         tiles=order.tiles,
         out=out,
         x_stride=x.stride(0),
+        UNITS=units,
+        LAST_UNITS=num_units - (tiles_of_outputs - 1) * units,
+        PER_UNIT=per_unit,
+        TILES=tiles_of_outputs,
         STAGES=_STAGES,
         STEPS=num_steps,
         OUTPUTS=outputs,
-        PER_GROUP=per_group,
-        PER_EXPERT=per_expert,
         ACTIVATION=activation,
         DIVISOR=top_k or 0,
         AHEAD=min(_STAGES, num_steps) if follows_first and top_k is None else 0,
         MULTIPLY_REGISTERS=_MULTIPLY_REGISTERS,
-        GATHER_REGISTERS=_GATHER_REGISTERS,
-        BOX_REGISTERS=_BOX_REGISTERS,
+        FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
         **overlapping(x.device),
     )
 
 
+def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int) -> int:
+    """Return how many times 64 weights a tile has: three read rows least often, if enough tiles are left and filled."""
+    is_filled, has_enough = num_units % 3 != 1, num_experts * num_units >= 12 * num_programs
+    return 3 if is_filled and has_enough else 2
+
+
 def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, DEPTH], gl.NVMMASharedLayout(128, 16))
+
+
+def _describe_gated(weight: Tensor) -> TensorDescriptor:
+    """Return a description whose boxes have eight gates, their eight other outputs, the next eight gates, ..."""
+    experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
+    shape, box = [experts, outputs // 8, 2, 8, inputs], [1, 4, 2, 8, DEPTH]
+    strides = [2 * outputs * inputs, 8 * inputs, outputs * inputs, inputs, 1]
+    return TensorDescriptor(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=5))

@@ -10,6 +10,8 @@ from ..ssm.hopper_tiling import has_tested_gluon
 
 _FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64
+_BOX_WEIGHTS = 16
+"""A gated layer's boxes have gates and other weights by eights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or (is_gathered and mean_rows > _MOST_GATHERED_ROWS):
         return False
     is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
-    return is_aligned and can_load_boxes(weight) and has_tested_gluon()
+    has_boxes = weight.shape[1] % _BOX_WEIGHTS == 0 and x.shape[0] * x.stride(0) < 2**31
+    return is_aligned and has_boxes and can_load_boxes(weight) and has_tested_gluon()
 
 
 def can_load_boxes(weight: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """A ring of tiles of weights and of rows in the shared memory of a Hopper GPU, filled ahead of their products; Gluon.
 
-One warp fills it by boxes; rows that have to be gathered, four warps fill in by ordinary copies.
+One warp fills it by boxes; rows that have to be gathered, four warps fill in by ordinary copies, and weights with them.
 """
 
 from triton.experimental import gluon
@@ -11,42 +11,54 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_overlap import await_then_release
 from ..ssm.hopper_ring import load_tile
+from .uneven_products import LINE, check_places
 
-# Gluon is experimental, and names change: the first is Triton 3.9's, the second 3.6's.
+# Gluon is experimental, and names change: the first are Triton 3.9's, the second 3.6's.
 copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+_Shared = gl.shared_memory_descriptor
+_reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
 DEPTH = 64
 """Inputs of a stage; a layer's are a multiple of it."""
 GROUPS = gl.constexpr(2)
-"""Groups of warps that multiply 64 weights each."""
+"""Groups of warps that multiply all weights of a tile, each with half of its rows."""
+MOST_ROWS = gl.constexpr(224)
+"""Of a tile."""
+_LINES_OF_ROWS = gl.constexpr(256)
 
 
 @aggregate
 class Sizes:
     """Compile-time sizes: those of the product, and how programs split it.
 
-    A program's tile has PER_GROUP outputs of each group of warps, PER_EXPERT such tiles all of an expert's. STEPS
-    stages, of which the ring holds STAGES, have all inputs. The first AHEAD stages' weights are read before the kernel
-    before is waited for.
+    A tile has up to UNITS times 64 weights, from which come PER_UNIT outputs each; TILES tiles have all outputs of an
+    expert, the last of which has LAST_UNITS. STEPS stages, of which the ring holds STAGES, have all inputs. The first
+    AHEAD stages' weights are read before the kernel before is waited for.
     """
 
+    UNITS: gl.constexpr
+    LAST_UNITS: gl.constexpr
+    PER_UNIT: gl.constexpr
+    TILES: gl.constexpr
     STAGES: gl.constexpr
     STEPS: gl.constexpr
     OUTPUTS: gl.constexpr
-    PER_GROUP: gl.constexpr
-    PER_EXPERT: gl.constexpr
     ACTIVATION: gl.constexpr
     DIVISOR: gl.constexpr
     AHEAD: gl.constexpr
     OVERLAPS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, STAGES, STEPS, OUTPUTS, PER_GROUP, PER_EXPERT, ACTIVATION, DIVISOR, AHEAD, OVERLAPS):
+    def __init__(
+        self, UNITS, LAST_UNITS, PER_UNIT, TILES, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS
+    ):
+        self.UNITS = gl.constexpr(UNITS)
+        self.LAST_UNITS = gl.constexpr(LAST_UNITS)
+        self.PER_UNIT = gl.constexpr(PER_UNIT)
+        self.TILES = gl.constexpr(TILES)
         self.STAGES = gl.constexpr(STAGES)
         self.STEPS = gl.constexpr(STEPS)
         self.OUTPUTS = gl.constexpr(OUTPUTS)
-        self.PER_GROUP = gl.constexpr(PER_GROUP)
-        self.PER_EXPERT = gl.constexpr(PER_EXPERT)
         self.ACTIVATION = gl.constexpr(ACTIVATION)
         self.DIVISOR = gl.constexpr(DIVISOR)
         self.AHEAD = gl.constexpr(AHEAD)
@@ -74,39 +86,48 @@ class Tile:
 class Ring:
     """What is multiplied, with the barriers that signal when a stage is full and when it may be overwritten.
 
-    weights [STAGES * groups, 64, DEPTH]; a tile's rows in pieces of 128, 64 and 32, each [STAGES, piece, DEPTH].
+    weights [STAGES * UNITS, *box of 64 lines]; rows of a stage in 256 lines, of all stages in pieces of 128, 64, 32 and
+    16 [pieces, lines, DEPTH].
     """
 
     weights: gl.shared_memory_descriptor
     rows128: gl.shared_memory_descriptor
     rows64: gl.shared_memory_descriptor
     rows32: gl.shared_memory_descriptor
+    rows16: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, weights, rows128, rows64, rows32, full, empty):
+    def __init__(self, weights, rows128, rows64, rows32, rows16, full, empty):
         self.weights = weights
         self.rows128 = rows128
         self.rows64 = rows64
         self.rows32 = rows32
+        self.rows16 = rows16
         self.full = full
         self.empty = empty
 
 
 @gluon.jit
-def allocate_ring(rows, sizes):
+def allocate_ring(weight, x16, sizes):
     """Return an empty ring; call it before warps are specialized."""
-    # A stage is full once its weights have arrived, and each of three pieces or each of 128 threads' gathered rows.
-    ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 3
+    # A stage is full once its weights have arrived, and each of four pieces or each of 128 threads' gathered rows.
+    ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 4
+    LINES: gl.constexpr = (sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS
+    UNITS: gl.constexpr = sizes.STAGES * sizes.UNITS
+    rows = gl.allocate_shared_memory(gl.bfloat16, [LINES // 32, 32, 64], x16.layout)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], x16.layout)
     ring = Ring(
-        gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES * GROUPS, 64, 64], rows.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES, 128, 64], rows.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES, 64, 64], rows.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES, 32, 64], rows.layout),
+        _reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
+        _reinterpret(rows, gl.bfloat16, [LINES // 128, 128, 64], x16.layout),
+        _reinterpret(rows, gl.bfloat16, [LINES // 64, 64, 64], x16.layout),
+        rows,
+        _reinterpret(rows, gl.bfloat16, [LINES // 16, 16, 64], x16.layout),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
     )
+    check_places(rows.index(0), weights.index(0), first_weights(sizes))
     for stage in gl.static_range(sizes.STAGES):
         mbarrier.init(ring.full.index(stage), count=ARRIVALS)
         mbarrier.init(ring.empty.index(stage), count=GROUPS)
@@ -114,30 +135,41 @@ def allocate_ring(rows, sizes):
     return ring
 
 
+@gluon.constexpr_function
+def first_weights(sizes):
+    """Return the bytes from the ring's first row to its first weight."""
+    return ((sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS) * LINE
+
+
+@gluon.jit
+def places_of_stage(stage, sizes):
+    """Return the bytes from the ring's first row to a stage's first weight, and to its first row."""
+    weights = first_weights(sizes) + stage * (sizes.UNITS * 64 * LINE)
+    return weights, stage * (_LINES_OF_ROWS * LINE)
+
+
 @gluon.jit
 def find_tile(tiles, number, sizes):
     """Return a tile of `tile_rows` and of outputs; those of one expert follow each other."""
-    entry = tiles + (1 + number // sizes.PER_EXPERT) * 4
-    return Tile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), number % sizes.PER_EXPERT)
+    entry = tiles + (1 + number // sizes.TILES) * 4
+    return Tile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), number % sizes.TILES)
 
 
 @gluon.jit
 def _copy_weights(weight, ring, stage, tile, begin, sizes):
     """Start copying a tile's weights; the stage's barrier signals when they have arrived."""
     full = ring.full.index(stage)
-    output = tile.outputs * (GROUPS * sizes.PER_GROUP)
-    mbarrier.expect(full, GROUPS * 64 * 64 * 2)
-    if sizes.ACTIVATION == "gated_silu":
-        row = tile.expert * (2 * sizes.OUTPUTS) + output
-        for box in gl.static_range(GROUPS * 4):
-            group = ring.weights.index(stage * GROUPS + box // 4)
-            gates, others = group.slice(box % 4 * 16, 8), group.slice(box % 4 * 16 + 8, 8)
-            load_tile(weight, [row + 8 * box, begin], full, gates)
-            load_tile(weight, [row + 8 * box + sizes.OUTPUTS, begin], full, others)
-    else:
-        row = tile.expert * sizes.OUTPUTS + output
-        for group in gl.static_range(GROUPS):
-            load_tile(weight, [row + 64 * group, begin], full, ring.weights.index(stage * GROUPS + group))
+    num_units = gl.where(tile.outputs < sizes.TILES - 1, sizes.UNITS, sizes.LAST_UNITS)
+    for units in gl.static_range(1, sizes.UNITS + 1):
+        mbarrier.expect(full, units * 64 * 64 * 2, pred=num_units == units)
+    for unit in gl.static_range(sizes.UNITS):
+        output = (tile.outputs * sizes.UNITS + unit) * sizes.PER_UNIT
+        place = ring.weights.index(stage * sizes.UNITS + unit)
+        if unit < num_units:
+            if sizes.ACTIVATION == "gated_silu":
+                load_tile(weight, [tile.expert, output // 8, 0, 0, begin], full, place)
+            else:
+                load_tile(weight, [tile.expert * sizes.OUTPUTS + output, begin], full, place)
 
 
 @gluon.jit
@@ -151,9 +183,9 @@ def _copy_rows(rows, full, place, first, begin, is_used):
 
 
 @gluon.jit
-def fill_by_boxes(weight, x128, x64, x32, ring, tiles, sizes):
-    """Fill the ring with weights, and with rows unless they are gathered, as stages become empty; one warp."""
-    num_tiles = gl.load(tiles) * sizes.PER_EXPERT
+def fill_by_boxes(weight, x128, x64, x32, x16, ring, tiles, sizes):
+    """Fill the ring with weights and rows, as stages become empty; one warp."""
+    num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD > 0:
         if gl.program_id(0) < num_tiles:
             tile = find_tile(tiles, gl.program_id(0), sizes)
@@ -163,51 +195,53 @@ def fill_by_boxes(weight, x128, x64, x32, ring, tiles, sizes):
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile = find_tile(tiles, number, sizes)
-        num_32 = (tile.last - tile.first + 31) // 32
-        second, third = tile.first + (num_32 & 4) * 32, tile.first + (num_32 & 6) * 32
+        # The largest piece comes first, so that each begins at a multiple of its length.
+        num_16 = (tile.last - tile.first + 15) // 16
+        of_128, of_64, of_32 = num_16 & 8, num_16 & 12, num_16 & 14
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
+            full, lines = ring.full.index(stage), stage * (_LINES_OF_ROWS // 16)
             mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            if sizes.AHEAD == 0:  # noqa: SIM114 (known when it is compiled)
+            if step + k >= sizes.AHEAD:
                 _copy_weights(weight, ring, stage, tile, k * 64, sizes)
-            elif step + k >= sizes.AHEAD:
-                _copy_weights(weight, ring, stage, tile, k * 64, sizes)
-            if sizes.DIVISOR == 0:
-                full = ring.full.index(stage)
-                _copy_rows(x128, full, ring.rows128.index(stage), tile.first, k * 64, (num_32 & 4) != 0)
-                _copy_rows(x64, full, ring.rows64.index(stage), second, k * 64, (num_32 & 2) != 0)
-                _copy_rows(x32, full, ring.rows32.index(stage), third, k * 64, (num_32 & 1) != 0)
+            begin = k * 64
+            _copy_rows(x128, full, ring.rows128.index(lines // 8), tile.first, begin, (num_16 & 8) != 0)
+            place = ring.rows64.index((lines + of_128) // 4)
+            _copy_rows(x64, full, place, tile.first + 16 * of_128, begin, (num_16 & 4) != 0)
+            place = ring.rows32.index((lines + of_64) // 2)
+            _copy_rows(x32, full, place, tile.first + 16 * of_64, begin, (num_16 & 2) != 0)
+            place = ring.rows16.index(lines + of_32)
+            _copy_rows(x16, full, place, tile.first + 16 * of_32, begin, (num_16 & 1) != 0)
         step += sizes.STEPS
 
 
 @gluon.jit
-def _places(x, x_stride, pairs, first, last, ROWS: gl.constexpr, DIVISOR: gl.constexpr):
-    """Return where the first inputs of rows are [ROWS, 64]; after the last row, those of the last."""
+def _places(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
+    """Return how far from the first row's the first inputs of 32 rows are [32, 64]; after the last row, its own."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
-    token = (gl.load(pairs + row) // DIVISOR).to(gl.int64)
-    return x + token[:, None] * x_stride + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
+    token = gl.load(pairs + row) // DIVISOR
+    return token[:, None] * x_stride + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
-def gather_ahead(x, x_stride, pairs, ring, tiles, sizes):
-    """Fill the ring with gathered rows, as stages become empty; four warps."""
-    num_tiles = gl.load(tiles) * sizes.PER_EXPERT
+def gather(weight, x, x_stride, pairs, ring, tiles, sizes):
+    """Fill the ring with weights and gathered rows, as stages become empty; four warps."""
+    PIECES: gl.constexpr = MOST_ROWS // 32
     step = 0
-    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), gl.load(tiles) * sizes.TILES, gl.num_programs(0)):
         tile = find_tile(tiles, number, sizes)
-        num_32 = (tile.last - tile.first + 31) // 32
-        x128 = _places(x, x_stride, pairs, tile.first, tile.last, 128, sizes.DIVISOR)
-        x64 = _places(x, x_stride, pairs, tile.first + (num_32 & 4) * 32, tile.last, 64, sizes.DIVISOR)
-        x32 = _places(x, x_stride, pairs, tile.first + (num_32 & 6) * 32, tile.last, 32, sizes.DIVISOR)
+        num_pieces = (tile.last - tile.first + 31) // 32
+        places = ()
+        for i in gl.static_range(PIECES):
+            piece = _places(x_stride, pairs, tile.first + 32 * i, tile.last, sizes.DIVISOR)
+            places = places + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Gluon unpacks nothing)
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
             mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            if (num_32 & 4) != 0:
-                copy_gathered(ring.rows128.index(stage), x128 + k * 64)
-            if (num_32 & 2) != 0:
-                copy_gathered(ring.rows64.index(stage), x64 + k * 64)
-            if (num_32 & 1) != 0:
-                copy_gathered(ring.rows32.index(stage), x32 + k * 64)
+            _copy_weights(weight, ring, stage, tile, k * 64, sizes)
+            for i in gl.static_range(PIECES):
+                if i < num_pieces:
+                    copy_gathered(ring.rows32.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + places[i])
             async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
         step += sizes.STEPS

@@ -1,0 +1,113 @@
+"""Products of weights with any multiple of 16 rows by a group of four warps on a Hopper GPU: PTX in Gluon.
+
+Gluon's own products have a power of two of rows: 112 would take three, each of which reads the weights from shared
+memory again. Here the sums of 64 weights are a tuple of tensors [64, 16], whose registers in turn are those of one
+product.
+
+Gluon gives no address of what it allocates, and places larger allocations before smaller ones: the ring's rows first,
+its weights next. `check_places` stops a kernel that was laid out in another way.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROW_STEP = gl.constexpr(16)
+"""Rows of a tensor of sums."""
+LINE = gl.constexpr(128)
+"""Bytes of a line of shared memory: 64 inputs of a weight or of a row, swizzled by 128 bytes."""
+_STEP_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+_REGISTERS = gl.constexpr(8)
+"""Of a thread for a tensor of sums."""
+
+
+@gluon.constexpr_function
+def _products_text(UNITS, STEPS):
+    """Return the PTX of the products of 64 inputs; its places are described where it is used."""
+    registers = UNITS * STEPS * 8
+    # A matrix descriptor: the address / 16, the 1,024 bytes / 16 of eight lines, and how they are swizzled.
+    text = f"""{{
+        .reg .b32 place; .reg .b64 rows;
+        mov.b32 place, global_smem; add.u32 place, place, ${2 * registers + 8}; shr.u32 place, place, 4;
+        mov.b64 rows, {{place, 0x40000040}};
+        mov.b32 place, global_smem; add.u32 place, place, ${2 * registers}; shr.u32 place, place, 4;"""
+    for unit in range(UNITS):
+        text += f"""
+        .reg .b64 weights{unit};
+        mov.b64 weights{unit}, {{place, 0x40000040}}; add.u32 place, place, 512;"""
+    text += """
+        wgmma.fence.sync.aligned;"""
+    for _ in range(4):
+        for unit in range(UNITS):
+            sums = ", ".join([f"${i}" for i in range(unit * STEPS * 8, (unit + 1) * STEPS * 8)])
+            shape = f"m64n{16 * STEPS}k16.f32.bf16.bf16"
+            text += f"""
+        wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, weights{unit}, rows, 1, 1, 1, 0, 0;
+        add.u64 weights{unit}, weights{unit}, 2;"""
+        text += """
+        add.u64 rows, rows, 2;"""
+    return (
+        text
+        + """
+        wgmma.commit_group.sync.aligned;
+    }"""
+    )
+
+
+@gluon.constexpr_function
+def _constraints(COUNT, NUM_PLACES):
+    """Return those of COUNT tensors of sums, each in the registers that it came in, and of as many places."""
+    registers = COUNT * 8
+    return ",".join(["=f"] * registers + [str(i) for i in range(registers)] + ["r"] * (NUM_PLACES * 8))
+
+
+@gluon.constexpr_function
+def _types(COUNT):
+    return (gl.float32,) * COUNT
+
+
+@gluon.jit
+def no_sums(UNITS: gl.constexpr, STEPS: gl.constexpr):
+    """Return zeros: UNITS times STEPS tensors [64, 16]."""
+    return (gl.zeros([64, ROW_STEP], gl.float32, layout=_STEP_LAYOUT),) * (UNITS * STEPS)
+
+
+@gluon.jit
+def begin_products(sums, weights, rows, UNITS: gl.constexpr, STEPS: gl.constexpr):
+    """Begin to add the products of 64 inputs to sums, which mean nothing before `await_products`.
+
+    Args:
+        weights, rows: Bytes from the first allocation to the first line of UNITS times 64 weights, and of 16 * STEPS
+            rows; multiples of 1,024.
+    """
+    COUNT: gl.constexpr = UNITS * STEPS
+    given = sums + (weights, rows)  # noqa: RUF005 (Gluon unpacks nothing)
+    return gl.inline_asm_elementwise(
+        _products_text(UNITS, STEPS), _constraints(COUNT, 2), given, _types(COUNT), False, _REGISTERS
+    )
+
+
+@gluon.jit
+def await_products(sums, LEFT: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr):
+    """Return sums once all of this group's products have ended but those begun by its last LEFT calls."""
+    COUNT: gl.constexpr = UNITS * STEPS
+    return gl.inline_asm_elementwise(
+        f"wgmma.wait_group.sync.aligned {LEFT};", _constraints(COUNT, 0), sums, _types(COUNT), False, _REGISTERS
+    )
+
+
+@gluon.jit
+def check_places(rows, weights, WEIGHTS_BEGIN: gl.constexpr):
+    """Stop the kernel unless these allocations [lines, 64] bf16 begin where `begin_products` takes them to begin."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows.store(gl.full(rows.shape, 1, gl.bfloat16, layout=LAYOUT))
+    weights.store(gl.full(weights.shape, 2, gl.bfloat16, layout=LAYOUT))
+    TEXT: gl.constexpr = """{
+        .reg .pred first, same; .reg .b32 thread, place; .reg .b16 row, weight;
+        mov.u32 thread, %tid.x; mov.b32 place, global_smem; setp.eq.u32 first, thread, 0; mov.u32 $0, 0;
+        @!first bra done;
+        ld.shared.b16 row, [place]; add.u32 place, place, $1; ld.shared.b16 weight, [place];
+        setp.eq.b16 same, row, 0x3F80; setp.eq.and.b16 same, weight, 0x4000, same;
+        @!same trap;
+        done:
+    }"""
+    gl.inline_asm_elementwise(TEXT, "=r,r", [WEIGHTS_BEGIN], gl.int32, False, 1)
