@@ -35,6 +35,7 @@ from .uneven_products import LINE, ROW_STEP, await_products, begin_products, no_
 
 _STAGES = 4
 _MULTIPLY_REGISTERS = 208
+"""Of a thread, 168 of them for sums."""
 _FILL_REGISTERS = 88
 
 

@@ -11,6 +11,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_overlap import await_then_release
 from ..ssm.hopper_ring import load_tile
+from . import product_tiles
 from .uneven_products import LINE, check_places
 
 # Gluon is experimental, and names change: the first are Triton 3.9's, the second 3.6's.
@@ -22,9 +23,9 @@ DEPTH = 64
 """Inputs of a stage; a layer's are a multiple of it."""
 GROUPS = gl.constexpr(2)
 """Groups of warps that multiply all weights of a tile, each with half of its rows."""
-MOST_ROWS = gl.constexpr(224)
-"""Of a tile."""
+MOST_ROWS = gl.constexpr(product_tiles.MOST_ROWS)
 _LINES_OF_ROWS = gl.constexpr(256)
+"""Of a stage; the last one has MOST_ROWS, so that the rest of the memory is enough for results."""
 
 
 @aggregate
