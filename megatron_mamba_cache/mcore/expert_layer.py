@@ -167,10 +167,10 @@ class MixtureOfExperts(MegatronModule):
 
     def _begin_shared(self, experts: Any, x: Tensor, hidden_states: Tensor) -> Callable[[], Tensor]:
         """Launch what of the shared expert runs beside the routing; return a function that computes the rest."""
-        weights = experts.weights() if self.exchange is None else None
-        if weights is None or not takes_shared_product(x, weights.first):
+        weights, activation = experts.weights() if self.exchange is None else None, fused_activation(self.config)
+        if weights is None or not takes_shared_product(x, weights.first, activation):
             return lambda: experts(hidden_states).flatten(0, -2)
-        inner, second = shared_product(x, weights.first, fused_activation(self.config)), weights.second
+        inner, second = shared_product(x, weights.first, activation), weights.second
         return lambda: F.linear(inner, second)
 
     def _routed(

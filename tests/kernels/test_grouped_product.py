@@ -151,11 +151,11 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
-@pytest.mark.parametrize(("inside", "num_programs"), [(192, 132), (320, 3)])
+@pytest.mark.parametrize(("inside", "num_programs"), [(192, 132), (320, 3), (352, 3)])
 def test_experts_of_any_length_of_tiles(
     activation: str, inside: int, num_programs: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs take wide tiles of weights, of which the last of 320 is narrower."""
+    """Few programs take wide tiles of weights: the last is narrower with 320, or with 352 if the layer is gated."""
     monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: num_programs)
     lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700)
     layer = Layer(len(lengths), 128, inside, activation, torch.bfloat16).to(device)
@@ -172,6 +172,40 @@ def test_experts_of_any_length_of_tiles(
         expected = grouped_product_ref(given.cpu().float(), weight.cpu().float(), order_on_cpu(order), **settings)
         tolerance = 1e-2 * expected.abs().max().item()
         torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
+@pytest.mark.parametrize("inside", [192, 352])
+def test_a_row_has_the_same_bits_however_many_its_expert_has(
+    activation: str, inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles are from 16 to 224 rows long, and a row lies in either half of them."""
+    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 3)
+    layer = Layer(8, 512, inside, activation, torch.bfloat16).to("cuda")
+    torch.manual_seed(11)
+    x, looked_at = torch.randn(1400, 512).bfloat16().cuda(), torch.randn(5, 512).bfloat16().cuda()
+    found = []
+    for num_own in (5, 17, 40, 100, 150, 224, 230, 449, 700):
+        # So many tokens go to one expert; of these the first and the last are looked at.
+        ids = torch.full((1400, 1), 3, dtype=torch.int32)
+        ids[num_own:, 0] = torch.arange(1400 - num_own) % 3
+        order = order_by_expert(ids.cuda(), 8)
+        x[:5] = x[num_own - 5 : num_own] = looked_at
+        rows = grouped_product(x, layer.first, order, top_k=1, activation=activation)
+        found += [rows[order.places[tokens, 0].long()] for tokens in (slice(0, 5), slice(num_own - 5, num_own))]
+    assert all(same_bits(rows, found[0]) for rows in found)
+
+
+@pytest.mark.parametrize(("outputs", "is_gated", "takes"), [(200, False, True), (200, True, False), (208, True, True)])
+def test_gated_weights_are_loaded_by_eights(
+    outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(product_forms, "has_tested_gluon", lambda: True)
+    x, weight = torch.zeros(64, 128).bfloat16(), torch.zeros(2, outputs, 128).bfloat16()
+    assert product_forms.takes_long_tiles(x, weight, 64, is_gathered=True, is_gated=is_gated) == takes
 
 
 def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
@@ -260,4 +294,5 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     print(f"marks of rows at {rows}, of weights at {weights}; {products.shared_bytes[0]} bytes")
     first_weight, after_weights = (3 * 256 + 224) * 128, (3 * 256 + 224 + 4 * 192) * 128
     assert not marks or (min(rows), min(weights)) == (0, first_weight)
-    assert products.shared_bytes[0] >= after_weights + 2 * 32 * 16 * 2  # what results pass through lies behind
+    # What results pass through lies behind: 16 rows of either group.
+    assert products.shared_bytes[0] >= after_weights + 2 * 16 * (32 if activation == "gated_silu" else 64) * 2

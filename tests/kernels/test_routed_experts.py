@@ -79,7 +79,7 @@ def test_a_shared_product_is_that_of_its_twin(num_tokens: int, activation: Activ
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 192, generator=generator).bfloat16().cuda()
     weight = torch.randn(2 * 200, 192, generator=generator).mul(192**-0.5).bfloat16().cuda()
-    if not takes_shared_product(x, weight):
+    if not takes_shared_product(x, weight, activation):
         pytest.skip("the card or its Triton has no long tiles")
     found = shared_product(x, weight, activation)
     order = order_by_expert(torch.zeros(num_tokens, 1, dtype=torch.int32, device="cuda"), 1)
@@ -105,7 +105,7 @@ def test_a_captured_layer_gives_what_its_parts_give(num_tokens: int, num_experts
     ids = ids.to(torch.int32)
 
     def begin(given: Tensor) -> Callable[[], Tensor]:
-        if not takes_shared_product(given, up):
+        if not takes_shared_product(given, up, "squared_relu"):
             return lambda: squared_relu(given @ up.T) @ down.T
         inner = shared_product(given, up, "squared_relu")
         return lambda: inner @ down.T

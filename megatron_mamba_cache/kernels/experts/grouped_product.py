@@ -220,14 +220,15 @@ def grouped_product(
     if not launches_kernel(x) or not is_computed_in_fp32(x):
         return grouped_product_ref(x, weight, order, top_k=top_k, activation=activation)
     num_experts, num_rows = weight.shape[0], len(order.pairs)
-    outputs = weight.shape[1] // (2 if activation == "gated_silu" else 1)
+    is_gated = activation == "gated_silu"
+    outputs = weight.shape[1] // (2 if is_gated else 1)
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None):
+    if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None, is_gated=is_gated):
         multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first)
         return out
-    form = choose_form(num_rows, weight, is_gated=activation == "gated_silu")
+    form = choose_form(num_rows, weight, is_gated=is_gated)
     most_tiles = min(num_rows, num_experts + num_rows // form.rows)
     _grouped_product_kernel[(triton.cdiv(outputs, form.outputs), most_tiles)](
         x=x,

@@ -10,8 +10,8 @@ from ..ssm.hopper_tiling import has_tested_gluon
 
 _FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64
-_BOX_WEIGHTS = 16
-"""A gated layer's boxes have gates and other weights by eights."""
+_GATED_OUTPUTS = 8
+"""A gated layer's boxes have its gates and its other weights by so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductFor
     return ProductForm(128, 128 if is_gated else 256, 64, 8, 4, has_halves=True, loads_boxes=True)
 
 
-def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool) -> bool:
+def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
     """Return whether rows are multiplied by `grouped_product_hopper`; like `choose_form`, by their number alone.
 
     A long tile reads an expert's weights once however unevenly tokens choose; short ones read those of much chosen
@@ -71,8 +71,8 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or (is_gathered and mean_rows > _MOST_GATHERED_ROWS):
         return False
     is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
-    has_boxes = weight.shape[1] % _BOX_WEIGHTS == 0 and x.shape[0] * x.stride(0) < 2**31
-    return is_aligned and has_boxes and can_load_boxes(weight) and has_tested_gluon()
+    has_places = x.shape[0] * x.stride(0) < 2**31 and (not is_gated or weight.shape[1] % (2 * _GATED_OUTPUTS) == 0)
+    return is_aligned and has_places and can_load_boxes(weight) and has_tested_gluon()
 
 
 def can_load_boxes(weight: Tensor) -> bool:

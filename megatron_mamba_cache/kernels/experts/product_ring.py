@@ -87,8 +87,8 @@ class Tile:
 class Ring:
     """What is multiplied, with the barriers that signal when a stage is full and when it may be overwritten.
 
-    weights [STAGES * UNITS, *box of 64 lines]; rows of a stage in 256 lines, of all stages in pieces of 128, 64, 32 and
-    16 [pieces, lines, DEPTH].
+    weights [STAGES * UNITS, *box of 64 lines]; rows of a stage in 256 lines, of the last one in 224, of all stages in
+    pieces of 128, 64, 32 and 16 [pieces, lines, DEPTH].
     """
 
     weights: gl.shared_memory_descriptor

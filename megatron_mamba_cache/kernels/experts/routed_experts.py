@@ -83,7 +83,8 @@ def routed_experts(
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
-    fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True)
+    is_gated = activation == "gated_silu"
+    fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)
     comes_behind = fills_card and len(x) > MOST_TOKENS_BESIDE_ROUTING
     if beside is not None and not comes_behind:
         beside.launch(behind=False)

@@ -21,10 +21,11 @@ MOST_TOKENS_BESIDE_ROUTING = 256
 _MOST_TOKENS = 1024
 
 
-def takes_shared_product(x: Tensor, weight: Tensor) -> bool:
+def takes_shared_product(x: Tensor, weight: Tensor, activation: Activation) -> bool:
     """Return whether `shared_product` of these tokens [tokens, inputs] is the faster way."""
     is_between = MOST_TOKENS_BESIDE_ROUTING < len(x) <= _MOST_TOKENS
-    return is_between and takes_long_tiles(x, weight[None], len(x), is_gathered=False)
+    is_gated = activation == "gated_silu"
+    return is_between and takes_long_tiles(x, weight[None], len(x), is_gathered=False, is_gated=is_gated)
 
 
 def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:

@@ -97,7 +97,10 @@ def await_products(sums, LEFT: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.cons
 
 @gluon.jit
 def check_places(rows, weights, WEIGHTS_BEGIN: gl.constexpr):
-    """Stop the kernel unless these allocations [lines, 64] bf16 begin where `begin_products` takes them to begin."""
+    """Stop the kernel unless these allocations [lines, 64] bf16 begin where `begin_products` takes them to begin.
+
+    They are overwritten. The thread that looks at either's first entry has written it.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows.store(gl.full(rows.shape, 1, gl.bfloat16, layout=LAYOUT))
     weights.store(gl.full(weights.shape, 2, gl.bfloat16, layout=LAYOUT))
