@@ -151,13 +151,19 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
-@pytest.mark.parametrize(("inside", "num_programs"), [(192, 132), (320, 3), (352, 3)])
+@pytest.mark.parametrize(
+    ("inside", "num_programs", "unused"), [(192, 132, 0), (320, 3, 0), (352, 3, 0), (256, 3, 20), (224, 3, 20)]
+)
 def test_experts_of_any_length_of_tiles(
-    activation: str, inside: int, num_programs: int, device: str, monkeypatch: pytest.MonkeyPatch
+    activation: str, inside: int, num_programs: int, unused: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs take wide tiles of weights: the last is narrower with 320, or with 352 if the layer is gated."""
+    """Few programs take wide tiles of weights, of which the last is narrower: with 320, with 352 if gated.
+
+    With many experts that get no row, and so few rows on average, the last tile may have 64 weights: of 256, and of 224
+    if the layer is gated.
+    """
     monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: num_programs)
-    lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700)
+    lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700, *(0,) * unused)
     layer = Layer(len(lengths), 128, inside, activation, torch.bfloat16).to(device)
     ids = torch.cat([torch.full((length, 1), expert) for expert, length in enumerate(lengths)]).to(torch.int32)
     torch.manual_seed(7)

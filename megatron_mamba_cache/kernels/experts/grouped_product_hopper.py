@@ -37,6 +37,8 @@ _STAGES = 4
 _MULTIPLY_REGISTERS = 208
 """Of a thread, 168 of them for sums."""
 _FILL_REGISTERS = 88
+_MOST_ROWS_BESIDE_LAST_TILE = 64
+"""Of an expert on average, where 64 weights may be left for the last tile."""
 
 
 @gluon.jit
@@ -207,7 +209,7 @@ def multiply_on_hopper(
     outputs, per_unit = out.shape[1], 32 if is_gated else 64
     num_units = triton.cdiv(outputs, per_unit)
     num_programs = num_multiprocessors(x.device)
-    units = _units_of_a_tile(num_units, len(weight), num_programs)
+    units = _units_of_a_tile(num_units, len(weight), num_programs, len(order.pairs) / len(weight))
     tiles_of_outputs = triton.cdiv(num_units, units)
     most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
     _product_kernel[(min(num_programs, most_tiles),)](
@@ -238,10 +240,15 @@ def multiply_on_hopper(
     )
 
 
-def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int) -> int:
-    """Return how many times 64 weights a tile has: three read rows least often, if enough tiles are left and filled."""
-    is_filled, has_enough = num_units % 3 != 1, num_experts * num_units >= 12 * num_programs
-    return 3 if is_filled and has_enough else 2
+def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
+    """Return how many times 64 weights a tile has: three read rows least often, if there are enough tiles.
+
+    A tile of 64 weights that is left over reads rows for few products. It costs less than it gains only where products
+    wait for weights, of which three times 64 a stage have more under way.
+    """
+    if num_units < 3 or num_experts * num_units < 12 * num_programs:
+        return 2
+    return 2 if num_units % 3 == 1 and mean_rows > _MOST_ROWS_BESIDE_LAST_TILE else 3
 
 
 def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
