@@ -296,7 +296,8 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     # Rows lie before weights: what `check_places` writes to either goes where its own PTX reads it.
     marks = re.findall(r"st\.shared\.v4\.b32\s+\[%r\d+(?:\+(\d+))?\], \{(\d+)", products.ptx[0])
     assert marks or triton.__version__.startswith("3.7."), "only Triton 3.7 has these places in registers"
-    rows, weights = ([int(place or 0) for place, mark in marks if mark == str(two)] for two in (0x3F803F80, 0x40004000))
+    rows = [int(place or 0) for place, mark in marks if mark == str(0x3F803F80)]
+    weights = [int(place or 0) for place, mark in marks if mark == str(0x40004000)]
     print(f"marks of rows at {rows}, of weights at {weights}; {products.shared_bytes[0]} bytes")
     first_weight, after_weights = (3 * 256 + 224) * 128, (3 * 256 + 224 + 4 * 192) * 128
     assert not marks or (min(rows), min(weights)) == (0, first_weight)

@@ -37,8 +37,8 @@ _STAGES = 4
 _MULTIPLY_REGISTERS = 208
 """Of a thread, 168 of them for sums."""
 _FILL_REGISTERS = 88
-_MOST_ROWS_BESIDE_LAST_TILE = 64
-"""Of an expert on average, where 64 weights may be left for the last tile."""
+_FEW_ROWS = 64
+"""Of an expert on average, up to which products wait for weights."""
 
 
 @gluon.jit
@@ -56,13 +56,12 @@ def _activate(total, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _put(out, total, first, last, column, sizes):
-    """Store the activated products of rows from `first` on, up to `last`; each warp those of its own weights."""
-    ROWS: gl.constexpr = total.shape[1]
+    """Store the activated products of ROW_STEP rows from `first` on, up to `last`; each warp those of its weights."""
     WIDTH: gl.constexpr = sizes.PER_UNIT
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 32, 1024 // WIDTH], [4, 1], [0, 1])
     result = gl.convert_layout(_activate(total, sizes.ACTIVATION).to(gl.bfloat16), LAYOUT)
     column += gl.arange(0, WIDTH, layout=gl.SliceLayout(1, LAYOUT))
-    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    row = first + gl.arange(0, ROW_STEP, layout=gl.SliceLayout(0, LAYOUT))
     places = out + row.to(gl.int64)[None, :] * sizes.OUTPUTS + column[:, None]
     gl.store(places, result, mask=(row < last)[None, :] & (column < sizes.OUTPUTS)[:, None])
 
@@ -243,12 +242,12 @@ def multiply_on_hopper(
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
     """Return how many times 64 weights a tile has: three read rows least often, if there are enough tiles.
 
-    A tile of 64 weights that is left over reads rows for few products. It costs less than it gains only where products
-    wait for weights, of which three times 64 a stage have more under way.
+    A last tile of only 64 weights reads its rows for few products. That pays where products wait for weights, as wider
+    stages have more of them under way.
     """
     if num_units < 3 or num_experts * num_units < 12 * num_programs:
         return 2
-    return 2 if num_units % 3 == 1 and mean_rows > _MOST_ROWS_BESIDE_LAST_TILE else 3
+    return 2 if num_units % 3 == 1 and mean_rows > _FEW_ROWS else 3
 
 
 def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:

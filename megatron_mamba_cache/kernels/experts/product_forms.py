@@ -68,11 +68,14 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
     experts again and again. With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.
     """
     mean_rows = num_pairs / weight.shape[0]
-    if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or (is_gathered and mean_rows > _MOST_GATHERED_ROWS):
+    if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS:
+        return False
+    if is_gathered and (mean_rows > _MOST_GATHERED_ROWS or x.shape[0] * x.stride(0) >= 2**31):
+        return False  # where rows begin is kept in 32 bits
+    if is_gated and weight.shape[1] % (2 * _GATED_OUTPUTS) != 0:
         return False
     is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
-    has_places = x.shape[0] * x.stride(0) < 2**31 and (not is_gated or weight.shape[1] % (2 * _GATED_OUTPUTS) == 0)
-    return is_aligned and has_places and can_load_boxes(weight) and has_tested_gluon()
+    return is_aligned and can_load_boxes(weight) and has_tested_gluon()
 
 
 def can_load_boxes(weight: Tensor) -> bool:

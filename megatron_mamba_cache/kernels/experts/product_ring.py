@@ -115,7 +115,7 @@ def allocate_ring(weight, x16, sizes):
     """Return an empty ring; call it before warps are specialized."""
     # A stage is full once its weights have arrived, and each of four pieces or each of 128 threads' gathered rows.
     ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 4
-    LINES: gl.constexpr = (sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS
+    LINES: gl.constexpr = first_weights(sizes) // LINE
     UNITS: gl.constexpr = sizes.STAGES * sizes.UNITS
     rows = gl.allocate_shared_memory(gl.bfloat16, [LINES // 32, 32, 64], x16.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], x16.layout)
@@ -198,7 +198,7 @@ def fill_by_boxes(weight, x128, x64, x32, x16, ring, tiles, sizes):
         tile = find_tile(tiles, number, sizes)
         # The largest piece comes first, so that each begins at a multiple of its length.
         num_16 = (tile.last - tile.first + 15) // 16
-        of_128, of_64, of_32 = num_16 & 8, num_16 & 12, num_16 & 14
+        first_64, first_32, first_16 = num_16 & 8, num_16 & 12, num_16 & 14
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
             full, lines = ring.full.index(stage), stage * (_LINES_OF_ROWS // 16)
@@ -207,18 +207,18 @@ def fill_by_boxes(weight, x128, x64, x32, x16, ring, tiles, sizes):
                 _copy_weights(weight, ring, stage, tile, k * 64, sizes)
             begin = k * 64
             _copy_rows(x128, full, ring.rows128.index(lines // 8), tile.first, begin, (num_16 & 8) != 0)
-            place = ring.rows64.index((lines + of_128) // 4)
-            _copy_rows(x64, full, place, tile.first + 16 * of_128, begin, (num_16 & 4) != 0)
-            place = ring.rows32.index((lines + of_64) // 2)
-            _copy_rows(x32, full, place, tile.first + 16 * of_64, begin, (num_16 & 2) != 0)
-            place = ring.rows16.index(lines + of_32)
-            _copy_rows(x16, full, place, tile.first + 16 * of_32, begin, (num_16 & 1) != 0)
+            place = ring.rows64.index((lines + first_64) // 4)
+            _copy_rows(x64, full, place, tile.first + 16 * first_64, begin, (num_16 & 4) != 0)
+            place = ring.rows32.index((lines + first_32) // 2)
+            _copy_rows(x32, full, place, tile.first + 16 * first_32, begin, (num_16 & 2) != 0)
+            place = ring.rows16.index(lines + first_16)
+            _copy_rows(x16, full, place, tile.first + 16 * first_16, begin, (num_16 & 1) != 0)
         step += sizes.STEPS
 
 
 @gluon.jit
 def _places(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return how far from the first row's the first inputs of 32 rows are [32, 64]; after the last row, its own."""
+    """Return where in x the first 64 inputs of 32 rows are [32, 64]; of rows after the last, those of the last."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR

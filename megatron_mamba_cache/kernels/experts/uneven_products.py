@@ -23,13 +23,14 @@ _REGISTERS = gl.constexpr(8)
 @gluon.constexpr_function
 def _products_text(UNITS, STEPS):
     """Return the PTX of the products of 64 inputs; its places are described where it is used."""
-    registers = UNITS * STEPS * 8
+    of_unit = STEPS * _REGISTERS.value
+    weights, given_rows = 2 * UNITS * of_unit, 2 * UNITS * of_unit + _REGISTERS.value
     # A matrix descriptor: the address / 16, the 1,024 bytes / 16 of eight lines, and how they are swizzled.
     text = f"""{{
         .reg .b32 place; .reg .b64 rows;
-        mov.b32 place, global_smem; add.u32 place, place, ${2 * registers + 8}; shr.u32 place, place, 4;
+        mov.b32 place, global_smem; add.u32 place, place, ${given_rows}; shr.u32 place, place, 4;
         mov.b64 rows, {{place, 0x40000040}};
-        mov.b32 place, global_smem; add.u32 place, place, ${2 * registers}; shr.u32 place, place, 4;"""
+        mov.b32 place, global_smem; add.u32 place, place, ${weights}; shr.u32 place, place, 4;"""
     for unit in range(UNITS):
         text += f"""
         .reg .b64 weights{unit};
@@ -38,7 +39,7 @@ def _products_text(UNITS, STEPS):
         wgmma.fence.sync.aligned;"""
     for _ in range(4):
         for unit in range(UNITS):
-            sums = ", ".join([f"${i}" for i in range(unit * STEPS * 8, (unit + 1) * STEPS * 8)])
+            sums = ", ".join([f"${i}" for i in range(unit * of_unit, (unit + 1) * of_unit)])
             shape = f"m64n{16 * STEPS}k16.f32.bf16.bf16"
             text += f"""
         wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, weights{unit}, rows, 1, 1, 1, 0, 0;
@@ -56,8 +57,8 @@ def _products_text(UNITS, STEPS):
 @gluon.constexpr_function
 def _constraints(COUNT, NUM_PLACES):
     """Return those of COUNT tensors of sums, each in the registers that it came in, and of as many places."""
-    registers = COUNT * 8
-    return ",".join(["=f"] * registers + [str(i) for i in range(registers)] + ["r"] * (NUM_PLACES * 8))
+    registers, of_places = COUNT * _REGISTERS.value, NUM_PLACES * _REGISTERS.value
+    return ",".join(["=f"] * registers + [str(i) for i in range(registers)] + ["r"] * of_places)
 
 
 @gluon.constexpr_function
