@@ -79,11 +79,14 @@ def overlapped_ptx(
     """Return what a launch would run on a device where kernels overlap."""
     monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
     compiled = compile_for_hopper(module, kernel)
+    for beside in set(ORDER_OF_MANY) - {kernel} if kernel in ORDER_OF_MANY else ():
+        compile_for_hopper(module, beside)
     launch()
     (ptx,) = compiled.ptx
     return ptx
 
 
+ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_place_kernel")
 ORDER = ExpertOrder(int32(2), int32(1, 2), int32(5))
 LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (gated_norm, "_gated_group_norm_kernel"): lambda: gated_norm.gated_group_norm(
@@ -92,6 +95,7 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (router_logits, "_logits_kernel"): lambda: router_logits.router_logits(half(2, 64), half(4, 64)),
     (routing, "_route_kernel"): lambda: routing.route(torch.zeros(1, 1, 4), None, RoutingRule(top_k=2)),
     (expert_order, "_order_kernel"): lambda: expert_order.order_by_expert(int32(1, 2), 4),
+    **{(expert_order, kernel): lambda: expert_order.order_by_expert(int32(2049, 2), 4) for kernel in ORDER_OF_MANY},
     (grouped_product, "_grouped_product_kernel"): lambda: grouped_product.grouped_product(
         half(1, 64), half(4, 128, 64), ORDER, top_k=2
     ),

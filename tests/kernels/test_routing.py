@@ -181,6 +181,16 @@ def test_pairs_are_in_the_order_of_experts(
         assert pairs[place] == pair if pair in set(here) else place == -1
 
 
+def test_more_chunks_of_pairs_than_are_summed_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_order, "_CHUNKS_AT_A_TIME", 16)
+    torch.manual_seed(6)
+    ids = torch.randint(11, (2500, 2)).to(torch.int32)
+    found, expected = order_by_expert(ids.to(device), 11), order_by_expert_ref(ids, 11)
+    assert all(
+        torch.equal(getattr(found, name).cpu(), getattr(expected, name)) for name in ("pairs", "places", "starts")
+    )
+
+
 def test_no_tokens(device: str) -> None:
     logits = router_logits(torch.zeros(0, 16, device=device), torch.zeros(8, 16, device=device))
     ids, weights = route(logits, None, RoutingRule(2))
@@ -242,8 +252,9 @@ def test_other_numbers_of_tokens_compile_nothing_new(
         ids, _ = route(router_logits(torch.empty(num_tokens, 256).bfloat16(), gate), bias, rule)
         order_by_expert(ids, num_experts)
     assert len(routes.ptx) == len(products.ptx) == len(numbers)
-    assert len(routes.compiled) == 2  # logits in parts, or whole
-    assert len(products.compiled) == 3  # few tokens, more, many
+    has_fewer_parts = num_experts <= 128  # of up to 4,096 tokens, which are multiplied whole by more experts
+    assert len(routes.compiled) == 2 + has_fewer_parts  # logits in parts, or whole
+    assert len(products.compiled) == 3 + has_fewer_parts  # few tokens, more, and many
     for kernel, num_forms in zip(orders, (4, 1, 1, 1), strict=True):  # of the first: 128, 1,024, 2,048 and 4,096 pairs
         assert kernel.ptx and len(kernel.compiled) == num_forms
     for kernel in (routes, products, *orders):

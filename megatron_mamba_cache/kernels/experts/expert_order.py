@@ -22,7 +22,9 @@ _FEW_PAIRS = {128: 1, 1024: 4, 2048: 8, 4096: 8}
 """Pairs that a program reads at once, and its warps."""
 _CHUNK = 128
 """Pairs of a chunk."""
-_CHUNKS_AT_A_TIME = 256
+_CHUNKS_AT_A_TIME = 1024
+_LEAST_BINS = 128
+"""Of a histogram: as many as a program has threads."""
 
 
 @triton.jit
@@ -60,34 +62,45 @@ def _order_kernel(
         tl.store(starts + NUM_EXPERTS, first + tl.sum(is_own, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
 def _count_kernel(
-    ids, ranks, counts, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+    ids,
+    ranks,
+    counts,
+    num_pairs,
+    num_chunks,
+    first_expert,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Count a chunk's pairs of each expert, and rank each pair among those of its expert."""
+    await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     chosen = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)
-    count = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
-    tl.store(counts + chunk * NUM_EXPERTS + expert, count, mask=expert < NUM_EXPERTS)
+    count = tl.histogram(chosen, EXPERTS, mask=chosen < NUM_EXPERTS)
+    tl.store(counts + expert * num_chunks + chunk, count, mask=expert < NUM_EXPERTS)
     other = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)
     is_before = (other[None, :] == chosen[:, None]) & (lane[None, :] < lane[:, None])
     tl.store(ranks + chunk * CHUNK + lane, tl.sum(is_before.to(tl.int32), axis=1))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _sum_counts_kernel(counts, totals, num_chunks, NUM_EXPERTS: tl.constexpr, CHUNKS: tl.constexpr):
+def _sum_counts_kernel(counts, totals, num_chunks, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Replace the counts of an expert by those of the chunks before, and store their total."""
+    await_inputs(OVERLAPS)
     expert, lane = tl.program_id(0), tl.arange(0, CHUNKS)
     before = 0
     for begin in range(0, num_chunks, CHUNKS):
-        at = counts + (begin + lane) * NUM_EXPERTS + expert
+        at = counts + expert * num_chunks + begin + lane
         count = tl.load(at, mask=begin + lane < num_chunks, other=0)
         tl.store(at, before + tl.cumsum(count, axis=0) - count, mask=begin + lane < num_chunks)
         before += tl.sum(count, axis=0)
     tl.store(totals + expert, before)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
 def _place_kernel(
     ids,
     ranks,
@@ -97,23 +110,26 @@ def _place_kernel(
     places,
     starts,
     num_pairs,
+    num_chunks,
     first_expert,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    """Place a chunk's pairs behind those of lower experts and of the chunks before."""
+    await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     total = tl.load(totals + expert, mask=expert < NUM_EXPERTS, other=0)
+    begins = tl.cumsum(total, axis=0) - total
     if chunk == 0:
-        ends = tl.cumsum(total, axis=0)
-        tl.store(starts + expert, ends - total, mask=expert < NUM_EXPERTS)
+        tl.store(starts + expert, begins, mask=expert < NUM_EXPERTS)
         tl.store(starts + NUM_EXPERTS, tl.sum(total, axis=0))
     pair = chunk * CHUNK + lane
     chosen = _load_experts(ids, pair, num_pairs, first_expert, NUM_EXPERTS)
     is_here = chosen < NUM_EXPERTS
-    start = tl.sum(tl.where(expert[None, :] < chosen[:, None], total[None, :], 0), axis=1)
-    start += tl.load(counts + chunk * NUM_EXPERTS + chosen, mask=is_here, other=0)
-    place = start + tl.load(ranks + pair)
+    own = tl.where(is_here, chosen, 0)
+    place = tl.gather(begins, own, 0) + tl.load(counts + own * num_chunks + chunk) + tl.load(ranks + pair)
     tl.store(pairs + place, pair, mask=is_here)
     tl.store(places + pair, tl.where(is_here, place, -1), mask=pair < num_pairs)
 
@@ -161,25 +177,22 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
 
 def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
     num_experts, num_chunks = len(order.starts) - 1, triton.cdiv(ids.numel(), _CHUNK)
-    ranks, counts = ids.new_empty(num_chunks * _CHUNK), ids.new_empty(num_chunks, num_experts)
-    totals = ids.new_empty(num_experts)
-    of_pairs = {"ids": ids, "ranks": ranks, "counts": counts, "num_pairs": ids.numel(), "first_expert": first_expert}
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "CHUNK": _CHUNK}
-    _count_kernel[(num_chunks,)](**of_pairs, **sizes, num_warps=4)
-    _sum_counts_kernel[(num_experts,)](
-        counts=counts,
-        totals=totals,
-        num_chunks=num_chunks,
-        NUM_EXPERTS=num_experts,
-        CHUNKS=_CHUNKS_AT_A_TIME,
-        num_warps=4,
-    )
+    ranks, counts = ids.new_empty(num_chunks * _CHUNK), ids.new_empty(num_experts, num_chunks)
+    totals, overlaps = ids.new_empty(num_experts), overlapping(ids.device)
+    of_pairs = {"ids": ids, "ranks": ranks, "num_pairs": ids.numel(), "first_expert": first_expert}
+    of_chunks = {"counts": counts, "num_chunks": num_chunks}
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": max(_LEAST_BINS, triton.next_power_of_2(num_experts))}
+    _count_kernel[(num_chunks,)](**of_pairs, **of_chunks, **sizes, CHUNK=_CHUNK, num_warps=4, **overlaps)
+    _sum_counts_kernel[(num_experts,)](**of_chunks, totals=totals, CHUNKS=_CHUNKS_AT_A_TIME, num_warps=4, **overlaps)
     _place_kernel[(num_chunks,)](
         **of_pairs,
+        **of_chunks,
         **sizes,
         totals=totals,
         pairs=order.pairs,
         places=order.places,
         starts=order.starts,
+        CHUNK=_CHUNK,
         num_warps=4,
+        **overlaps,
     )
