@@ -37,11 +37,12 @@ def _weighted_sum_kernel(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < OUTPUTS
     total = tl.zeros([WIDTH], tl.float32)
-    for slot in range(TOP_K):
+    for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all rows are under way at once
         place = tl.load(places + token * TOP_K + slot).to(tl.int64)
-        if place >= 0:
-            weight = tl.load(weights + token * TOP_K + slot)
-            total += weight * tl.load(rows + place * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
+        weight = tl.where(place >= 0, tl.load(weights + token * TOP_K + slot), 0)
+        is_there = tl.where(inside, place, -1) >= 0
+        row = tl.load(rows + tl.maximum(place, 0) * OUTPUTS + column, mask=is_there, other=0)
+        total += weight * row.to(tl.float32)
     if HAS_ADDEND:
         total += tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
     tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)
