@@ -1,10 +1,10 @@
 """The router's weights times the tokens, in fp32.
 
-Up to 2,048 tokens would keep few multiprocessors busy, so that their inputs are cut into parts, whose products are
+Up to 4,096 tokens would keep few multiprocessors busy, so that their inputs are cut into parts, whose products are
 added where experts are chosen, always in one order. One token in 16 bits is multiplied as by any linear layer.
 
 Graph safe. A token's logits depend on that token alone, to the bit, within a form: one token, up to 256, up to 2,048,
-or more.
+up to 4,096, or more.
 """
 
 import torch
@@ -20,8 +20,7 @@ from .reference_routing import router_logits_ref
 __all__ = ["router_logits", "router_logits_ref"]
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
-_FEW_TOKENS, _MANY_TOKENS = 256, 2048
-_PARTS = 8
+_FEW_TOKENS = 256
 _EXPERTS = 64
 _DEPTH = 64
 """Experts and inputs of a tile."""
@@ -86,7 +85,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
     if can_multiply_one_token(x, gate):
         return multiply_one_token(x, gate, dtype=torch.float32)[None]
     (num_tokens, num_inputs), num_experts = x.shape, gate.shape[0]
-    parts, tile = 1 if num_tokens > _MANY_TOKENS else _PARTS, 16 if num_tokens <= _FEW_TOKENS else 64
+    parts, tile = _parts_of_inputs(num_tokens, num_experts), 16 if num_tokens <= _FEW_TOKENS else 64
     logits = torch.empty(parts, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     if not num_tokens:
         return logits
@@ -108,6 +107,12 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
         **overlapping(x.device),
     )
     return logits
+
+
+def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
+    if num_tokens <= 2048:
+        return 8
+    return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1  # more are read again, and gain nothing
 
 
 def _check_products(x: Tensor, gate: Tensor) -> None:
