@@ -1,9 +1,10 @@
 """Products of experts with many rows each on Hopper GPUs, in Gluon; bf16.
 
 Weights are the left operand and rows the right one, so that a tile is as long as its expert has rows, in steps of 32,
-and a weight is read once for up to 224 rows. A program takes one tile after another. Two groups of four warps multiply
-all weights of a tile with half of its rows each; a stage's products are awaited once the next one's have begun. Other
-warps fill the ring of what the groups multiply.
+and a weight is read once for up to 224 rows. A program takes one tile after another. Each of two groups of four warps
+multiplies 64 weights of its own with all rows of a tile, and 64 that both have with half of them, so that little is
+read from shared memory: with many rows, that and the power it takes are what limits. A stage's products are awaited
+once the next one's have begun. Other warps fill the ring of what the groups multiply.
 
 A gated layer's gates and other outputs alternate by eights, so that a thread has both of an output. A row's inputs are
 summed in the same order in any tile. Graph safe: no host sync, no atomics.
@@ -27,6 +28,7 @@ from .product_ring import (
     allocate_ring,
     fill_by_boxes,
     find_tile,
+    find_unit,
     gather,
     places_of_stage,
 )
@@ -73,61 +75,56 @@ def _release(ring, step, sizes):
 
 
 @gluon.jit
-def _compute_tile(ring, step, out, first, last, column, rows_before, sizes, UNITS: gl.constexpr, STEPS: gl.constexpr):
-    """Multiply UNITS times 64 weights with at most 16 * STEPS rows, and store the results.
-
-    Args:
-        rows_before: Rows of the tile before these.
-    """
-    sums = no_sums(UNITS, STEPS)
+def _compute_tile(
+    ring, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
+):
+    """Multiply this group's part of UNITS times 64 weights with at most 32 * STEPS rows, and store the results."""
+    OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
+    SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
+    UNIT: gl.constexpr = 64 * LINE
+    half = GROUP * STEPS * ROW_STEP
+    sums = no_sums(OWN + SHARED)
     for k in range(step, step + sizes.STEPS):
         stage = k % sizes.STAGES
         mbarrier.wait(ring.full.index(stage), k // sizes.STAGES & 1)
         if sizes.DIVISOR > 0:
             fence_async_shared()  # gathered rows are written by ordinary copies
         weights, rows = places_of_stage(stage, sizes)
-        sums = begin_products(sums, weights, rows + rows_before * LINE, UNITS, STEPS)
-        sums = await_products(sums, 1, UNITS, STEPS)
+        shared_weights, shared_rows = weights + (UNITS - 1) * UNIT, rows + half * LINE
+        sums = begin_products(sums, weights + GROUP * UNIT, rows, shared_weights, shared_rows, OWN, SHARED)
+        sums = await_products(sums, 1, OWN + SHARED)
         if k > step:
             _release(ring, k - 1, sizes)
-    sums = await_products(sums, 0, UNITS, STEPS)
+    sums = await_products(sums, 0, OWN + SHARED)
     _release(ring, step + sizes.STEPS - 1, sizes)
-    for unit in gl.static_range(UNITS):
-        for i in gl.static_range(STEPS):
-            _put(out, sums[unit * STEPS + i], first + ROW_STEP * i, last, column + unit * sizes.PER_UNIT, sizes)
-
-
-@gluon.jit
-def _pass_over(ring, step, sizes):
-    """Release what is read in a tile of whose rows this group has none."""
-    for k in range(step, step + sizes.STEPS):
-        mbarrier.wait(ring.full.index(k % sizes.STAGES), k // sizes.STAGES & 1)
-        _release(ring, k, sizes)
+    own_column, shared_column = column + GROUP * sizes.PER_UNIT, column + (UNITS - 1) * sizes.PER_UNIT
+    for i in gl.static_range(OWN):
+        _put(out, sums[i], first + ROW_STEP * i, last, own_column, sizes)
+    for i in gl.static_range(SHARED):
+        _put(out, sums[OWN + i], first + half + ROW_STEP * i, last, shared_column, sizes)
 
 
 @gluon.jit
 def _multiply_tiles(ring, tiles, out, sizes, GROUP: gl.constexpr):
-    """Compute this group's half of the rows of this program's tiles; four warps."""
-    MOST_STEPS: gl.constexpr = MOST_ROWS // (GROUPS * ROW_STEP)
+    """Compute this group's part of this program's tiles; four warps."""
+    PER_STEP: gl.constexpr = GROUPS * ROW_STEP
+    num_tiles = gl.load(tiles) * sizes.TILES
+    tile = find_tile(tiles, gl.program_id(0), num_tiles, sizes)
     step = 0
-    for number in range(gl.program_id(0), gl.load(tiles) * sizes.TILES, gl.num_programs(0)):
-        tile = find_tile(tiles, number, sizes)
-        half = (tile.last - tile.first + GROUPS * ROW_STEP - 1) // (GROUPS * ROW_STEP) * ROW_STEP
-        first = tile.first + GROUP * half
-        last = gl.minimum(first + half, tile.last)
-        num_steps = (last - first + ROW_STEP - 1) // ROW_STEP
-        column = tile.outputs * (sizes.UNITS * sizes.PER_UNIT)
-        if num_steps <= 0:
-            _pass_over(ring, step, sizes)
-        for STEPS in gl.static_range(1, MOST_STEPS + 1):
-            if num_steps == STEPS:
-                if sizes.LAST_UNITS == sizes.UNITS:  # noqa: SIM114 (known when it is compiled)
-                    _compute_tile(ring, step, out, first, last, column, GROUP * half, sizes, sizes.UNITS, STEPS)
-                elif tile.outputs < sizes.TILES - 1:
-                    _compute_tile(ring, step, out, first, last, column, GROUP * half, sizes, sizes.UNITS, STEPS)
+    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        following = find_tile(tiles, number + gl.num_programs(0), num_tiles, sizes)  # early: loads take long
+        first, last = tile.first, tile.last
+        column = find_unit(tile.outputs, sizes) * sizes.PER_UNIT
+        for STEPS in gl.static_range(1, MOST_ROWS // PER_STEP + 1):
+            if (last - first + PER_STEP - 1) // PER_STEP == STEPS:
+                if sizes.NUM_WIDE == sizes.TILES:  # noqa: SIM114 (known when it is compiled)
+                    _compute_tile(ring, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                elif tile.outputs < sizes.NUM_WIDE:
+                    _compute_tile(ring, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
                 else:
-                    _compute_tile(ring, step, out, first, last, column, GROUP * half, sizes, sizes.LAST_UNITS, STEPS)
+                    _compute_tile(ring, step, out, first, last, column, sizes, GROUP, sizes.UNITS - 1, STEPS)
         step += sizes.STEPS
+        tile = following
 
 
 @gluon.jit
@@ -143,9 +140,10 @@ def _product_kernel(
     out,
     x_stride,
     UNITS: gl.constexpr,
-    LAST_UNITS: gl.constexpr,
+    NUM_WIDE: gl.constexpr,
     PER_UNIT: gl.constexpr,
     TILES: gl.constexpr,
+    TURN: gl.constexpr,
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -157,7 +155,7 @@ def _product_kernel(
     OVERLAPS: gl.constexpr,
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
-    sizes = Sizes(UNITS, LAST_UNITS, PER_UNIT, TILES, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
+    sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
     ring = allocate_ring(weight, x16, sizes)
     if AHEAD == 0:
         await_then_release(OVERLAPS)
@@ -223,9 +221,10 @@ def multiply_on_hopper(
         out=out,
         x_stride=x.stride(0),
         UNITS=units,
-        LAST_UNITS=num_units - (tiles_of_outputs - 1) * units,
+        NUM_WIDE=num_units - tiles_of_outputs * (units - 1),
         PER_UNIT=per_unit,
         TILES=tiles_of_outputs,
+        TURN=int(num_programs % tiles_of_outputs == 0),  # else a program would get the same outputs of all experts
         STAGES=_STAGES,
         STEPS=num_steps,
         OUTPUTS=outputs,

@@ -22,7 +22,7 @@ _reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shar
 DEPTH = 64
 """Inputs of a stage; a layer's are a multiple of it."""
 GROUPS = gl.constexpr(2)
-"""Groups of warps that multiply all weights of a tile, each with half of its rows."""
+"""Groups of warps that multiply a tile."""
 MOST_ROWS = gl.constexpr(product_tiles.MOST_ROWS)
 _LINES_OF_ROWS = gl.constexpr(256)
 """Of a stage; the last one has MOST_ROWS, so that the rest of the memory is enough for results."""
@@ -32,15 +32,17 @@ _LINES_OF_ROWS = gl.constexpr(256)
 class Sizes:
     """Compile-time sizes: those of the product, and how programs split it.
 
-    A tile has up to UNITS times 64 weights, from which come PER_UNIT outputs each; TILES tiles have all outputs of an
-    expert, the last of which has LAST_UNITS. STEPS stages, of which the ring holds STAGES, have all inputs. The first
-    AHEAD stages' weights are read before the kernel before is waited for.
+    A tile has units of 64 weights, from which come PER_UNIT outputs each. All outputs of an expert are in TILES tiles:
+    the first NUM_WIDE have UNITS units, the others one fewer. Each next tile of rows begins with the outputs TURN
+    further on. STEPS stages, of which the ring holds STAGES, have all inputs. The first AHEAD stages' weights are read
+    before the kernel before is waited for.
     """
 
     UNITS: gl.constexpr
-    LAST_UNITS: gl.constexpr
+    NUM_WIDE: gl.constexpr
     PER_UNIT: gl.constexpr
     TILES: gl.constexpr
+    TURN: gl.constexpr
     STAGES: gl.constexpr
     STEPS: gl.constexpr
     OUTPUTS: gl.constexpr
@@ -51,12 +53,13 @@ class Sizes:
 
     @gluon.constexpr_function
     def __init__(
-        self, UNITS, LAST_UNITS, PER_UNIT, TILES, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS
+        self, UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS
     ):
         self.UNITS = gl.constexpr(UNITS)
-        self.LAST_UNITS = gl.constexpr(LAST_UNITS)
+        self.NUM_WIDE = gl.constexpr(NUM_WIDE)
         self.PER_UNIT = gl.constexpr(PER_UNIT)
         self.TILES = gl.constexpr(TILES)
+        self.TURN = gl.constexpr(TURN)
         self.STAGES = gl.constexpr(STAGES)
         self.STEPS = gl.constexpr(STEPS)
         self.OUTPUTS = gl.constexpr(OUTPUTS)
@@ -150,21 +153,31 @@ def places_of_stage(stage, sizes):
 
 
 @gluon.jit
-def find_tile(tiles, number, sizes):
-    """Return a tile of `tile_rows` and of outputs; those of one expert follow each other."""
-    entry = tiles + (1 + number // sizes.TILES) * 4
-    return Tile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), number % sizes.TILES)
+def find_tile(tiles, number, num_tiles, sizes):
+    """Return a tile of `tile_rows` and of outputs; those of one expert follow each other. Beyond the last, the last."""
+    number = gl.minimum(number, num_tiles - 1)
+    of_rows = number // sizes.TILES
+    entry = tiles + (1 + of_rows) * 4
+    outputs = (number + sizes.TURN * of_rows) % sizes.TILES
+    return Tile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), outputs)
+
+
+@gluon.jit
+def find_unit(outputs, sizes):
+    """Return the first unit of a tile of outputs."""
+    return outputs * sizes.UNITS - gl.maximum(outputs - sizes.NUM_WIDE, 0)
 
 
 @gluon.jit
 def _copy_weights(weight, ring, stage, tile, begin, sizes):
     """Start copying a tile's weights; the stage's barrier signals when they have arrived."""
     full = ring.full.index(stage)
-    num_units = gl.where(tile.outputs < sizes.TILES - 1, sizes.UNITS, sizes.LAST_UNITS)
-    for units in gl.static_range(1, sizes.UNITS + 1):
+    first_unit = find_unit(tile.outputs, sizes)
+    num_units = gl.where(tile.outputs < sizes.NUM_WIDE, sizes.UNITS, sizes.UNITS - 1)
+    for units in gl.static_range(sizes.UNITS - 1, sizes.UNITS + 1):
         mbarrier.expect(full, units * 64 * 64 * 2, pred=num_units == units)
     for unit in gl.static_range(sizes.UNITS):
-        output = (tile.outputs * sizes.UNITS + unit) * sizes.PER_UNIT
+        output = (first_unit + unit) * sizes.PER_UNIT
         place = ring.weights.index(stage * sizes.UNITS + unit)
         if unit < num_units:
             if sizes.ACTIVATION == "gated_silu":
@@ -189,13 +202,13 @@ def fill_by_boxes(weight, x128, x64, x32, x16, ring, tiles, sizes):
     num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD > 0:
         if gl.program_id(0) < num_tiles:
-            tile = find_tile(tiles, gl.program_id(0), sizes)
+            tile = find_tile(tiles, gl.program_id(0), num_tiles, sizes)
             for k in range(sizes.AHEAD):
                 _copy_weights(weight, ring, k, tile, k * 64, sizes)
         await_then_release(sizes.OVERLAPS)
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        tile = find_tile(tiles, number, sizes)
+        tile = find_tile(tiles, number, num_tiles, sizes)
         # The largest piece comes first, so that each begins at a multiple of its length.
         num_16 = (tile.last - tile.first + 15) // 16
         first_64, first_32, first_16 = num_16 & 8, num_16 & 12, num_16 & 14
@@ -230,8 +243,9 @@ def gather(weight, x, x_stride, pairs, ring, tiles, sizes):
     """Fill the ring with weights and gathered rows, as stages become empty; four warps."""
     PIECES: gl.constexpr = MOST_ROWS // 32
     step = 0
-    for number in range(gl.program_id(0), gl.load(tiles) * sizes.TILES, gl.num_programs(0)):
-        tile = find_tile(tiles, number, sizes)
+    num_tiles = gl.load(tiles) * sizes.TILES
+    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        tile = find_tile(tiles, number, num_tiles, sizes)
         num_pieces = (tile.last - tile.first + 31) // 32
         places = ()
         for i in gl.static_range(PIECES):

@@ -21,37 +21,30 @@ _REGISTERS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def _products_text(UNITS, STEPS):
+def _products_text(OWN, SHARED):
     """Return the PTX of the products of 64 inputs; its places are described where it is used."""
-    of_unit = STEPS * _REGISTERS.value
-    weights, given_rows = 2 * UNITS * of_unit, 2 * UNITS * of_unit + _REGISTERS.value
-    # A matrix descriptor: the address / 16, the 1,024 bytes / 16 of eight lines, and how they are swizzled.
-    text = f"""{{
-        .reg .b32 place; .reg .b64 rows;
-        mov.b32 place, global_smem; add.u32 place, place, ${given_rows}; shr.u32 place, place, 4;
-        mov.b64 rows, {{place, 0x40000040}};
-        mov.b32 place, global_smem; add.u32 place, place, ${weights}; shr.u32 place, place, 4;"""
-    for unit in range(UNITS):
-        text += f"""
-        .reg .b64 weights{unit};
-        mov.b64 weights{unit}, {{place, 0x40000040}}; add.u32 place, place, 512;"""
-    text += """
-        wgmma.fence.sync.aligned;"""
-    for _ in range(4):
-        for unit in range(UNITS):
-            sums = ", ".join([f"${i}" for i in range(unit * of_unit, (unit + 1) * of_unit)])
-            shape = f"m64n{16 * STEPS}k16.f32.bf16.bf16"
-            text += f"""
-        wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, weights{unit}, rows, 1, 1, 1, 0, 0;
-        add.u64 weights{unit}, weights{unit}, 2;"""
-        text += """
-        add.u64 rows, rows, 2;"""
-    return (
-        text
-        + """
-        wgmma.commit_group.sync.aligned;
-    }"""
-    )
+    register = 2 * (OWN + SHARED) * _REGISTERS.value
+    text, first = "{\n.reg .b32 place;\n", 0
+    products = []
+    for name, steps in (("own", OWN), ("shared", SHARED)):
+        if steps:
+            # A matrix descriptor: the address / 16, the 1,024 bytes / 16 of eight lines, and how they are swizzled.
+            for matrix in (f"{name}_weights", f"{name}_rows"):
+                text += f"""
+        .reg .b64 {matrix};
+        mov.b32 place, global_smem; add.u32 place, place, ${register}; shr.u32 place, place, 4;
+        mov.b64 {matrix}, {{place, 0x40000040}};"""
+                register += _REGISTERS.value
+            last = first + steps * _REGISTERS.value
+            sums = ", ".join([f"${i}" for i in range(first, last)])
+            products.append(f"""
+        wgmma.mma_async.sync.aligned.m64n{16 * steps}k16.f32.bf16.bf16
+            {{{sums}}}, {name}_weights, {name}_rows, 1, 1, 1, 0, 0;
+        add.u64 {name}_weights, {name}_weights, 2; add.u64 {name}_rows, {name}_rows, 2;""")
+            first = last
+        else:
+            register += 2 * _REGISTERS.value
+    return text + "\nwgmma.fence.sync.aligned;" + "".join(4 * products) + "\nwgmma.commit_group.sync.aligned;\n}"
 
 
 @gluon.constexpr_function
@@ -67,30 +60,30 @@ def _types(COUNT):
 
 
 @gluon.jit
-def no_sums(UNITS: gl.constexpr, STEPS: gl.constexpr):
-    """Return zeros: UNITS times STEPS tensors [64, 16]."""
-    return (gl.zeros([64, ROW_STEP], gl.float32, layout=_STEP_LAYOUT),) * (UNITS * STEPS)
+def no_sums(COUNT: gl.constexpr):
+    """Return zeros: COUNT tensors [64, 16]."""
+    return (gl.zeros([64, ROW_STEP], gl.float32, layout=_STEP_LAYOUT),) * COUNT
 
 
 @gluon.jit
-def begin_products(sums, weights, rows, UNITS: gl.constexpr, STEPS: gl.constexpr):
-    """Begin to add the products of 64 inputs to sums, which mean nothing before `await_products`.
+def begin_products(sums, own_weights, own_rows, shared_weights, shared_rows, OWN: gl.constexpr, SHARED: gl.constexpr):
+    """Begin to add two products of 64 inputs to sums, which mean nothing before `await_products`.
 
     Args:
-        weights, rows: Bytes from the first allocation to the first line of UNITS times 64 weights, and of 16 * STEPS
-            rows; multiples of 1,024.
+        sums: OWN tensors of 64 weights and 16 * OWN rows, then SHARED tensors of other weights and 16 * SHARED rows.
+        own_weights, own_rows, shared_weights, shared_rows: Bytes from the first allocation to the first line of each;
+            multiples of 1,024. Those of a product without tensors mean nothing.
     """
-    COUNT: gl.constexpr = UNITS * STEPS
-    given = sums + (weights, rows)  # noqa: RUF005 (Gluon unpacks nothing)
+    COUNT: gl.constexpr = OWN + SHARED
+    given = sums + (own_weights, own_rows, shared_weights, shared_rows)  # noqa: RUF005 (Gluon unpacks nothing)
     return gl.inline_asm_elementwise(
-        _products_text(UNITS, STEPS), _constraints(COUNT, 2), given, _types(COUNT), False, _REGISTERS
+        _products_text(OWN, SHARED), _constraints(COUNT, 4), given, _types(COUNT), False, _REGISTERS
     )
 
 
 @gluon.jit
-def await_products(sums, LEFT: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr):
-    """Return sums once all of this group's products have ended but those begun by its last LEFT calls."""
-    COUNT: gl.constexpr = UNITS * STEPS
+def await_products(sums, LEFT: gl.constexpr, COUNT: gl.constexpr):
+    """Return COUNT sums once all of this group's products have ended but those begun by its last LEFT calls."""
     return gl.inline_asm_elementwise(
         f"wgmma.wait_group.sync.aligned {LEFT};", _constraints(COUNT, 0), sums, _types(COUNT), False, _REGISTERS
     )
