@@ -132,7 +132,8 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
         order = order_by_expert(ids, 3, first)
         experts = slice(first, first + 3)
         inside = product(x, layer.first[experts], order, top_k=3, activation="squared_relu")
-        halves.append(total(product(inside, layer.second[experts], order), order.places, weights, addend))
+        known = weights.masked_fill(order.places < 0, float("nan"))  # what an expert elsewhere weighs does not matter
+        halves.append(total(product(inside, layer.second[experts], order), order.places, known, addend))
     expected = layer.expected(x, ids, weights) + 2 * addend.double().cpu()
     torch.testing.assert_close(sum(halves).double().cpu(), expected, rtol=1e-4, atol=1e-4)
 
@@ -151,16 +152,14 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
-@pytest.mark.parametrize(
-    ("inside", "num_programs", "unused"), [(192, 132, 0), (320, 3, 0), (352, 3, 0), (256, 3, 20), (448, 3, 20)]
-)
+@pytest.mark.parametrize(("inside", "num_programs", "unused"), [(192, 132, 0), (320, 3, 0), (352, 3, 0), (448, 3, 20)])
 def test_experts_of_any_length_of_tiles(
     activation: str, inside: int, num_programs: int, unused: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few programs take wide tiles of weights, of which the last is narrower: with 320, with 352 if gated.
 
-    With many experts that get no row, and so few rows on average, so do four units (two narrow tiles, of 256) and
-    seven (two of three, of 448, which begin with another one for each tile of rows).
+    With many experts that get no row, and so few rows on average, two of three are narrower with 448, and each tile of
+    rows begins with another tile of outputs.
     """
     monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: num_programs)
     lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700, *(0,) * unused)
@@ -187,7 +186,7 @@ def test_experts_of_any_length_of_tiles(
 def test_a_row_has_the_same_bits_however_many_its_expert_has(
     activation: str, inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are from 16 to 224 rows long, and a row lies in either half of them."""
+    """Tiles are from 32 to 224 rows long, and a row lies in either half of those that share weights."""
     monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 3)
     layer = Layer(8, 512, inside, activation, torch.bfloat16).to("cuda")
     torch.manual_seed(11)

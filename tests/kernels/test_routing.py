@@ -128,7 +128,10 @@ def test_tokens_of_padding_get_no_expert(op: Route, device: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5), (torch.float64, 1e-12)]
 )
-@pytest.mark.parametrize(("num_tokens", "num_inputs", "num_experts"), [(1, 72, 5), (19, 1100, 70), (300, 130, 8)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_inputs", "num_experts"),
+    [(1, 72, 5), (19, 1100, 70), (300, 130, 8), (2049, 130, 8), (2049, 72, 129), (4097, 72, 5)],
+)
 def test_logits_are_products_in_fp32(
     num_tokens: int, num_inputs: int, num_experts: int, dtype: torch.dtype, tolerance: float, op: Logits, device: str
 ) -> None:
@@ -140,7 +143,9 @@ def test_logits_are_products_in_fp32(
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("num_tokens", "rows"), [(64, (slice(0, 1), slice(9, 40))), (700, (slice(1, 301),))])
+@pytest.mark.parametrize(
+    ("num_tokens", "rows"), [(64, (slice(0, 1), slice(9, 40))), (700, (slice(1, 301),)), (2100, (slice(30, 2090),))]
+)
 def test_a_tokens_logits_have_the_same_bits_in_any_batch_of_a_form(
     num_tokens: int, rows: Sequence[slice], device: str
 ) -> None:

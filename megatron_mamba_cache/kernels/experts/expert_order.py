@@ -1,10 +1,10 @@
 """The order of tokens by expert: which pairs of a token and one of its experts each expert computes.
 
 Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
-every run: there are no atomics. Few pairs take one launch, a program an expert: it reads all pairs at once, counts
-those of lower experts, which come before its own, and writes its own in their order. More pairs take three launches
-over chunks of pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the
-chunks before; place. Graph safe: no host sync.
+every run: atomics only count. Few pairs take one launch, a program an expert: it reads all pairs at once, counts those
+of lower experts, which come before its own, and writes its own in their order. More pairs take three launches over
+chunks of pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the chunks
+before; place. Graph safe: no host sync.
 """
 
 import torch
@@ -24,7 +24,7 @@ _CHUNK = 128
 """Pairs of a chunk."""
 _CHUNKS_AT_A_TIME = 1024
 _LEAST_BINS = 128
-"""Of a histogram: as many as a program has threads."""
+"""Of a histogram: a program's threads; fewer have not been tried."""
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 Weights are the left operand and rows the right one, so that a tile is as long as its expert has rows, in steps of 32,
 and a weight is read once for up to 224 rows. A program takes one tile after another. Each of two groups of four warps
-multiplies 64 weights of its own with all rows of a tile, and 64 that both have with half of them, so that little is
-read from shared memory: with many rows, that and the power it takes are what limits. A stage's products are awaited
-once the next one's have begun. Other warps fill the ring of what the groups multiply.
+multiplies 64 weights of its own with all rows of a tile, and 64 that both groups share with half of the rows, so that
+little is read from shared memory. A stage's products are awaited once the next one's have begun. Other warps fill the
+ring of what the groups multiply.
 
 A gated layer's gates and other outputs alternate by eights, so that a thread has both of an output. A row's inputs are
 summed in the same order in any tile. Graph safe: no host sync, no atomics.
@@ -82,6 +82,7 @@ def _compute_tile(
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
     SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
     UNIT: gl.constexpr = 64 * LINE
+    gl.static_assert(UNITS <= GROUPS + 1)
     half = GROUP * STEPS * ROW_STEP
     sums = no_sums(OWN + SHARED)
     for k in range(step, step + sizes.STEPS):
@@ -224,7 +225,7 @@ def multiply_on_hopper(
         NUM_WIDE=num_units - tiles_of_outputs * (units - 1),
         PER_UNIT=per_unit,
         TILES=tiles_of_outputs,
-        TURN=int(num_programs % tiles_of_outputs == 0),  # else a program would get the same outputs of all experts
+        TURN=int(num_programs % tiles_of_outputs == 0),  # else a program gets one tile of outputs of all experts
         STAGES=_STAGES,
         STEPS=num_steps,
         OUTPUTS=outputs,
@@ -241,10 +242,10 @@ def multiply_on_hopper(
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
     """Return how many times 64 weights a tile has: three read rows least often, if there are enough tiles.
 
-    A last tile of only 64 weights reads its rows for few products. That pays where products wait for weights, as wider
-    stages have more of them under way.
+    If one unit is left over, three a tile leave two narrow tiles. With many rows that takes longer than tiles of two
+    only. With few, products wait for weights, and wider stages have more of them under way.
     """
-    if num_units < 3 or num_experts * num_units < 12 * num_programs:
+    if num_units < 3 or num_units == 4 or num_experts * num_units < 12 * num_programs:
         return 2
     return 2 if num_units % 3 == 1 and mean_rows > _FEW_ROWS else 3
 

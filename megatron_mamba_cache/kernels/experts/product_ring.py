@@ -33,9 +33,9 @@ class Sizes:
     """Compile-time sizes: those of the product, and how programs split it.
 
     A tile has units of 64 weights, from which come PER_UNIT outputs each. All outputs of an expert are in TILES tiles:
-    the first NUM_WIDE have UNITS units, the others one fewer. Each next tile of rows begins with the outputs TURN
-    further on. STEPS stages, of which the ring holds STAGES, have all inputs. The first AHEAD stages' weights are read
-    before the kernel before is waited for.
+    the first NUM_WIDE have UNITS units (2 or 3), the others one fewer. Each tile of rows begins with another tile of
+    outputs, TURN after that of the tile of rows before. STEPS stages, of which the ring holds STAGES, have all inputs.
+    The first AHEAD stages' weights are read before the kernel before is waited for.
     """
 
     UNITS: gl.constexpr

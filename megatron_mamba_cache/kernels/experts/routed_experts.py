@@ -79,7 +79,7 @@ def routed_experts(
     Raises:
         ValueError: If a shared expert is given that the launches do not compute.
 
-    CUDA-graph safe: no host sync; two launches for few tokens, four for more, and eight for many.
+    CUDA-graph safe: no host sync; two launches for few tokens, four to eight for more.
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")

@@ -1,7 +1,8 @@
 """The router's weights times the tokens, in fp32.
 
-Up to 4,096 tokens would keep few multiprocessors busy, so that their inputs are cut into parts, whose products are
-added where experts are chosen, always in one order. One token in 16 bits is multiplied as by any linear layer.
+Up to 2,048 tokens, with up to 128 experts 4,096, would keep few multiprocessors busy, so that their inputs are cut into
+parts, whose products are added where experts are chosen, always in one order. One token in 16 bits is multiplied as by
+any linear layer.
 
 Graph safe. A token's logits depend on that token alone, to the bit, within a form: one token, up to 256, up to 2,048,
 up to 4,096, or more.
@@ -112,7 +113,8 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
 def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
     if num_tokens <= 2048:
         return 8
-    return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1  # more are read again, and gain nothing
+    # With more experts there are enough programs, and parts only add logits to be written and read.
+    return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1
 
 
 def _check_products(x: Tensor, gate: Tensor) -> None:

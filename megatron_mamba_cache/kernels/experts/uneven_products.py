@@ -67,7 +67,7 @@ def no_sums(COUNT: gl.constexpr):
 
 @gluon.jit
 def begin_products(sums, own_weights, own_rows, shared_weights, shared_rows, OWN: gl.constexpr, SHARED: gl.constexpr):
-    """Begin to add two products of 64 inputs to sums, which mean nothing before `await_products`.
+    """Begin to add one or two products of 64 inputs to sums, which mean nothing before `await_products`.
 
     Args:
         sums: OWN tensors of 64 weights and 16 * OWN rows, then SHARED tensors of other weights and 16 * SHARED rows.

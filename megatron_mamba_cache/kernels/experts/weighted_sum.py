@@ -40,7 +40,7 @@ def _weighted_sum_kernel(
     for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all rows are under way at once
         place = tl.load(places + token * TOP_K + slot).to(tl.int64)
         weight = tl.where(place >= 0, tl.load(weights + token * TOP_K + slot), 0)
-        is_there = tl.where(inside, place, -1) >= 0
+        is_there = tl.where(inside, place, -1) >= 0  # the interpreter makes no mask of `inside & (place >= 0)`
         row = tl.load(rows + tl.maximum(place, 0) * OUTPUTS + column, mask=is_there, other=0)
         total += weight * row.to(tl.float32)
     if HAS_ADDEND:
