@@ -152,14 +152,17 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
-@pytest.mark.parametrize(("inside", "num_programs", "unused"), [(192, 132, 0), (320, 3, 0), (352, 3, 0), (448, 3, 20)])
+@pytest.mark.parametrize(
+    ("inside", "num_programs", "unused"),
+    [(192, 132, 0), (320, 3, 0), (352, 3, 0), (256, 3, 20), (224, 3, 20), (448, 3, 20)],
+)
 def test_experts_of_any_length_of_tiles(
     activation: str, inside: int, num_programs: int, unused: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few programs take wide tiles of weights, of which the last is narrower: with 320, with 352 if gated.
 
-    With many experts that get no row, and so few rows on average, two of three are narrower with 448, and each tile of
-    rows begins with another tile of outputs.
+    With many experts that get no row, and so few rows on average, two of three are narrower with 448, with 224 if
+    gated, and each tile of rows begins with another tile of outputs. With 256 both are narrow, unless gated.
     """
     monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: num_programs)
     lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700, *(0,) * unused)

@@ -24,7 +24,7 @@ _CHUNK = 128
 """Pairs of a chunk."""
 _CHUNKS_AT_A_TIME = 1024
 _LEAST_BINS = 128
-"""Of a histogram: a program's threads; fewer have not been tried."""
+"""The fewest bins of a histogram: one for each thread of a program; fewer have not been tried."""
 
 
 @triton.jit
@@ -181,8 +181,9 @@ def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
     totals, overlaps = ids.new_empty(num_experts), overlapping(ids.device)
     of_pairs = {"ids": ids, "ranks": ranks, "num_pairs": ids.numel(), "first_expert": first_expert}
     of_chunks = {"counts": counts, "num_chunks": num_chunks}
-    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": max(_LEAST_BINS, triton.next_power_of_2(num_experts))}
-    _count_kernel[(num_chunks,)](**of_pairs, **of_chunks, **sizes, CHUNK=_CHUNK, num_warps=4, **overlaps)
+    bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": bins, "CHUNK": _CHUNK}
+    _count_kernel[(num_chunks,)](**of_pairs, **of_chunks, **sizes, num_warps=4, **overlaps)
     _sum_counts_kernel[(num_experts,)](**of_chunks, totals=totals, CHUNKS=_CHUNKS_AT_A_TIME, num_warps=4, **overlaps)
     _place_kernel[(num_chunks,)](
         **of_pairs,
@@ -192,7 +193,6 @@ def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
         pairs=order.pairs,
         places=order.places,
         starts=order.starts,
-        CHUNK=_CHUNK,
         num_warps=4,
         **overlaps,
     )
