@@ -6,10 +6,10 @@ A long row: one request decodes alone behind a long prompt, without drafts, with
 weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a plain
 copy measured in the same run.
 
-Beside a long prompt: rows decode undisturbed, then while that prompt is prefilled. `max_prompt_tokens_beside_decode` is
-how many of its tokens a step computes: small chunks disturb the rows less and take longer in all. Each line is an
-engine; "prefill" is the time from the prompt's arrival to its first token, beside that of the first line. "Alone" is
-the same prompt in such chunks without the rows.
+Beside a long prompt: rows decode undisturbed, then while that prompt is prefilled. Each line is an engine and its
+`max_prompt_tokens_beside_decode`: fewer tokens a step disturb the rows less and take longer in all. "Prefill" is the
+time from the prompt's arrival to its first token, beside that of the first line; without rows, it is the same in all
+engines, and comes with the long row.
 """
 
 import argparse
@@ -44,9 +44,10 @@ CHUNKS = {"tiny": (128, 32)}
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """A decode step of one row behind a long history."""
+    """A decode step of one row behind a long history, and the seconds that a prompt of its length takes alone."""
 
     history: int
+    prefill_s: float
     step_ms: float
     replay_ms: float | None
     floor_ms: float | None
@@ -62,24 +63,23 @@ class Disturbed:
     p99_ms: float
     graph_share: float
     prefill_s: float
-    alone_s: float
 
 
 def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
     """Measure one row behind a prompt of `history` tokens."""
     with serving_engine(model, replace(shape, max_requests=1), MODES["full"]) as engine:
+        prefill_s, _ = first_token(engine, 10**6, some_tokens(random.Random(history), shape, history))
         cost = step_cost(model, engine, shape, 1, history)
-    return LongRow(history, cost.wall_ms, cost.replay_ms, cost.floor_ms)
+    return LongRow(history, prefill_s, cost.wall_ms, cost.replay_ms, cost.floor_ms)
 
 
 def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:
-    """Measure rows that decode while a prompt is prefilled in chunks."""
-    shape = replace(shape, max_requests=rows + 1, max_tokens=chunk + rows, prompt_tokens_beside=chunk)
+    """Measure rows that decode while a prompt is prefilled, at most `chunk` of its tokens a step."""
+    shape = replace(shape, max_requests=rows + 1, max_tokens=shape.max_tokens + rows, prompt_tokens_beside=chunk)
     drawn = random.Random(chunk)
     with serving_engine(model, shape, MODES["full"]) as engine:
-        alone_s, _ = first_token(engine, 10**6, some_tokens(drawn, shape, length))
         for index in range(rows):
-            reply = NUM_WARMING + NUM_UNDISTURBED + 2 * length // chunk + rows * shape.block_size // chunk + 16
+            reply = NUM_WARMING + NUM_UNDISTURBED + 4 * length // chunk + rows * shape.block_size // chunk + 16
             send(engine, index, some_tokens(drawn, shape, shape.block_size // 2), reply)
         while engine.waiting_request_ids or not engine.context.is_decode_only():
             engine.step_modern()
@@ -94,27 +94,26 @@ def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int
         while engine.has_unfinished_requests():
             engine.step_modern()
     found = [1e3 * seconds for seconds in (median(undisturbed), median(beside), nearest_rank(sorted(beside), 99))]
-    return Disturbed(chunk, *found, share, sum(beside), alone_s)
+    return Disturbed(chunk, *found, share, sum(beside))
 
 
 def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:
     """Return the figures as Markdown."""
-    floor = "" if lone.floor_ms is None else f"{lone.floor_ms:.3f} | {lone.floor_ms / lone.step_ms:.2f}"
+    floor = " | " if lone.floor_ms is None else f"{lone.floor_ms:.3f} | {lone.floor_ms / lone.step_ms:.2f}"
     found = [
-        "| history | a step, ms | floor, ms | of the floor |",
-        "|---:|---:|---:|---:|",
-        f"| {lone.history:,} | {lone.step_ms:.3f} | {floor} |",
+        "| history | its prefill alone, s | a step, ms | floor, ms | of the floor |",
+        "|---:|---:|---:|---:|---:|",
+        f"| {lone.history:,} | {lone.prefill_s:.2f} | {lone.step_ms:.3f} | {floor} |",
         "",
         "| prompt tokens a step | ms a token undisturbed | beside the prompt: median | p99 | p99, times | prefill, s "
-        "| of the first line | graphs, % | alone, s | of the first line |",
-        "|" + "---:|" * 10,
+        "| of the first line | graphs, % |",
+        "|" + "---:|" * 8,
     ]
     for one in lines:
         found.append(
             f"| {one.chunk:,} | {one.undisturbed_ms:.2f} | {one.median_ms:.2f} | {one.p99_ms:.2f} "
             f"| {one.p99_ms / one.undisturbed_ms:.2f} | {one.prefill_s:.2f} "
-            f"| {one.prefill_s / lines[0].prefill_s:.2f} | {100 * one.graph_share:.0f} | {one.alone_s:.2f} "
-            f"| {one.alone_s / lines[0].alone_s:.2f} |"
+            f"| {one.prefill_s / lines[0].prefill_s:.2f} | {100 * one.graph_share:.0f} |"
         )
     return "\n".join(found)
 
@@ -128,7 +127,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     length, shape = LENGTHS[arguments.shape], shape_of(parser, arguments, LIMITS)
-    longest = length + shape.block_size
+    longest = length + max(shape.block_size, 256)
     shape = replace(shape, max_length=longest, prefill_graph_tokens=arguments.graph_tokens)
     chunks = arguments.chunks or CHUNKS.get(arguments.shape, (8192, 4096, 2048, 1024, 768, 512))
     rows = ROWS if arguments.shape != "tiny" else 4

@@ -1,0 +1,115 @@
+"""How long does a step take that computes the next turn of a chat beside rows that decode?
+
+    PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
+
+Some of the rows that an engine has room for decode. Prompts of each length come, one at a time, and every one is
+computed in one step, beside all of them. A line has the median step of a length, with its spread, next to a step
+of the rows alone.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from measuring.machine import describe_machine
+from step_cost import timed_step
+from turn_latency import some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+LENGTHS = (40, 90, 150, 200, 256, 300, 380, 440, 512, 600, 700, 850, 980)
+REPEATED = 7
+NUM_ALONE = 30
+LIMITS = {
+    "8b": {"state_gb": 12.0, "kv_gb": 6.0},
+    "nano3": {"state_gb": 3.0, "kv_gb": 1.0},
+    "super": {"state_gb": 8.0, "kv_gb": 3.0},
+    "small": {"state_gb": 0.5, "kv_gb": 1.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSteps:
+    """Milliseconds of steps that compute a prompt of some tokens beside rows that decode, ascending."""
+
+    length: int
+    ms: Sequence[float]
+    graph_share: float
+
+
+def mixed_steps(model: Any, shape: ServedShape, rows: int, most_rows: int) -> tuple[float, list[MixedSteps]]:
+    """Return the median milliseconds of a step of the rows alone, and the steps with prompts, by length.
+
+    Raises:
+        RuntimeError: If a prompt was not computed in one step.
+    """
+    drawn = random.Random(0)
+    shape = replace(shape, max_requests=most_rows)
+    schedule = [length for _ in range(REPEATED) for length in LENGTHS]
+    drawn.shuffle(schedule)
+    reply = 3 * len(schedule) + 2 * NUM_ALONE + rows + 16
+    times: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    in_graphs = dict.fromkeys(LENGTHS, 0)
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        counters = engine.context.counters
+        for index in range(rows):
+            send(engine, index, some_tokens(drawn, shape, 50 + index), reply)
+        while engine.waiting_request_ids or not engine.context.is_decode_only():
+            engine.step_modern()
+        alone = [timed_step(engine) for _ in range(2 * NUM_ALONE)][NUM_ALONE:]
+        for number, length in enumerate(schedule):
+            send(engine, rows + number, some_tokens(drawn, shape, length), 1)
+            graphs = counters.graph_steps
+            times[length].append(1e3 * timed_step(engine))
+            in_graphs[length] += counters.graph_steps - graphs
+            if len(engine.context.rows) != rows:
+                raise RuntimeError(f"a prompt of {length} tokens took more than one step, or a row ended")
+            engine.step_modern()
+            engine.step_modern()
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    found = [MixedSteps(length, sorted(ms), in_graphs[length] / REPEATED) for length, ms in times.items()]
+    return 1e3 * median(alone), found
+
+
+def table(rows: int, alone_ms: float, found: Sequence[MixedSteps]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        f"A step of {rows} rows alone takes {alone_ms:.2f} ms.",
+        "",
+        "| prompt tokens | step, ms | fastest | slowest | graphs, % |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for one in found:
+        figures = f"{median(one.ms):.2f} | {one.ms[0]:.2f} | {one.ms[-1]:.2f} | {100 * one.graph_share:.0f}"
+        lines.append(f"| {one.length:,} | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="rows that decode; default: %(default)s")
+    parser.add_argument(
+        "--most-rows", type=int, default=64, metavar="N", help="rows that there is room for; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    shape = shape_of(parser, arguments, LIMITS)
+    with quiet_libraries(), own_warnings_hidden():
+        alone_ms, found = mixed_steps(model_of(shape), shape, arguments.rows, arguments.most_rows)
+    print(table(arguments.rows, alone_ms, found))
+    if arguments.json:
+        figures = {"machine": describe_machine(), "alone_ms": alone_ms, "mixed": [asdict(one) for one in found]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

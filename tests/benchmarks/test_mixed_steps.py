@@ -1,0 +1,37 @@
+"""The benchmarks of rows beside prompts run with a tiny model, and keep to their loads."""
+
+from importlib import import_module
+
+import pytest
+from pytest import approx
+
+from tests.command_line.command_runs import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+
+
+def test_every_turn_is_computed_in_one_step_beside_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, serving = import_module("mixed_steps"), import_module("loads.serving_engine")
+    monkeypatch.setattr(mixed, "LENGTHS", (40, 200))
+    monkeypatch.setattr(mixed, "REPEATED", 2)
+    monkeypatch.setattr(mixed, "NUM_ALONE", 3)
+    shape = serving.SHAPES["tiny"]
+    alone_ms, found = mixed.mixed_steps(serving.model_of(shape), shape, 3, 6)
+    assert alone_ms > 0 and [(one.length, len(one.ms)) for one in found] == [(40, 2), (200, 2)]
+    assert "| 200 | " in mixed.table(3, alone_ms, found)
+
+
+def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_context, serving = import_module("long_context"), import_module("loads.serving_engine")
+    monkeypatch.setattr(long_context, "NUM_UNDISTURBED", 5)
+    shape = serving.SHAPES["tiny"]
+    model = serving.model_of(shape)
+    lone = long_context.long_row(model, shape, 300)
+    found = [long_context.disturbed(model, shape, 2, chunk, 300) for chunk in (300, 100)]
+    assert lone.history == 300 and lone.step_ms > 0 and lone.prefill_s > 0
+    assert all(one.median_ms <= one.p99_ms and one.prefill_s > 0 for one in found)
+    assert found[0].median_ms == approx(1e3 * found[0].prefill_s)  # one step has all of it
+    assert "| 100 | " in long_context.table(lone, found)
