@@ -53,11 +53,10 @@ def mixed_steps(model: Any, shape: ServedShape, rows: int, most_rows: int) -> tu
     shape = replace(shape, max_requests=most_rows)
     schedule = [length for _ in range(REPEATED) for length in LENGTHS]
     drawn.shuffle(schedule)
-    reply = 3 * len(schedule) + 2 * NUM_ALONE + rows + 16
+    reply = 4 * len(schedule) + 2 * NUM_ALONE + rows + 16
     times: dict[int, list[float]] = {length: [] for length in LENGTHS}
     in_graphs = dict.fromkeys(LENGTHS, 0)
     with serving_engine(model, shape, MODES["full"]) as engine:
-        counters = engine.context.counters
         for index in range(rows):
             send(engine, index, some_tokens(drawn, shape, 50 + index), reply)
         while engine.waiting_request_ids or not engine.context.is_decode_only():
@@ -65,17 +64,26 @@ def mixed_steps(model: Any, shape: ServedShape, rows: int, most_rows: int) -> tu
         alone = [timed_step(engine) for _ in range(2 * NUM_ALONE)][NUM_ALONE:]
         for number, length in enumerate(schedule):
             send(engine, rows + number, some_tokens(drawn, shape, length), 1)
-            graphs = counters.graph_steps
-            times[length].append(1e3 * timed_step(engine))
-            in_graphs[length] += counters.graph_steps - graphs
+            seconds, in_graph = prompt_step(engine)
+            times[length].append(1e3 * seconds)
+            in_graphs[length] += in_graph
+            engine.step_modern()
             if len(engine.context.rows) != rows:
                 raise RuntimeError(f"a prompt of {length} tokens took more than one step, or a row ended")
-            engine.step_modern()
-            engine.step_modern()
         while engine.has_unfinished_requests():
             engine.step_modern()
     found = [MixedSteps(length, sorted(ms), in_graphs[length] / REPEATED) for length, ms in times.items()]
     return 1e3 * median(alone), found
+
+
+def prompt_step(engine: Any) -> tuple[float, bool]:
+    """Step until a prompt is computed; return the seconds of that step, and whether it was a graph."""
+    counters = engine.context.counters
+    before = counters.prefill_tokens_computed
+    while True:  # a step that was launched ahead comes first
+        graphs, seconds = counters.graph_steps, timed_step(engine)
+        if counters.prefill_tokens_computed > before:
+            return seconds, counters.graph_steps > graphs
 
 
 def table(rows: int, alone_ms: float, found: Sequence[MixedSteps]) -> str:

@@ -136,7 +136,7 @@ def most_padding_rows(max_rows: int) -> int:
 
 _PREFILL_ROWS = 4
 _PART = 8  # of many decode rows, "some" are one in so many
-_SMALL_TOTALS = (64, *range(128, 1025, 128))
+_SMALL_TOTALS = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536)
 _TOTAL_STEP = 512
 _LEAST_PROMPTS = 32  # prompt tokens: fewer get no shape beside decode rows, nor one beside the largest
 
@@ -144,7 +144,7 @@ _LEAST_PROMPTS = 32  # prompt tokens: fewer get no shape beside decode rows, nor
 def _prefill_sizes(most_tokens: int, num_decode: int) -> list[int]:
     """Return numbers of prompt tokens up to the most, with which a step has one of some numbers of tokens in all.
 
-    Up to 1,024 those are 128 apart, and then 512. Matrix products take 128 tokens at a time: with 288, which 32 decode
+    Those grow by at most a third from 384 on. Matrix products take 128 tokens at a time: with 288, which 32 decode
     rows and 256 prompt tokens are, they take a fifth longer than with 256.
     """
     larger = range(_SMALL_TOTALS[-1] + _TOTAL_STEP, most_tokens + num_decode, _TOTAL_STEP)
