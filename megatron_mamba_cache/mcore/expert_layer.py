@@ -1,6 +1,6 @@
 """A layer of a hybrid model that is a mixture of experts, without a host read between router and weighted sum."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -258,15 +258,6 @@ def routing_rule(config: Any) -> RoutingRule:
 def waits_for_experts(model: Any) -> bool:
     """Return whether the host waits in a layer of experts, as it does in Megatron's own."""
     return any(isinstance(module, MoELayer) for module in model.modules())
-
-
-def routed_experts_of(model: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the routed experts of each layer that has any, and how many of them are on this rank."""
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            yield module.experts, module.experts.num_experts
-        elif isinstance(module, MoELayer):
-            yield module.experts, module.num_local_experts
 
 
 def check_expert_layers(model: Any) -> None:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
-from torch import nn
 
 from ..ranks.group import OneRank, Ranks, on_all_ranks
 from ..state.model_facts import facts_of
 from ..state.model_shape import HybridModelShape
-from .expert_layer import routed_experts_of, waits_for_experts
+from .expert_layer import waits_for_experts
 from .mamba_mixer import CachingMambaMixer
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
@@ -29,14 +28,9 @@ class _MixerShape:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of a model.
-
-    Args:
-        products: Multiplications of a token with the weights that it reads in the layers.
-    """
+    """One rank's part of a model."""
 
     layer_types: tuple[str, ...]
-    products: float
     mixers: _MixerShape | None  # None: no Mamba layer here
     waits_for_experts: bool
     fingerprint: str
@@ -76,7 +70,6 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         vocab_size=model.vocab_size,
         params_dtype=config.params_dtype,
         fingerprint=_agreed_fingerprint(parts),
-        attention_share=_attention_share(config, parts, num_tensor_ranks),
         waits_for_experts=parts[ranks.index].waits_for_experts,
     )
 
@@ -91,13 +84,7 @@ def _part_of(model: Any) -> _Part:
         raise ValueError(
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
-    return _Part(
-        layer_types,
-        _products(model.decoder),
-        _mixer_shape(found[Symbols.MAMBA]),
-        waits_for_experts(model),
-        _fingerprint(model),
-    )
+    return _Part(layer_types, _mixer_shape(found[Symbols.MAMBA]), waits_for_experts(model), _fingerprint(model))
 
 
 def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:
@@ -117,26 +104,6 @@ def _agreed_mixers(parts: Sequence[_Part]) -> _MixerShape:
             "same sizes and SSM chunk"
         )
     return shapes[0]
-
-
-def _products(decoder: Any) -> float:
-    """Return the multiplications of a token with the weights of a rank's layers; of experts it reads those chosen."""
-    products = float(_num_weights(decoder))
-    for experts, num_here in routed_experts_of(decoder):
-        num_chosen = decoder.config.moe_router_topk
-        products -= _num_weights(experts) * (1 - num_chosen / num_here)
-    return products
-
-
-def _num_weights(module: nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())
-
-
-def _attention_share(config: Any, parts: Sequence[_Part], num_tensor_ranks: int) -> float:
-    """Return `HybridModelShape.attention_share`: multiplications with a token's keys and values, over all others."""
-    num_layers = sum(part.layer_types.count(Symbols.ATTENTION) for part in parts[::num_tensor_ranks])
-    of_history = 2 * num_layers * config.num_attention_heads * config.kv_channels
-    return of_history / sum(part.products for part in parts)
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:

@@ -1,14 +1,12 @@
 """The requests that have a row, and every change of which ones those are."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .admission import Refusal
 from .block_growth import GrowthOutcome, grow_rows, resume_rows
 from .boundaries import prefill_chunk_end
 from .prefix_cache import PrefixCache
-from .prompt_limit import PromptLimit
 from .requests import Candidate, RunningRequest
 
 
@@ -26,16 +24,6 @@ class RowCounts(NamedTuple):
     prefilling: int = 0
     tokens: int = 0
 
-    @property
-    def decoding(self) -> int:
-        """Rows that compute the token after the newest one."""
-        return self.rows - self.paused - self.prefilling
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts to compute."""
-        return self.tokens - self.decoding
-
 
 class RunningRequests:
     """Rows over one prefix cache, oldest admission first, paused ones included.
@@ -43,16 +31,14 @@ class RunningRequests:
     Args:
         max_requests: Most rows at a time.
         max_tokens: Most tokens of a step.
-        beside: Limits the prompt tokens of a step in which rows decode; None: as many as fit.
+        max_beside: Most prompt tokens of a step in which rows decode; None: as many as fit.
     """
 
-    def __init__(
-        self, cache: PrefixCache, max_requests: int, max_tokens: int, beside: PromptLimit | None = None
-    ) -> None:
+    def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int, max_beside: int | None = None) -> None:
         self.cache = cache
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._beside = beside
+        self._max_beside = max_tokens if max_beside is None else max_beside
         self._rows: list[RunningRequest] = []
 
     def __len__(self) -> int:
@@ -105,16 +91,11 @@ class RunningRequests:
 
     @property
     def prompt_budget(self) -> int:
-        """Prompt tokens that the next step may still compute, of a prompt without a history."""
-        budget = self.budget
-        if self._limit is None:
-            return budget
-        return min(budget, int(self._limit.most_tokens - self._prompt_cost(self._limit)))
-
-    @property
-    def _limit(self) -> PromptLimit | None:
-        """What limits the next step's prompt tokens besides `budget`."""
-        return self._beside if self._beside is not None and self.counts.decoding else None
+        """Prompt tokens that the next step may still compute."""
+        counts = self.counts
+        num_decoding = counts.rows - counts.paused - counts.prefilling
+        budget = self._max_tokens - counts.tokens
+        return min(budget, self._max_beside - (counts.tokens - num_decoding)) if num_decoding else budget
 
     def admit(
         self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()
@@ -122,7 +103,7 @@ class RunningRequests:
         """Admit a request with its first prefill chunk in the next step, or return why not.
 
         Args:
-            budget: Tokens of this request that the step may compute; fewer behind a history that `beside` counts.
+            budget: Tokens of this request that the step may compute.
             age: See `PrefixCache.admit`.
             following: Requests that wait after it: where they part from its prompt, it keeps a state for them.
         """
@@ -136,15 +117,20 @@ class RunningRequests:
         if isinstance(plan, Refusal):
             self.cache.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
             return plan
-        chunk_end = self._chunk_end(plan.match.skip_tokens, candidate.spec.prompt_len, budget)
-        branches = self.cache.branches(candidate, following)
-        row = self.cache.admit(candidate, replace(plan, chunk_end=chunk_end), age, branches)
+        row = self.cache.admit(candidate, plan, age, self.cache.branches(candidate, following))
         self._rows.append(row)
         return row
 
     def continue_prefill(self, row: RunningRequest, budget: int) -> None:
         """Schedule the next prefill chunk of a row."""
-        self.cache.schedule_chunk(row, self._chunk_end(row.computed, row.spec.prompt_len, budget))
+        chunk_end = prefill_chunk_end(
+            start=row.computed,
+            prompt_len=row.spec.prompt_len,
+            budget=budget,
+            block_size=self.cache.block_size,
+            align=self.cache.rules.align_prefill_chunks,
+        )
+        self.cache.schedule_chunk(row, chunk_end)
 
     def drop(self, rows: Collection[RunningRequest]) -> None:
         """Drop rows; what they published stays findable.
@@ -170,25 +156,6 @@ class RunningRequests:
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
         self.cache.check_integrity(self._rows)
-
-    def _chunk_end(self, start: int, prompt_len: int, budget: int) -> int:
-        """Return where a prompt's prefill chunk ends that begins at a position in the next step.
-
-        Where rows decode, chunks are small, and most end off a boundary: few of their states are worth keeping.
-        """
-        num_tokens, align = budget, self.cache.rules.align_prefill_chunks
-        if self._limit is not None:
-            counts, remaining = self.counts, prompt_len - start
-            beside = {"num_decoding": counts.decoding, "num_before": counts.prompt_tokens}
-            num_tokens = self._limit.chunk(start, remaining, budget, **beside)
-            align = align and self._limit.keeps_state(start, num_tokens)
-        return prefill_chunk_end(
-            start=start, prompt_len=prompt_len, budget=num_tokens, block_size=self.cache.block_size, align=align
-        )
-
-    def _prompt_cost(self, limit: PromptLimit) -> float:
-        """Return what the next step's prompt tokens cost."""
-        return sum(limit.cost(row.computed, row.scheduled) for row in self.prefilling)
 
     def _release(self, row: RunningRequest) -> None:
         self.cache.release(row)

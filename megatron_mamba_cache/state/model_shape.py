@@ -30,8 +30,6 @@ class HybridModelShape:
         num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
-        attention_share: What attention to one token of history costs a token, over the cost of everything else; of the
-            whole model.
         waits_for_experts: True if the host waits inside a step for what experts a rank's tokens choose.
     """
 
@@ -47,7 +45,6 @@ class HybridModelShape:
     vocab_size: int
     params_dtype: torch.dtype
     fingerprint: str
-    attention_share: float = 0.0
     waits_for_experts: bool = False
 
     @property

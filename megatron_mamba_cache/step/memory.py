@@ -66,7 +66,6 @@ class CacheMemory:
         below: MemoryBelow | None = None,
     ) -> None:
         device = torch.cuda.current_device()
-        self.model_shape = shape
         attention_shape = _attention_shape(shape, config, capacity, device)
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.

@@ -39,7 +39,6 @@ from .host_copy import HostCopy
 from .log_probs import NO_LOG_PROBS, StepLogProbs, step_log_probs
 from .memory import CacheMemory
 from .model import StepModel
-from .prompt_limits import prompt_limit
 from .prompt_log_probs import score_prompts
 from .run_ahead import EarlySteps, QueueState, may_launch_drafts, may_run_ahead
 from .shapes import StepShape
@@ -82,8 +81,8 @@ class StepRunner:
         self.counters = counters
         self.vocab_size = vocab_size
         self.only_last_logits = only_last_logits
-        limit = prompt_limit(config, memory.model_shape, self._shapes, shares_steps=self.peers.num_ranks > 1)
-        self.requests = RunningRequests(memory.prefix_cache, config.max_requests, config.max_tokens, limit)
+        limits = config.max_requests, config.max_tokens, config.max_prompt_tokens_beside_decode
+        self.requests = RunningRequests(memory.prefix_cache, *limits)
         self.counts = StepCounts()
         self._digest = digest
         self._step: Step | None = None

@@ -113,20 +113,14 @@ def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[Ste
     They have up to `most_padding_rows` more rows than requests can run.
     """
     num_prefill = min(_PREFILL_ROWS, max_rows)
+    sizes = _prefill_sizes(most_tokens) if most_tokens >= num_prefill else []
     some = max_rows // _PART if max_rows >= _PART * _PREFILL_ROWS else 0
     return [
         StepShape(num_decode, 1, num_prefill, size)
         for num_decode in sorted({0, some, max_rows - 1})
-        for size in _prefill_sizes(most_tokens, num_decode)
-        if size >= num_prefill and num_decode + size <= max_tokens
+        for size in sizes
+        if num_decode + size <= max_tokens
     ]
-
-
-def filling_tokens(shapes: Iterable[StepShape], num_decode_rows: int) -> list[int]:
-    """Return numbers of prompt tokens, ascending, that fill shapes which hold so many decode rows beside them."""
-    fitting = [shape for shape in shapes if shape.num_prefill_rows and shape.num_decode_rows >= num_decode_rows]
-    closest = min((shape.num_decode_rows for shape in fitting), default=0)
-    return sorted(shape.num_prefill_tokens for shape in fitting if shape.num_decode_rows == closest)
 
 
 def most_padding_rows(max_rows: int) -> int:
@@ -136,21 +130,18 @@ def most_padding_rows(max_rows: int) -> int:
 
 _PREFILL_ROWS = 4
 _PART = 8  # of many decode rows, "some" are one in so many
-_SMALL_TOTALS = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536)
-_TOTAL_STEP = 512
-_LEAST_PROMPTS = 32  # prompt tokens: fewer get no shape beside decode rows, nor one beside the largest
+_SMALL_PREFILLS = (64, 128, 256, 384, 512, 768, 1024)
+_PREFILL_STEP = 512
 
 
-def _prefill_sizes(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most, with which a step has one of some numbers of tokens in all.
+def _prefill_sizes(most_tokens: int) -> list[int]:
+    """Return numbers of prompt tokens up to the most: each at most twice the one before up to 1,024, then 512 more.
 
-    Those grow by at most a third from 384 on. Matrix products take 128 tokens at a time: with 288, which 32 decode
-    rows and 256 prompt tokens are, they take a fifth longer than with 256.
+    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Next
+    turns of chats have a few hundred tokens, which matrix products take by 128.
     """
-    larger = range(_SMALL_TOTALS[-1] + _TOTAL_STEP, most_tokens + num_decode, _TOTAL_STEP)
-    sizes = [total - num_decode for total in (*_SMALL_TOTALS, *larger)]
-    least = _LEAST_PROMPTS if num_decode else 1
-    return [size for size in sizes if least <= size <= most_tokens - _LEAST_PROMPTS] + [most_tokens]
+    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP, most_tokens, _PREFILL_STEP)
+    return [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens] + [most_tokens]
 
 
 def _row_numbers(count: int, max_rows: int) -> list[int]:

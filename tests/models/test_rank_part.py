@@ -1,6 +1,5 @@
 """Each layer, expert and end of a model is on one rank, under the name that it has there."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -70,19 +69,5 @@ def test_parameters_are_those_that_megatron_builds_in_its_order(pattern: str) ->
     assert built == [(name, whole.shape) for name, whole in parameters.items()]
     drawn = dict(random_weights(shape))
     assert all((part.cpu() == drawn[name]).all() for name, part in unstacked_parameters(model).items())
-    built_shape = replace(model_shape_of(model), fingerprint="", attention_share=0.0)
+    built_shape = replace(model_shape_of(model), fingerprint="")
     assert rank_shape(random_architecture(shape), shape.dtype) == built_shape
-
-
-@pytest.mark.parametrize("pattern", ["M*-", "M*E-M", "*EM*"])
-def test_attention_to_a_token_of_history_is_compared_with_the_weights_that_a_token_reads(pattern: str) -> None:
-    shape = RandomHybridConfig(pattern=pattern, num_experts=8)
-    not_chosen = tuple(f".local_experts.{expert}." for expert in range(2, 8))
-    num_products = sum(
-        math.prod(whole.shape)
-        for name, whole in parameters_of(random_architecture(shape)).items()
-        if name.startswith("decoder.") and not any(part in name for part in not_chosen)
-    )
-    of_history = 2 * pattern.count("*") * shape.hidden_size  # scores and sums; heads times channels are the hidden size
-    share = model_shape_of(random_hybrid_model(shape)).attention_share
-    assert share == pytest.approx(of_history / num_products)

@@ -3,21 +3,16 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megatron_mamba_cache.policy.admission import Refusal
-from megatron_mamba_cache.policy.prompt_limit import PromptLimit
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.running_requests import RowCounts, RunningRequests
 from tests.policy.small_cache import ENOUGH, request, run_step, small_cache
 
 MAX_REQUESTS = 3
 MAX_TOKENS = 10
-LIMITS = (
-    PromptLimit(6),
-    PromptLimit(6, attention_share=0.2),
-    PromptLimit(9, 0.1, lambda num_decoding: (3, 8 - num_decoding)),
-)
+MAX_BESIDE = 6
 MAX_LEN = 20
 NUM_BLOCKS = 7  # fewer than three of the longest requests need
 
@@ -27,13 +22,8 @@ class RunningRequestsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS)
-        self.limit = PromptLimit(MAX_TOKENS)
+        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS, MAX_BESIDE)
         self.num_seen = 0
-
-    @initialize(limit=st.sampled_from(LIMITS))
-    def choose_limit(self, limit: PromptLimit) -> None:
-        self.requests, self.limit = RunningRequests(self.requests.cache, MAX_REQUESTS, MAX_TOKENS, limit), limit
 
     @rule(prompt=st.lists(st.sampled_from([1, 1, 2]), min_size=1, max_size=MAX_LEN - 1))
     def admit(self, prompt: list[int]) -> None:
@@ -46,7 +36,7 @@ class RunningRequestsMachine(RuleBasedStateMachine):
             assert list(self.requests) == before
         else:
             assert list(self.requests) == [*before, outcome]
-            assert 1 <= outcome.scheduled <= budget
+            assert self.requests.prompt_budget == budget - outcome.scheduled
 
     @rule(grows=st.booleans())
     def step(self, grows: bool) -> None:
@@ -82,8 +72,7 @@ class RunningRequestsMachine(RuleBasedStateMachine):
         assert counts.prefilling == len(prefilling) and counts.tokens == num_tokens
         assert counts.paused == counts.rows - len(prefilling) - len(decoding)
         assert self.requests.budget == MAX_TOKENS - num_tokens >= 0
-        cost = sum(self.limit.cost(row.computed, row.scheduled) for row in prefilling)
-        beside = int(self.limit.most_tokens - cost) if decoding else MAX_TOKENS
+        beside = MAX_BESIDE - (num_tokens - len(decoding)) if decoding else MAX_TOKENS
         assert self.requests.prompt_budget == min(self.requests.budget, beside)
         assert self.requests.decoding == decoding
         assert self.requests.any_paused == any(row.is_paused for row in self.requests)
@@ -110,7 +99,7 @@ def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Ref
 
 
 def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None:
-    requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, beside=PromptLimit(8))
+    requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_beside=8)
     first = requests.admit(requests.cache.candidate(request(0, [1] * 20)), requests.prompt_budget)
     assert isinstance(first, RunningRequest) and first.scheduled == 20  # no row decodes yet
     run_step(requests.cache, [first])
@@ -118,33 +107,6 @@ def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None
     second = requests.admit(requests.cache.candidate(request(1, [2] * 20)), requests.prompt_budget)
     assert isinstance(second, RunningRequest) and second.scheduled == 8
     assert requests.prompt_budget == 0 < requests.budget
-
-
-def chunks_beside_a_row(limit: PromptLimit, prompt_len: int) -> list[int]:
-    """Return how many tokens of a prompt each step computes while a row decodes."""
-    requests = RunningRequests(small_cache(64), max_requests=2, max_tokens=ENOUGH, beside=limit)
-    first = requests.admit(requests.cache.candidate(request(0, [1, 2])), requests.prompt_budget)
-    assert isinstance(first, RunningRequest)
-    run_step(requests.cache, [first])
-    row = requests.admit(requests.cache.candidate(request(1, list(range(prompt_len)))), requests.prompt_budget)
-    assert isinstance(row, RunningRequest)
-    chunks = []
-    while row.is_prefilling:
-        if not row.scheduled:
-            requests.continue_prefill(row, requests.prompt_budget)
-        chunks.append(row.scheduled)
-        run_step(requests.cache, [row])
-    return chunks
-
-
-def test_chunks_behind_a_longer_history_have_fewer_tokens() -> None:
-    chunks = chunks_beside_a_row(PromptLimit(16, attention_share=0.1), 60)
-    assert chunks == [16, 6, 5, 4, 3, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2]
-
-
-def test_chunks_fill_captured_steps_and_one_in_sixteen_ends_on_a_boundary() -> None:
-    limit = PromptLimit(5, filling=lambda num_decoding: (4 - num_decoding, 7))
-    assert chunks_beside_a_row(limit, 100) == [3] * 26 + [2] + [3] * 5 + [5]
 
 
 def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room() -> None:

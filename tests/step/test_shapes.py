@@ -1,7 +1,7 @@
 """Steps that are padded to a shape: what the rows are given, what padding is given, and which shape is taken."""
 
 import random
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (
     StepShape,
     decode_shapes,
-    filling_tokens,
     most_padding_rows,
     prefill_shapes,
     smallest_holding,
@@ -170,26 +169,6 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     shape = smallest_holding(StepShape.of(rows), shapes)
     assert shape is not None and shape.width == 1 and not shape.num_prefill_rows
     assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
-
-
-@pytest.mark.parametrize("max_rows", [1, 3, 33, 64, 129, 256, 700])
-def test_steps_with_prompts_have_few_more_tokens_than_matrix_products_take_at_once(max_rows: int) -> None:
-    shapes = prefill_shapes(4096, max_rows, 8192)
-    assert {shape.num_decode_rows for shape in shapes} <= {0, max_rows // 8, max_rows - 1}
-    for rows in {shape.num_decode_rows for shape in shapes}:
-        sizes = filling_tokens(shapes, rows)
-        assert sizes[-1] == 4096 and all((rows + size) % 128 == 0 or rows + size == 64 for size in sizes[:-1])
-        assert all(size >= 32 for size in sizes) and (rows + sizes[0] <= rows + 32 + 128)
-        for before, after in pairwise(sizes):
-            assert after - before >= 32 and rows + after <= max(rows + before + 128, (rows + before) * 4 / 3) + 32
-
-
-def test_prompt_tokens_that_fill_a_shape_are_those_beside_the_fewest_decode_rows_that_are_enough() -> None:
-    shapes = [*decode_shapes(3, 64, 0, 8192), *prefill_shapes(512, 64, 8192)]
-    assert filling_tokens(shapes, 0) == [64, 128, 256, 384, 512]
-    assert filling_tokens(shapes, 1) == filling_tokens(shapes, 8) == [56, 120, 248, 376, 512]
-    assert filling_tokens(shapes, 9) == filling_tokens(shapes, 63) == [65, 193, 321, 449, 512]
-    assert filling_tokens(shapes, 64) == filling_tokens([], 1) == []
 
 
 def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:

@@ -37,7 +37,7 @@ class DraftModelDrafter:
         model: Any MambaModel that `build_engine` accepts, with the same vocabulary as the engine's model.
         config: Settings of the draft model's own cache; None takes the defaults. `block_size_tokens` need not be the
             engine's. Each request with more than one draft token uses one more state of `prefix_caching_mamba_gb`.
-            `num_speculative_tokens`, `decode_checkpoints` and `max_prompt_tokens_beside_decode` are ignored.
+            `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
     Raises:
         ValueError: If the model cannot be served, or the settings do not fit it.
@@ -48,13 +48,7 @@ class DraftModelDrafter:
         self._ranks = ranks = ranks_of_process()
         shape = check_served(model, ranks)
         # One state beside the live one: the state after the newest draft.
-        config = replace(
-            config or CacheConfig(),
-            num_speculative_tokens=1,
-            draft_states="window",
-            ring_len=None,
-            max_prompt_tokens_beside_decode=None,
-        )
+        config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window", ring_len=None)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
