@@ -75,7 +75,8 @@ def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
 
 def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:
     """Measure rows that decode while a prompt is prefilled, at most `chunk` of its tokens a step."""
-    shape = replace(shape, max_requests=rows + 1, max_tokens=shape.max_tokens + rows, prompt_tokens_beside=chunk)
+    limits = {"max_requests": max(shape.max_requests, rows + 1), "max_tokens": shape.max_tokens + rows}
+    shape = replace(shape, **limits, prompt_tokens_beside=chunk)
     drawn = random.Random(chunk)
     with serving_engine(model, shape, MODES["full"]) as engine:
         for index in range(rows):

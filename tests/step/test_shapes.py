@@ -171,6 +171,12 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
 
 
+@pytest.mark.parametrize("max_rows", [32, 64, 72, 100, 256])
+def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
+    some, most = sorted({shape.num_decode_rows for shape in prefill_shapes(1024, max_rows, 8192)} - {0})
+    assert some % 2 == 1 and max_rows // 8 - 1 <= some <= max_rows // 8 and most == max_rows - 1
+
+
 def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
     shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256)
     decoding = row_of(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
