@@ -120,7 +120,7 @@ def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[Ste
     return [
         StepShape(num_decode, 1, num_prefill, size)
         for num_decode in sorted({0, some, max_rows - 1})
-        for size in (sizes if num_decode else [*(size - 1 for size in sizes[:-1]), *sizes[-1:]])
+        for size in sizes
         if num_decode + size <= max_tokens
     ]
 
