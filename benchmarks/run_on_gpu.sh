@@ -66,6 +66,8 @@ section parallel_decode "Decoding by cards that share a model" \
 section tests_on_cards "Tests of ranks on as many GPUs" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
 section chat "A chat of many users" python3 benchmarks/chat.py --json "$results/chat.json"
+section dense_products "Dense products by the number of tokens" \
+    python3 benchmarks/dense_products.py --json "$results/dense_products.json"
 section mixed_steps "Next turns beside rows that decode" \
     python3 benchmarks/mixed_steps.py --json "$results/mixed_steps.json"
 section long_context "Long contexts" python3 benchmarks/long_context.py --json "$results/long_context.json"

@@ -3,6 +3,7 @@
 from importlib import import_module
 
 import pytest
+import torch
 from pytest import approx
 
 from tests.command_line.command_runs import REPOSITORY
@@ -35,3 +36,23 @@ def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.M
     assert all(one.median_ms <= one.p99_ms and one.prefill_s > 0 for one in found)
     assert found[0].median_ms == approx(1e3 * found[0].prefill_s)  # one step has all of it
     assert "| 100 | " in long_context.table(lone, found)
+
+
+def test_dense_products_are_those_of_all_layers_but_of_routed_experts() -> None:
+    dense, scales = import_module("dense_products"), import_module("engine_8b").SCALES
+    model = import_module("loads.random_checkpoint").random_model(scales["tiny-experts"].shape.fields, torch.float32)
+    weights = dense.dense_weights(model)
+    assert (
+        0
+        < len(weights)
+        == sum(
+            isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() == 2
+            for name, module in model.decoder.named_modules()
+            if "router" not in name
+        )
+    )
+    products = dense.DenseProducts(weights, 3)
+    products()
+    last = weights[-1]
+    torch.testing.assert_close(products.outputs[last.shape[0]], products.inputs[last.shape[1]] @ last.t())
+    assert "| 1,024 | 2.00 | 1 |" in dense.table([dense.Products(1024, 2000.0, 2e9)])
