@@ -32,6 +32,14 @@ def parameters_of(architecture: HybridArchitecture) -> Parameters:
     return found
 
 
+def whole_shapes(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of all that a checkpoint may fill of the undivided model: parameters, and experts' biases."""
+    shapes = {name: parameter.shape for name, parameter in parameters_of(architecture).items()}
+    layers = [number for number, symbol in enumerate(architecture.pattern) if symbol == "E"]
+    num_experts = architecture.experts.num_experts if architecture.experts else 0
+    return shapes | {f"decoder.layers.{number}.mlp.router.expert_bias": (num_experts,) for number in layers}
+
+
 def _mamba(architecture: HybridArchitecture) -> Parameters:
     mamba, hidden = architecture.mamba, architecture.hidden_size
     inner, bc, heads = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim, mamba.num_heads

@@ -67,6 +67,17 @@ def _same_name(name: str) -> str:
     return name
 
 
+def stored_shape(places: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the checkpoint tensor that goes to these places; with more than one, it stacks their parts.
+
+    Args:
+        shapes: Of the undivided model's parameters and buffers, by name.
+    """
+    first = places[0]
+    part = _needed_shape(first.view(torch.empty(shapes[first.target], device="meta")))
+    return part if len(places) == 1 else (len(places), *part)
+
+
 class ModelFiller:
     """Fills a model's parameters and buffers from checkpoint tensors, and tracks which are still empty.
 
@@ -149,11 +160,15 @@ def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[
 
 
 def _reshaped(name: str, local: Tensor, part: Tensor) -> Tensor:
-    # Attention projections are stored by head in a checkpoint, and by group of heads in the model.
-    needed = (part[..., 0].numel(), part.shape[-1]) if part.dim() == 4 else _shape(part)
+    needed = _needed_shape(part)
     if _shape(local) != needed:
         raise ValueError(f"tensor {name} has shape {_shape(local)} where the model has {needed}")
     return local.reshape(part.shape)
+
+
+def _needed_shape(part: Tensor) -> tuple[int, ...]:
+    """Return a part's shape in checkpoints, which have attention by head, not by group of heads as the model."""
+    return (part[..., 0].numel(), part.shape[-1]) if part.dim() == 4 else _shape(part)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -112,8 +112,9 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
         )
     if architecture.experts.num_experts % size:
         raise ValueError(
-            f"number of experts {architecture.experts.num_experts} does not divide by {size} expert-parallel ranks; "
-            "choose an --expert-model-parallel-size that divides it"
+            f"number of experts {architecture.experts.num_experts} (n_routed_experts, num_local_experts or "
+            f"num_experts) does not divide by {size} expert-parallel ranks; choose an --expert-model-parallel-size "
+            "that divides it"
         )
 
 

@@ -40,6 +40,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"mlp_hidden_act": "swish"}),
     ("nemotron_h", {"moe_latent_size": 16}),
     ("nemotron_h_moe", {"n_shared_experts": 2}),
+    ("nemotron_h_moe", {"num_experts_per_tok": 999}),
+    ("nemotron_h_moe", {"n_group": 997}),
+    ("granite_moe", {"num_experts_per_tok": 999}),
     *(("bamba", {name: True}) for name in ("attention_bias", "mlp_bias", "mamba_proj_bias")),
     ("bamba", {"hidden_act": "gelu"}),
     *(("granite", {name: True}) for name in ("attention_bias", "mamba_proj_bias")),
@@ -69,6 +72,24 @@ def test_unsupported_setting_is_refused(family: str, fields: dict[str, Any], cop
 def test_unknown_layer_is_refused(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: ["full_attention", "hyena", "linear_attention"]})
     assert_refused(copies[family], config_of(copies[family]), field, "hyena", "linear_attention")
+
+
+@pytest.mark.parametrize("pattern", ["XM*M", "M**M\n", "M|*M", "EM*X"])
+@pytest.mark.parametrize("family", ["nemotron_h", "nemotron_h_moe"])
+def test_unknown_layer_of_a_pattern_is_refused(family: str, pattern: str, copies: dict[str, Path]) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    experts |= {"moe_shared_expert_intermediate_size": 8}
+    set_fields(copies[family], layers_block_type=None, hybrid_override_pattern=pattern, **experts)
+    assert_refused(copies[family], config_of(copies[family]), f"layer pattern {pattern!r} has unknown symbols")
+
+
+def test_groups_that_a_token_cannot_choose_from_are_refused_by_name(copies: dict[str, Path]) -> None:
+    directory = copies["nemotron_h_moe"]
+    set_fields(directory, n_routed_experts=6, num_experts_per_tok=2, n_group=2, topk_group=3)
+    assert_refused(directory, config_of(directory), "topk_group=3 is not supported, only up to n_group=2")
+    set_fields(directory, num_experts_per_tok=4, topk_group=1)
+    message = "num_experts_per_tok=4 is not supported, only up to the 3 experts of topk_group=1"
+    assert_refused(directory, config_of(directory), message)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])

@@ -25,13 +25,15 @@ from megatron_mamba_cache.models.architecture import (
     MambaSizes,
 )
 from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE, write_architecture
+from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel
+from megatron_mamba_cache.models.checkpoints.megatron_arguments import architecture_of
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from megatron_mamba_cache.models.checkpoints.tensor_names import is_training_state
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
-from tests.models.training_checkpoints import ITERATION, random_model, write_training_checkpoint
+from tests.models.training_checkpoints import ITERATION, arguments_of, random_model, write_training_checkpoint
 
 DENSE = HybridArchitecture(
     pattern="M-*-M",
@@ -177,6 +179,39 @@ def test_arguments_of_a_model_that_is_not_supported_are_refused(
     assert refusal.startswith(f"{directory / 'common.pt'}: ")
     assert said in refusal
     assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type='sinkhorn' is not supported, only"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "has unknown entries ['sinkhorn']"),
+        ({"moe_router_load_balancing_type": "else"}, "load_balancing_type='else' is not supported, only 'aux_loss'"),
+        ({"moe_router_topk": 10}, "moe_router_topk=10 is not supported, only up to num_experts=9"),
+        (
+            {"moe_router_group_topk": 1},
+            "moe_router_topk=7 is not supported, only up to the 3 experts of moe_router_group",
+        ),
+        (
+            {"hybrid_override_pattern": "-M*"},
+            "moe_latent_size=16 is not supported without experts in the layer pattern ",
+        ),
+    ],
+    ids=str,
+)
+def test_routers_that_are_not_known_are_refused_by_the_argument(changed: dict[str, Any], message: str) -> None:
+    fields = arguments_of(LATENT_EXPERTS) | {"moe_router_topk": 7, "moe_router_group_topk": None} | changed
+    with pytest.raises(ValueError) as refusal:
+        architecture_of(CheckpointConfig(fields, "common.pt"))
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("balancing", ["none", ["seq_aux_loss", "global_aux_loss"]])
+def test_without_a_number_of_groups_training_chose_from_all(balancing: str | list[str]) -> None:
+    fields = arguments_of(LATENT_EXPERTS) | {"moe_router_group_topk": None, "moe_router_topk": 7}
+    fields |= {"moe_router_load_balancing_type": balancing}
+    experts = architecture_of(CheckpointConfig(fields, "common.pt")).experts
+    assert experts is not None and (experts.num_groups, experts.top_groups, experts.top_k) == (1, 1, 7)
 
 
 @pytest.mark.parametrize("state", [{}, {"args": None}, {"args": [1]}], ids=str)

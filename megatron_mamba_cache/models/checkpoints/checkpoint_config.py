@@ -118,8 +118,12 @@ class CheckpointConfig:
         value, allowed = self._get(name, default), tuple(allowed)
         is_plain = value is None or isinstance(value, str | int | float)  # comparing a tensor gives a tensor
         if not is_plain or value not in allowed:
-            raise self.error(f"{self._shown(name, value)} is not supported, only {', '.join(map(repr, allowed))}")
+            raise self.error(f"{self.shown(name, value)} is not supported, only {', '.join(map(repr, allowed))}")
         return value
+
+    def holds_list(self, name: str) -> bool:
+        """Return whether a field is a list."""
+        return isinstance(self._get(name, None), list)
 
     def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
         """Return what the entries of a list stand for; it must not be empty, and every entry must be known."""
@@ -143,9 +147,10 @@ class CheckpointConfig:
         return default
 
     def _wrong(self, name: str, value: Any, needed: str) -> ValueError:
-        return self.error(f"{self._shown(name, value)}, but must be {needed}")
+        return self.error(f"{self.shown(name, value)}, but must be {needed}")
 
-    def _shown(self, name: str, value: Any) -> str:
+    def shown(self, name: str, value: Any) -> str:
+        """Return a field with a value, as errors show it."""
         return f"{self._prefix}{name}={value!r}"
 
 

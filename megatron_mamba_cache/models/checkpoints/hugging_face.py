@@ -1,6 +1,7 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +12,11 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from tqdm import tqdm
 
 from ...installation import install_command
-from ..architecture import HybridArchitecture
+from ..architecture import HybridArchitecture, check_architecture
 from ..families import bamba, granite_hybrid, nemotron_h
 from ..hybrid_model import build_hybrid_model
-from ..placement import ModelFiller, Placements
+from ..parameter_shapes import whole_shapes
+from ..placement import ModelFiller, Placements, stored_shape
 from ..rank_part import EMBEDDINGS, RankPart
 from .checkpoint_config import CheckpointConfig
 from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_mtp
@@ -69,13 +71,16 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     check_not_quantized(directory)
     files = SafetensorsFiles(directory)
     architecture = _with_own_output(family.architecture_of(config), files)
+    with _naming_config(directory):
+        check_architecture(architecture)
     placements = family.placements_of(architecture)
     left_out = mtp_names(files.names.keys() - placements.keys(), placements.keys(), num_mtp_layers(config))
     _check_names(directory, files.names.keys() - set(left_out), placements)
     if left_out:
         warn_of_mtp(directory, len(left_out))
-    _check_embeddings(directory, files, architecture, placements)
-    model = _built(architecture, dtype or _stored_dtype(config), directory)
+    _check_shapes(directory, files, placements, whole_shapes(architecture))
+    with _naming_config(directory):
+        model = build_hybrid_model(architecture, dtype or _stored_dtype(config))
     filler = ModelFiller(
         model,
         placements,
@@ -129,22 +134,25 @@ def _check_names(directory: Path, names: Set[str], placements: Placements) -> No
         raise ValueError(f"{directory}: the checkpoint lacks {listed(missing)}")
 
 
-def _check_embeddings(
-    directory: Path, files: SafetensorsFiles, architecture: HybridArchitecture, placements: Placements
+def _check_shapes(
+    directory: Path, files: SafetensorsFiles, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise `ValueError` if vocabulary and hidden size differ from the tensors', before a model is built with them."""
-    needed = (architecture.vocab_size, architecture.hidden_size)
+    """Raise `ValueError` if a tensor has another shape than the whole model has for it, before a model is built."""
     for name, places in placements.items():
-        if places[0].target == EMBEDDINGS and files.shapes[name] != needed:
+        found, needed = files.shapes[name], stored_shape(places, shapes)
+        if found != needed:
+            is_embedding = places[0].target == EMBEDDINGS
+            sizes = f", the vocab_size and hidden_size of {directory / 'config.json'}" if is_embedding else ""
             raise ValueError(
-                f"{files.names[name]}: tensor {name} has shape {files.shapes[name]} where the model has {needed}, the "
-                f"vocab_size and hidden_size of {directory / 'config.json'}"
+                f"{files.names[name]}: tensor {name} has shape {found} where the model has {needed}{sizes}"
             )
 
 
-def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path) -> MambaModel:
+@contextmanager
+def _naming_config(directory: Path) -> Iterator[None]:
+    """Name the configuration in errors about the model that it describes."""
     try:
-        return build_hybrid_model(architecture, dtype)
+        yield
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{directory / 'config.json'} describes no model that Megatron builds: {error}") from error
     except MemoryError as error:

@@ -6,6 +6,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
 from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from .checkpoint_config import CheckpointConfig
+from .choice_of_experts import ChoiceFields, checked_choice
 
 _GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
 _SSM_CHUNK_SIZE = 128  # likewise
@@ -43,6 +44,10 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
 }
 
 
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # of training alone; "sinkhorn" chooses otherwise
+_CHOICE = ChoiceFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
+
+
 def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
     """Return the architecture of the hybrid model that was trained with these arguments.
 
@@ -51,6 +56,9 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
     """
     _require(arguments, _SUPPORTED)
     pattern = _pattern(arguments)
+    if "E" not in pattern and arguments.has("moe_latent_size"):
+        latent = arguments.shown("moe_latent_size", arguments.integer("moe_latent_size"))
+        raise arguments.error(f"{latent} is not supported without experts in the layer pattern {pattern!r}")
     return HybridArchitecture(
         pattern=pattern,
         vocab_size=arguments.integer("padded_vocab_size"),
@@ -122,11 +130,15 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     _require(arguments, _SUPPORTED_ROUTING)
     score = arguments.one_of("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
     arguments.require("moe_router_enable_expert_bias", score == "sigmoid", False)
-    if arguments.equals("moe_router_load_balancing_type", "sinkhorn", "aux_loss"):
-        raise arguments.error("moe_router_load_balancing_type='sinkhorn' is not supported")
-    top_k, num_groups = arguments.integer("moe_router_topk", 2), arguments.integer("moe_router_num_groups", 1)
-    top_groups = arguments.integer("moe_router_group_topk", 1)
-    return ExpertsSizes(
+    if arguments.holds_list("moe_router_load_balancing_type"):
+        arguments.each_of("moe_router_load_balancing_type", {name: name for name in _BALANCING})
+    else:
+        arguments.one_of("moe_router_load_balancing_type", _BALANCING, "aux_loss")
+    top_k, num_groups, top_groups = arguments.integer("moe_router_topk", 2), 1, 1
+    if arguments.has("moe_router_group_topk"):  # without it, training chose from all groups
+        num_groups = arguments.integer("moe_router_num_groups", 1)
+        top_groups = arguments.integer("moe_router_group_topk")
+    experts = ExpertsSizes(
         num_experts=arguments.integer("num_experts"),
         top_k=top_k,
         hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),
@@ -139,3 +151,4 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
         scaling=arguments.number("moe_router_topk_scaling_factor", 1.0),
         latent_size=arguments.integer("moe_latent_size") if arguments.has("moe_latent_size") else None,
     )
+    return checked_choice(arguments, experts, _CHOICE)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture
 from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..placement import Placement, Split
 from .bamba import mamba_shape, rotary_base
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
@@ -61,13 +62,14 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
-    return ExpertsSizes(
+    experts = ExpertsSizes(
         num_experts=config.integer("num_local_experts"),
         top_k=config.integer("num_experts_per_tok"),
         hidden_size=config.integer("intermediate_size"),
         shared_hidden_size=config.integer("shared_intermediate_size"),
         score="softmax",
     )
+    return checked_choice(config, experts, ChoiceFields("num_local_experts", "num_experts_per_tok"))
 
 
 def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:

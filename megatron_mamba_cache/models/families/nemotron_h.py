@@ -2,9 +2,11 @@
 
 from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..placement import Placement, Split
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
 
+_CHOICE = ChoiceFields("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 
 
@@ -15,10 +17,8 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     config.require("mamba_hidden_act", "silu", "silu")
     pattern = _pattern(config)
     if "E" not in pattern and config.has("moe_latent_size"):
-        latent = config.integer("moe_latent_size")
-        raise config.error(
-            f"moe_latent_size={latent} is not supported without experts in the layer pattern {pattern!r}"
-        )
+        latent = config.shown("moe_latent_size", config.integer("moe_latent_size"))
+        raise config.error(f"{latent} is not supported without experts in the layer pattern {pattern!r}")
     # transformers clamps time steps from below at time_step_min, but only in its chunked form; the model was trained
     # with this limit.
     limit = config.limits("time_step_limit")
@@ -77,7 +77,7 @@ def _pattern(config: CheckpointConfig) -> str:
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
     config.require("n_shared_experts", 1, 1)
-    return ExpertsSizes(
+    experts = ExpertsSizes(
         num_experts=config.integer("n_routed_experts"),
         top_k=config.integer("num_experts_per_tok"),
         hidden_size=config.integer("moe_intermediate_size"),
@@ -89,6 +89,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
         scaling=config.number("routed_scaling_factor", 1.0),
         latent_size=config.integer("moe_latent_size") if config.has("moe_latent_size") else None,
     )
+    return checked_choice(config, experts, _CHOICE)
 
 
 def _mlp(layer: int, prefix: str, part: str) -> Places:
