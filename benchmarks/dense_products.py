@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python3 benchmarks/dense_products.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
 
-All products of the model's layers but those of routed experts, one after another in a CUDA graph, each with its own
-weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of tokens: a smaller
-number need not take less time. `step/shapes.py` chooses what numbers captured steps have.
+All products of the model's layers but those of routed experts and routers, one after another in a CUDA graph, each
+with its own weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of tokens: a
+smaller number need not take less time. `step/shapes.py` chooses what numbers captured steps have.
 """
 
 import argparse

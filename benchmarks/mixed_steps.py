@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
 
-Some of the rows that an engine has room for decode. Prompts of each length come, one at a time, and every one is
-computed in one step, beside all of them. A line has the median step of a length, with its spread, next to a step
-of the rows alone.
+An engine has room for more rows than decode. Prompts of each length come, one at a time, and every one is computed in
+one step, beside all decoding rows. A line has the median step of a length, with its spread. A step of the decoding
+rows alone comes before the table.
 """
 
 import argparse
@@ -111,6 +111,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
+    if not 0 < arguments.rows < arguments.most_rows:
+        parser.error(f"--rows must be from 1 to --most-rows - 1 = {arguments.most_rows - 1}: a prompt needs a row too")
     with quiet_libraries(), own_warnings_hidden():
         alone_ms, found = mixed_steps(model_of(shape), shape, arguments.rows, arguments.most_rows)
     print(table(arguments.rows, alone_ms, found))

@@ -110,9 +110,9 @@ def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int) -
 def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
     """Return shapes of few prefill rows with up to `most_tokens` tokens: alone, after some decode rows and after all.
 
-    They have up to `most_padding_rows` more rows than requests can run. Some decode rows are an odd number, and so are
-    all but one of an even number of requests: matrix products of 447 tokens take two thirds as long as of 448, and
-    those of 415 take 0.8 of 416 (8B model, H100).
+    They have up to `most_padding_rows` more rows than requests can run. An odd number of decode rows is best: matrix
+    products of 447 tokens take two thirds of the time of 448, and those of 415 take 0.83 of that of 416 (8B model,
+    H100). "Some" are the largest odd number within an eighth, and all but one of an even number of requests are odd.
     """
     num_prefill = min(_PREFILL_ROWS, max_rows)
     sizes = _prefill_sizes(most_tokens) if most_tokens >= num_prefill else []

@@ -33,8 +33,9 @@ def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.M
     lone = long_context.long_row(model, shape, 300)
     found = [long_context.disturbed(model, shape, 2, chunk, 300) for chunk in (300, 100)]
     assert lone.history == 300 and lone.step_ms > 0 and lone.prefill_s > 0
-    assert all(one.median_ms <= one.p99_ms and one.prefill_s > 0 for one in found)
-    assert found[0].median_ms == approx(1e3 * found[0].prefill_s)  # one step has all of it
+    whole, cut = found
+    assert whole.median_ms == whole.p99_ms == approx(1e3 * whole.prefill_s)  # one step has all of it
+    assert 3 * cut.median_ms <= 1e3 * cut.prefill_s * 1.5 and cut.p99_ms < 1e3 * cut.prefill_s  # three steps or more
     assert "| 100 | " in long_context.table(lone, found)
 
 
