@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tests.oracle_layers import ACTIVATIONS, AttentionLayer, ExpertLayer, MambaLayer, MLPLayer, rms_norm
+from tests.oracle_layers import ACTIVATIONS, AttentionLayer, ExpertLayer, MambaLayer, MLPLayer, Routing, rms_norm
 
 Layer = MambaLayer | AttentionLayer | MLPLayer | ExpertLayer
 
@@ -102,7 +102,7 @@ class HybridOracle:
             allowed: [generated, vocab] bool, which tokens may be chosen; None for any.
 
         Stops at the first mismatch, where the two best logits are less than `margin` apart, and where a token's last
-        expert and the next one score less than ROUTING_MARGIN apart.
+        expert or group and the next one score less than ROUTING_MARGIN apart.
         """
         if not prompt:
             raise ValueError("need a prompt of at least 1 token, got none")
@@ -178,15 +178,33 @@ def _attention_layer(layer: Any, model: Any) -> AttentionLayer:
 
 def _expert_layer(layer: Any, model: Any) -> ExpertLayer:
     config, mlp, norm = model.config, layer.mlp, layer.pre_mlp_layernorm
-    if config.moe_router_score_function != "softmax" or config.moe_router_pre_softmax:
-        raise ValueError("need a router of softmax over the chosen experts")
+    latent = [getattr(mlp, name, None) for name in ("fc1_latent_proj", "fc2_latent_proj")]
     return ExpertLayer(
         input_norm=_fp64(norm.weight),
         router=_fp64(mlp.router.weight),
+        routing=_routing(mlp.router, config),
         experts=tuple(_feed_forward(expert, norm, config) for expert in _experts(mlp.experts)),
         shared=_feed_forward(mlp.shared_experts, norm, config),
-        top_k=config.moe_router_topk,
+        latent=None if latent[0] is None else (_fp64(latent[0].weight), _fp64(latent[1].weight)),
         epsilon=config.layernorm_epsilon,
+    )
+
+
+def _routing(router: Any, config: Any) -> Routing:
+    """Return how a router chooses; that of Megatron's own layer has no rule, and is known without one in one form."""
+    rule = getattr(router, "_rule", None)
+    if rule is None:
+        if config.moe_router_score_function != "softmax" or config.moe_router_pre_softmax:
+            raise ValueError("need a router of softmax over the chosen experts")
+        return Routing(config.moe_router_topk)
+    return Routing(
+        rule.top_k,
+        _fp64(router.expert_bias) if rule.score == "sigmoid" else None,
+        rule.num_groups,
+        rule.top_groups,
+        rule.num_scoring,
+        rule.normalizes,
+        rule.scale,
     )
 
 

@@ -110,34 +110,76 @@ class MLPLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How each token goes to the best experts by its router.
+
+    Args:
+        top_k: Experts of a token.
+        bias: [experts] added to the sigmoid of the logits for the choice; None: softmax, by the logits.
+        num_groups, top_groups, num_scoring: Groups of experts, those of a token, and a group's experts that score it.
+        normalizes, scale: Whether the chosen ones' weights are divided by their sum, and then multiplied.
+    """
+
+    top_k: int
+    bias: Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    num_scoring: int = 1
+    normalizes: bool = True
+    scale: float = 1.0
+
+    def shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the [tokens, experts] weights, and by how much the last chosen expert or group beat the next."""
+        scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
+        merits = logits if self.bias is None else scores + self.bias
+        gaps = torch.full((len(logits),), math.inf, dtype=logits.dtype, device=logits.device)
+        if self.top_groups < self.num_groups:
+            groups = merits.unflatten(1, (self.num_groups, -1))
+            of_groups = groups.sort(-1, descending=True).values[..., : self.num_scoring].sum(-1)
+            is_chosen, gaps = _best(of_groups, self.top_groups)
+            merits = groups.masked_fill(~is_chosen[..., None], -math.inf).flatten(1)
+        is_chosen, of_experts = _best(merits, self.top_k)
+        shares = scores * is_chosen
+        if self.normalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return self.scale * shares, gaps.minimum(of_experts)
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return which of each row are its best, and by how much the last of these beats the next; infinite without one."""
+    ordered = scores.sort(-1, descending=True)
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ordered.indices[:, :count], True)
+    if count == scores.shape[1]:
+        return is_chosen, torch.full_like(scores[:, 0], math.inf)
+    return is_chosen, ordered.values[:, count - 1] - ordered.values[:, count]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """Weights of one mixture of experts: each token goes to the best by its router, weighed by softmax over these."""
+    """Weights of one mixture of experts."""
 
     input_norm: Tensor  # [hidden]
     router: Tensor  # [experts, hidden]
+    routing: Routing
     experts: tuple[MLPLayer, ...]
     shared: MLPLayer  # that every token goes to
-    top_k: int
+    latent: tuple[Tensor, Tensor] | None  # [latent, hidden] before the experts and [hidden, latent] after them
     epsilon: float
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the layer's output [tokens, hidden], without the residual."""
         normed = rms_norm(hidden, self.input_norm, self.epsilon)
-        best = (normed @ self.router.T).topk(self.top_k)
-        shares = torch.zeros(len(hidden), len(self.experts), dtype=hidden.dtype, device=hidden.device)
-        shares.scatter_(1, best.indices, best.values.softmax(-1))
+        shares, _ = self.routing.shares(normed @ self.router.T)
+        read = normed if self.latent is None else normed @ self.latent[0].T
         mixed = sum(
-            share[:, None] * expert.of_normed(normed) for share, expert in zip(shares.T, self.experts, strict=True)
+            (share[:, None] * expert.of_normed(read) for share, expert in zip(shares.T, self.experts, strict=True)),
+            torch.zeros_like(read),
         )
-        return mixed + self.shared.of_normed(normed)
+        return (mixed if self.latent is None else mixed @ self.latent[1].T) + self.shared.of_normed(normed)
 
     def routing_gaps(self, hidden: Tensor) -> Tensor:
-        """Return by how much the last chosen expert outscores the next, [tokens]; infinite if all are chosen."""
-        if self.top_k == len(self.experts):
-            return torch.full((len(hidden),), float("inf"), dtype=hidden.dtype, device=hidden.device)
-        scores = rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T
-        best = scores.topk(self.top_k + 1).values
-        return best[:, -2] - best[:, -1]
+        """Return by how much each token's last chosen expert or group outscores the next, [tokens]."""
+        return self.routing.shares(rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T)[1]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from .hybrid_model import build_hybrid_model
-from .parameter_shapes import parameters_of
-from .placement import ModelFiller, Placement
+from .parameter_shapes import Parameters, WholeParameter, parameters_of, whole_shapes
+from .placement import ModelFiller, Placement, Split
 from .rank_part import RankPart
 
 _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
@@ -25,7 +25,9 @@ class RandomHybridConfig:
     Args:
         pattern: One symbol per layer: M Mamba, * attention, - MLP, E mixture of experts.
         use_rope: Rotary position embeddings; False: none.
-        num_experts: Experts of each E layer; each token is routed to 2.
+        num_experts: Experts of each E layer; each token is routed to 2 by softmax.
+        experts: Sizes and routing of the E layers, in the place of `num_experts`; a sigmoid gets a random bias.
+        gated: Whether feed-forward layers and experts are gated.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
 
@@ -40,6 +42,8 @@ class RandomHybridConfig:
     num_attention_heads: int = 4
     num_query_groups: int = 2
     num_experts: int = 4
+    experts: ExpertsSizes | None = None
+    gated: bool = False
     use_rope: bool = True
     max_sequence_length: int = 8192
     init_std: float = 0.15
@@ -59,7 +63,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)
     model = build_hybrid_model(architecture, shape.dtype)
-    splits = {name: (Placement(name, whole.split),) for name, whole in parameters_of(architecture).items()}
+    splits = {name: (Placement(name, whole.split),) for name, whole in _filled(architecture).items()}
     filler = ModelFiller(
         model,
         splits,
@@ -73,13 +77,13 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
 
 
 def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the float32 weights of each parameter of the whole model.
+    """Yield the name and the float32 weights of each parameter of the whole model, and of each bias of a choice.
 
     All are drawn from one CPU generator: Megatron draws some on the device, where the numbers differ.
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
-    for name, whole in parameters_of(random_architecture(shape)).items():
+    for name, whole in _filled(random_architecture(shape)).items():
         if name.endswith(_INTO_RESIDUAL):
             yield name, torch.randn(whole.shape, generator=generator) * residual_std
         elif (bounds := _uniform_bounds(name)) is not None:
@@ -89,9 +93,21 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.randn(whole.shape, generator=generator) * shape.init_std
 
 
+def _filled(architecture: HybridArchitecture) -> Parameters:
+    """Return the parameters of the whole model, and the biases by which its experts are chosen."""
+    experts = architecture.experts
+    has_bias = experts is not None and experts.score == "sigmoid"
+    biases = {
+        name: WholeParameter(shape, Split())
+        for name, shape in whole_shapes(architecture).items()
+        if has_bias and name.endswith(".expert_bias")
+    }
+    return parameters_of(architecture) | biases
+
+
 def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
     """Return the architecture of these sizes."""
-    experts = ExpertsSizes(
+    experts = shape.experts or ExpertsSizes(
         num_experts=shape.num_experts,
         top_k=2,
         hidden_size=shape.hidden_size,
@@ -117,7 +133,7 @@ def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
             head_dim=shape.hidden_size // shape.num_attention_heads,
             rotary_base=10_000 if shape.use_rope else None,
         ),
-        feed_forward=FeedForwardSizes(2 * shape.hidden_size, "gelu", gated=False),
+        feed_forward=FeedForwardSizes(2 * shape.hidden_size, "silu" if shape.gated else "gelu", gated=shape.gated),
         experts=experts if "E" in shape.pattern else None,
     )
 

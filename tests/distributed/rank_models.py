@@ -16,7 +16,12 @@ from torch import Tensor
 
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
-from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model, random_weights
+from megatron_mamba_cache.models.random_hybrid import (
+    RandomHybridConfig,
+    random_architecture,
+    random_hybrid_model,
+    random_weights,
+)
 from megatron_mamba_cache.state.model_shape import HybridModelShape
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import Hybrid
@@ -89,6 +94,7 @@ def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
     whole.decoder.layer_type_list = list(sizes.pattern)
     for layer in (layer for layer, symbol in zip(whole.decoder.layers, sizes.pattern, strict=True) if symbol == "E"):
         layer.mlp.experts.local_experts = list(vars(layer.mlp.experts.local_experts).values())
+        layer.mlp.router._rule = random_architecture(sizes).experts.rule
     if model.position_embedding_type == "rope":
         whole.rotary_pos_emb = model.rotary_pos_emb
     return whole

@@ -21,7 +21,7 @@ from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, MODELS, Workload, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, LATENT_EXPERTS, MODELS, Workload, make_workload, run_workload
 
 NUM_DRAFTS = 3
 REPLAYED = ("disturbed", "one_budget", "strides")  # flavours whose states are replayed
@@ -29,7 +29,7 @@ _OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
 _FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
 _MODELS_WITH_EXPERTS = (
     {"pattern": "ME*M-", "ssm_chunk_size": 8},
-    {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "num_experts": 6},
+    {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "experts": LATENT_EXPERTS},
 )
 _WIDTHS = {"mamba_num_groups": 4, "num_query_groups": 4}  # four ranks have a part of each
 

@@ -15,6 +15,7 @@ from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR
+from megatron_mamba_cache.models.architecture import ExpertsSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
@@ -38,9 +39,14 @@ MODELS = (
     {"pattern": "*MM", "ssm_chunk_size": 16, "vocab_size": 64},
     {"pattern": "M-*M", "ssm_chunk_size": 8, "use_rope": False, "hidden_size": 48, "vocab_size": 128},
 )
+LATENT_EXPERTS = ExpertsSizes(
+    8, 3, 24, 40, "sigmoid", num_groups=4, top_groups=2, num_scoring=2, scaling=2.5, latent_size=16
+)
 EXPERT_MODELS = (
     {"pattern": "MEM*E", "ssm_chunk_size": 8},
     {"pattern": "ME*EM", "ssm_chunk_size": 16, "use_rope": False, "hidden_size": 48, "num_experts": 7},
+    {"pattern": "MEM*E", "ssm_chunk_size": 8, "experts": LATENT_EXPERTS},
+    {"pattern": "ME*EM", "ssm_chunk_size": 16, "gated": True, "experts": ExpertsSizes(5, 3, 24, 40, "softmax")},
 )
 RING_LENGTHS = (4, 8, 16, 32)
 ROUNDING_MARGIN = 0.05
