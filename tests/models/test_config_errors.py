@@ -41,6 +41,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"moe_latent_size": 16}),
     ("nemotron_h_moe", {"n_shared_experts": 2}),
     ("nemotron_h_moe", {"num_experts_per_tok": 999}),
+    ("nemotron_h_moe", {"scoring_func": "softmax"}),
+    ("nemotron_h_moe", {"topk_method": "greedy"}),
     ("nemotron_h_moe", {"n_group": 997}),
     ("granite_moe", {"num_experts_per_tok": 999}),
     *(("bamba", {name: True}) for name in ("attention_bias", "mlp_bias", "mamba_proj_bias")),

@@ -77,6 +77,9 @@ def _pattern(config: CheckpointConfig) -> str:
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
     config.require("n_shared_experts", 1, 1)
+    # Not of this family, whose router has no choice; a checkpoint that says otherwise would be computed wrongly.
+    config.require("scoring_func", "sigmoid", "sigmoid")
+    config.require("topk_method", "noaux_tc", "noaux_tc")
     experts = ExpertsSizes(
         num_experts=config.integer("n_routed_experts"),
         top_k=config.integer("num_experts_per_tok"),
