@@ -77,7 +77,7 @@ def _pattern(config: CheckpointConfig) -> str:
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
     config.require("n_shared_experts", 1, 1)
-    # Not of this family, whose router has no choice; a checkpoint that says otherwise would be computed wrongly.
+    # Other families have these fields; here the router is always of one kind, and another would be computed wrongly.
     config.require("scoring_func", "sigmoid", "sigmoid")
     config.require("topk_method", "noaux_tc", "noaux_tc")
     experts = ExpertsSizes(
