@@ -25,9 +25,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
             divided into their groups, or the model over the ranks.
         MemoryError: Naming the largest sizes, if the weights do not fit in memory.
     """
-    check_architecture(architecture)
-    initialize_single_process()
-    check_ranks(architecture)
+    check_buildable(architecture)
     part = RankPart.of_process(architecture)
     mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
     options = LocalSpecOptions(
@@ -60,6 +58,13 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         if rotary_base is not None:
             _set_rotary_frequencies(model, rotary_base)
         return model.to(torch.cuda.current_device()).eval()
+
+
+def check_buildable(architecture: HybridArchitecture) -> None:
+    """Raise `ValueError` as `build_hybrid_model` does, for what it cannot build, or not over the present ranks."""
+    check_architecture(architecture)
+    initialize_single_process()
+    check_ranks(architecture)
 
 
 def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:

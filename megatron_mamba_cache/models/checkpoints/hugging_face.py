@@ -12,9 +12,9 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from tqdm import tqdm
 
 from ...installation import install_command
-from ..architecture import HybridArchitecture, check_architecture
+from ..architecture import HybridArchitecture
 from ..families import bamba, granite_hybrid, nemotron_h
-from ..hybrid_model import build_hybrid_model
+from ..hybrid_model import build_hybrid_model, check_buildable
 from ..parameter_shapes import whole_shapes
 from ..placement import ModelFiller, Placements, stored_shape
 from ..rank_part import EMBEDDINGS, RankPart
@@ -72,7 +72,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     files = SafetensorsFiles(directory)
     architecture = _with_own_output(family.architecture_of(config), files)
     with _naming_config(directory):
-        check_architecture(architecture)
+        check_buildable(architecture)
     placements = family.placements_of(architecture)
     left_out = mtp_names(files.names.keys() - placements.keys(), placements.keys(), num_mtp_layers(config))
     _check_names(directory, files.names.keys() - set(left_out), placements)
@@ -141,10 +141,10 @@ def _check_shapes(
     for name, places in placements.items():
         found, needed = files.shapes[name], stored_shape(places, shapes)
         if found != needed:
-            is_embedding = places[0].target == EMBEDDINGS
-            sizes = f", the vocab_size and hidden_size of {directory / 'config.json'}" if is_embedding else ""
+            sizes = "the vocab_size and hidden_size of" if places[0].target == EMBEDDINGS else "by"
             raise ValueError(
-                f"{files.names[name]}: tensor {name} has shape {found} where the model has {needed}{sizes}"
+                f"{files.names[name]}: tensor {name} has shape {found} where the model has {needed}, {sizes} "
+                f"{directory / 'config.json'}"
             )
 
 
