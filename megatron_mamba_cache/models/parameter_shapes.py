@@ -32,12 +32,15 @@ def parameters_of(architecture: HybridArchitecture) -> Parameters:
     return found
 
 
-def whole_shapes(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of all that a checkpoint may fill of the undivided model: parameters, and experts' biases."""
-    shapes = {name: parameter.shape for name, parameter in parameters_of(architecture).items()}
+def filled_of(architecture: HybridArchitecture) -> Parameters:
+    """Return all that weights fill: the parameters, and the biases by which sigmoid routers choose."""
+    experts = architecture.experts
+    if experts is None or experts.score != "sigmoid":
+        return parameters_of(architecture)
     layers = [number for number, symbol in enumerate(architecture.pattern) if symbol == "E"]
-    num_experts = architecture.experts.num_experts if architecture.experts else 0
-    return shapes | {f"decoder.layers.{number}.mlp.router.expert_bias": (num_experts,) for number in layers}
+    bias = _on_every_rank(experts.num_experts)
+    biases = {f"decoder.layers.{number}.mlp.router.expert_bias": bias for number in layers}
+    return parameters_of(architecture) | biases
 
 
 def _mamba(architecture: HybridArchitecture) -> Parameters:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from .hybrid_model import build_hybrid_model
-from .parameter_shapes import Parameters, WholeParameter, parameters_of, whole_shapes
-from .placement import ModelFiller, Placement, Split
+from .parameter_shapes import filled_of
+from .placement import ModelFiller, Placement
 from .rank_part import RankPart
 
 _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
@@ -63,7 +63,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)
     model = build_hybrid_model(architecture, shape.dtype)
-    splits = {name: (Placement(name, whole.split),) for name, whole in _filled(architecture).items()}
+    splits = {name: (Placement(name, whole.split),) for name, whole in filled_of(architecture).items()}
     filler = ModelFiller(
         model,
         splits,
@@ -83,7 +83,7 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
-    for name, whole in _filled(random_architecture(shape)).items():
+    for name, whole in filled_of(random_architecture(shape)).items():
         if name.endswith(_INTO_RESIDUAL):
             yield name, torch.randn(whole.shape, generator=generator) * residual_std
         elif (bounds := _uniform_bounds(name)) is not None:
@@ -91,18 +91,6 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.rand(whole.shape, generator=generator) * (high - low) + low
         else:
             yield name, torch.randn(whole.shape, generator=generator) * shape.init_std
-
-
-def _filled(architecture: HybridArchitecture) -> Parameters:
-    """Return the parameters of the whole model, and the biases by which its experts are chosen."""
-    experts = architecture.experts
-    has_bias = experts is not None and experts.score == "sigmoid"
-    biases = {
-        name: WholeParameter(shape, Split())
-        for name, shape in whole_shapes(architecture).items()
-        if has_bias and name.endswith(".expert_bias")
-    }
-    return parameters_of(architecture) | biases
 
 
 def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:

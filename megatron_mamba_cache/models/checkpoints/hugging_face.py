@@ -15,7 +15,7 @@ from ...installation import install_command
 from ..architecture import HybridArchitecture
 from ..families import bamba, granite_hybrid, nemotron_h
 from ..hybrid_model import build_hybrid_model, check_buildable
-from ..parameter_shapes import whole_shapes
+from ..parameter_shapes import filled_of
 from ..placement import ModelFiller, Placements, stored_shape
 from ..rank_part import EMBEDDINGS, RankPart
 from .checkpoint_config import CheckpointConfig
@@ -78,7 +78,8 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     _check_names(directory, files.names.keys() - set(left_out), placements)
     if left_out:
         warn_of_mtp(directory, len(left_out))
-    _check_shapes(directory, files, placements, whole_shapes(architecture))
+    shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
+    _check_shapes(directory, files, placements, shapes)
     with _naming_config(directory):
         model = build_hybrid_model(architecture, dtype or _stored_dtype(config))
     filler = ModelFiller(
