@@ -1,7 +1,7 @@
 """Steps that are padded to a shape: what the rows are given, what padding is given, and which shape is taken."""
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -175,6 +175,23 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
 def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
     some, most = sorted({shape.num_decode_rows for shape in prefill_shapes(1024, max_rows, 8192)} - {0})
     assert some % 2 == 1 and max_rows // 8 - 1 <= some <= max_rows // 8 and most == max_rows - 1
+
+
+@pytest.mark.parametrize("max_rows", [8, 32, 64, 256])
+def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int) -> None:
+    shapes = prefill_shapes(4096, max_rows, 8192)
+    for num_decode in {shape.num_decode_rows for shape in shapes}:
+        sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_rows == num_decode]
+        assert sizes == sorted(set(sizes)) and sizes[0] == 64 and sizes[-1] == 4096
+        totals = {num_decode + size for size in sizes}
+        assert {351, 447, 639, 895} <= totals and {num_decode + 512, num_decode + 1024} <= totals
+        assert all(after <= max(2 * size, 128) and after - size <= 512 for size, after in pairwise(sizes))
+
+
+@pytest.mark.parametrize("most_tokens", [4, 64, 65, 351, 352, 1024, 1793, 2048, 2049])
+def test_no_step_has_more_prompt_tokens_than_asked_for(most_tokens: int) -> None:
+    sizes = [shape.num_prefill_tokens for shape in prefill_shapes(most_tokens, 4, 8192) if not shape.num_decode_rows]
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most_tokens
 
 
 def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
