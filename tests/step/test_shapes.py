@@ -171,6 +171,22 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
 
 
+@pytest.mark.parametrize(
+    ("max_rows", "max_drafts", "total"),
+    [(64, 6, 65 * 7), (64, 4, 65 * 5), (104, 3, 105 * 4), (64, 7, 512), (64, 3, 256), (40, 15, 640), (63, 6, 441)],
+)
+def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
+    max_rows: int, max_drafts: int, total: int
+) -> None:
+    width = 1 + max_drafts
+
+    def most(room: int, max_tokens: int = 8192) -> int:
+        return max(shape.num_tokens for shape in decode_shapes(9, max_rows, max_drafts, max_tokens, room=room))
+
+    assert most(max_rows + 3) == total
+    assert most(0) == most(max_rows) == most(max_rows + 3, max_rows * width) == max_rows * width
+
+
 @pytest.mark.parametrize("max_rows", [32, 64, 72, 100, 256])
 def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
     some, most = sorted({shape.num_decode_rows for shape in prefill_shapes(1024, max_rows, 8192)} - {0})
