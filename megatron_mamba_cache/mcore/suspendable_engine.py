@@ -9,9 +9,9 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.utils import get_asyncio_loop, trace_async_exceptions
 from typing_extensions import override
 
-from ..kernels.compilation import Compilations
+from ..kernels.compilation import WATCH, Compilations
 from ..step.graphs import capture_graphs
-from ..step.warmup import warm_up
+from ..step.warmup import compile_ahead, warm_up
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
@@ -34,6 +34,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     _states: RequestStates
     _runs_in: EngineLoop
     _has_captured = False
+    _has_compiled = False
 
     def warmup(self) -> Compilations:
         """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
@@ -42,7 +43,11 @@ class SuspendableEngine(DynamicInferenceEngine):
         number. On a CPU nothing is compiled.
         """
         self.context.grammars.prepare()
-        return warm_up(self.controller.inference_wrapped_model, self.context.runner)
+        WATCH.install()  # other hooks may have taken its place
+        before = WATCH.total
+        self._compile_ahead()
+        warm_up(self.controller.inference_wrapped_model, self.context.runner)
+        return WATCH.total.since(before)
 
     @override
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
@@ -54,9 +59,16 @@ class SuspendableEngine(DynamicInferenceEngine):
         self._has_captured = True
         context.runner.capture_by(self._capture, now=not waits)
 
+    def _compile_ahead(self) -> None:
+        if not self._has_compiled:
+            self._has_compiled = True
+            compile_ahead(self.controller.inference_wrapped_model, self.context.runner)
+
     def _capture(self) -> None:
         context, runner = self.context, self.context.runner
         runner.memory.below.drain()  # a capture allows no other thread to wait for the device
+        if context.cache_config.num_cuda_graphs:
+            self._compile_ahead()
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
         runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape))

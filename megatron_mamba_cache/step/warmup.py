@@ -4,6 +4,8 @@ What Triton compiles depends on dtypes, strides, constants and the alignment of 
 steps show what they need. Warmup makes these calls: the model's own forward, the verification and the align copy, over
 the context's own pools and step buffers. Its rows are padding, which every op skips: their slots are PAD_SLOT and their
 KV goes to the dummy block. They are never admitted, so there is nothing to undo.
+
+Before that, `compile_ahead` makes the same calls without launching Triton's kernels, and threads compile them at once.
 """
 
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.compilation import WATCH, Compilations
+from ..kernels.compiling_ahead import compiling_ahead
 from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
@@ -24,29 +26,41 @@ from .padding_rows import decode_padding_row, prefill_padding_row
 from .runner import StepRunner
 from .verify import copy_reached_boundaries, verify_step
 
+_COMPILES = "Triton compiles the kernels of this model, which it does once on a machine"
 _MOST_RESIDUES = 8
 """The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
 
 Rows = list[RunningRequest]
 
 
-def warm_up(model: StepModel, runner: StepRunner) -> Compilations:
-    """Compile what steps of a wrapped model and its drafter launch; return what was compiled.
+def compile_ahead(model: StepModel, runner: StepRunner) -> None:
+    """Compile most of what steps of a wrapped model launch, many kernels at once and without launching any.
 
     Call it between steps only. On a CPU it does nothing.
     """
-    WATCH.install()  # other hooks may have taken its place
-    before = WATCH.total
+    device = runner.memory.state_pool.ssm.device
+    if device.type == "cuda":
+        with progress(_COMPILES), compiling_ahead(device):
+            rehearse(model, runner)
+
+
+def warm_up(model: StepModel, runner: StepRunner) -> None:
+    """Launch what steps of a wrapped model and its drafter launch, and so compile what is not compiled yet.
+
+    Call it between steps only. On a CPU it does nothing.
+    """
     if runner.memory.state_pool.ssm.is_cuda:
-        with progress("Triton compiles the kernels of this model, which it does once on a machine"):
+        with progress(_COMPILES):
             rehearse(model, runner)
             runner.planner.warmup()
-    return WATCH.total.since(before)
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Compile what steps without decode rows launch, like `warm_up`."""
-    if runner.memory.state_pool.ssm.is_cuda:
+    """Do what `compile_ahead` and `warm_up` do, for steps without decode rows."""
+    device = runner.memory.state_pool.ssm.device
+    if device.type == "cuda":
+        with compiling_ahead(device):
+            rehearse_prefill(model, runner)
         rehearse_prefill(model, runner)
 
 

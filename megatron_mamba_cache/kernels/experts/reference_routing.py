@@ -50,16 +50,18 @@ class ExpertOrder:
             `starts[-1]` on mean nothing.
         places: [tokens, top_k] int32: where each pair is in `pairs`; -1 for pairs of other experts.
         starts: [experts + 1] int32: where each expert's pairs begin; the last one is the number of pairs in order.
+        known_tiles: The tiles, if they need not be computed.
     """
 
     pairs: Tensor
     places: Tensor
     starts: Tensor
+    known_tiles: Tensor | None = None
 
     @cached_property
     def tiles(self) -> Tensor:
         """The tiles of rows of both of a layer's products; see `tile_rows`."""
-        return tile_rows(self.starts, len(self.pairs))
+        return tile_rows(self.starts, len(self.pairs)) if self.known_tiles is None else self.known_tiles
 
 
 def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:

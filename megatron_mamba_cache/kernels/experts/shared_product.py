@@ -14,6 +14,7 @@ from torch import Tensor
 from ..activations import Activation
 from .grouped_product import grouped_product
 from .product_forms import takes_long_tiles
+from .product_tiles import tile_rows_ref
 from .reference_routing import ExpertOrder
 
 MOST_TOKENS_BESIDE_ROUTING = 256
@@ -48,9 +49,10 @@ def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 
 @cache
 def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
-    """Return the order of tokens that all chose one expert, with its tiles: kept, as graphs read it."""
+    """Return the order of tokens that all chose one expert, with its tiles: kept, as graphs read it.
+
+    The host knows all of it: what is kept depends on no kernel, which `compiling_ahead` would not launch.
+    """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    starts = torch.arange(0, num_tokens + 1, num_tokens, dtype=torch.int32, device=device)
-    order = ExpertOrder(tokens, tokens[:, None], starts)
-    order.tiles  # noqa: B018 (computed once)
-    return order
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+    return ExpertOrder(tokens, tokens[:, None], starts.to(device), tile_rows_ref(starts, num_tokens).to(device))
