@@ -36,6 +36,8 @@ done
 section device_agreement "Same tokens on GPU and CPU" python3 benchmarks/device_agreement.py
 section step_transfers "Copies and waits of a step" \
     python3 -m pytest -p no:cacheprovider --color=no -s tests/mcore/test_step_transfers.py
+section first_start "The first start on a machine, and a later one" \
+    python3 benchmarks/first_start.py --json "$results/first_start.json"
 section load_8b "Loading an 8B NemotronH" python3 benchmarks/load_8b.py
 section align_copy "Align copy against a memcpy of the same bytes" \
     python3 benchmarks/align_copy.py --json "$results/align_copy.json"
@@ -74,6 +76,8 @@ section long_context "Long contexts" python3 benchmarks/long_context.py --json "
 section host_tier "Sessions that come back from the host" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
 section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \
     python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
+section turns_by_length "First tokens by the number of new tokens" python3 benchmarks/turn_latency.py \
+    --new-tokens 300 370 440 500 560 620 700 800 880 1000 1500 --json "$results/turns_by_length.json"
 section serving "Conversations by the wall clock, served in every mode" \
     python3 benchmarks/serving.py --time-scale 0.6 --sessions 120 --max-seconds 90 --json "$results/serving.json"
 section server_defaults "The sizes that serve takes by itself, and its speed with them" \

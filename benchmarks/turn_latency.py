@@ -1,6 +1,7 @@
 """How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
 
-    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|super|small|tiny] [--recorded FILE] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|super|small|tiny] [--recorded FILE]
+        [--new-tokens N ...] [--json FILE]
 
 Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is
 measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of replies
@@ -12,6 +13,8 @@ those of a recorded load, as far as they fit in a request, and the measured turn
 
 No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
 take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
+
+With `--new-tokens`, nothing but this: the first token of turns of so many new tokens behind a cached history.
 """
 
 import argparse
@@ -53,6 +56,7 @@ FULL, NO_ROOM = "full", "full, no room"
 CACHES = {**MODES, NO_ROOM: MODES[FULL]}
 REQUIRED = {"no cache": 8.0, "prompt boundaries": 2.0}
 REQUIRED_THROUGHPUT = 0.98
+NUM_TURNS = 9  # of each length, with `--new-tokens`
 NUM_EVICTIONS = 8
 """States that other requests must have evicted before the memory counts as full."""
 
@@ -89,6 +93,8 @@ LIMITS = {
     "tiny": {"max_tokens": 4096},
 }
 """The engines fit in memory beside each other, and a prompt in one step."""
+CACHED_BLOCKS = {**dict.fromkeys(LARGE_SHAPES, 32), "small": 32, "tiny": 8}
+"""Of the history that turns of `--new-tokens` have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +253,27 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
     return ColdThroughput(speeds, median(ratios), min(ratios), max(ratios))
 
 
+def by_new_tokens(model: Any, shape: ServedShape, num_cached: int, lengths: Sequence[int]) -> dict[int, list[float]]:
+    """Return the milliseconds to the first token of turns of each length behind cached tokens, in random order.
+
+    Raises:
+        RuntimeError: If a turn found fewer tokens.
+    """
+    drawn = random.Random(0)
+    history = some_tokens(drawn, shape, num_cached)
+    order = [length for length in lengths for _ in range(NUM_TURNS)]
+    drawn.shuffle(order)
+    times: dict[int, list[float]] = {length: [] for length in lengths}
+    with serving_engine(model, shape, MODES[FULL]) as engine:
+        run(engine, {0: [*history, 0]}, 2)
+        for number, length in enumerate(order, 1):
+            seconds, found = first_token(engine, number, [*history, *some_tokens(drawn, shape, length)])
+            if found != num_cached:
+                raise RuntimeError(f"a turn found {found} of {num_cached} tokens")
+            times[length].append(1e3 * seconds)
+    return times
+
+
 def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int | Sequence[int]) -> list[list[int]]:
     """Run requests, and those already running, to their end; return the replies in the order of the prompts.
 
@@ -304,12 +331,20 @@ def table(latency: TurnLatency, cold: ColdThroughput | None) -> str:
     return "\n".join(lines)
 
 
+def table_of_lengths(times: Mapping[int, Sequence[float]]) -> str:
+    """Return first tokens by the number of new tokens as Markdown."""
+    lines = ["| new tokens | first token, ms | fastest |", "|---:|---:|---:|"]
+    lines += [f"| {length:,} | {median(ms):.2f} | {min(ms):.2f} |" for length, ms in times.items()]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="conversations of a recorded load")
     parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
+    parser.add_argument("--new-tokens", type=int, nargs="+", metavar="N", help="of turns behind a cached history")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape, scale = shape_of(parser, arguments, LIMITS), SCALES[arguments.shape]
@@ -317,15 +352,27 @@ def main() -> None:
         load = recorded_load(arguments.recorded, shape, scale) if arguments.recorded else made_load(shape, scale)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if arguments.new_tokens:
+        num_cached = CACHED_BLOCKS[arguments.shape] * shape.block_size
+        with quiet_libraries(), own_warnings_hidden():
+            times = by_new_tokens(model_of(shape), shape, num_cached, arguments.new_tokens)
+        print(table_of_lengths(times))
+        write(arguments.json, {"machine": describe_machine(), "first tokens, ms": times})
+        return
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
         caches = {name: CACHES[name] for name in (FULL, NO_ROOM)} if arguments.only_cached else CACHES
         latency = later_turns(model, shape, load, caches)
         cold = None if arguments.only_cached else cold_throughput(model, shape, scale)
     print(table(latency, cold))
-    if arguments.json:
-        figures = {"machine": describe_machine(), "later turns": asdict(latency), "nothing hits": cold and asdict(cold)}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {"machine": describe_machine(), "later turns": asdict(latency), "nothing hits": cold and asdict(cold)}
+    write(arguments.json, figures)
+
+
+def write(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write figures as JSON if a path is given."""
+    if path:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,16 @@ def test_a_later_turn_skips_replies_only_with_the_full_cache(
     assert "| no cache | 0 | " in text and f"{cold.ratio:.3f} of without" in text
 
 
+def test_turns_of_each_length_find_the_whole_history(
+    turn_latency: ModuleType, serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_latency, "NUM_TURNS", 2)
+    shape = serving_engine.SHAPES["tiny"]
+    times = turn_latency.by_new_tokens(serving_engine.model_of(shape), shape, 4 * shape.block_size, (9, 100))
+    assert {length: len(ms) for length, ms in times.items()} == {9: 2, 100: 2} and min(times[9]) > 0
+    assert "| 100 | " in turn_latency.table_of_lengths(times)
+
+
 def test_everybody_is_first_in_turn(turn_latency: ModuleType) -> None:
     assert [turn_latency.rotated(["a", "b"], number) for number in (-1, 0, 1)] == [["b", "a"], ["a", "b"], ["b", "a"]]
 

@@ -1,0 +1,137 @@
+"""How long does a start take that finds nothing compiled, where does its time go, and how long do later starts take?
+
+    PYTHONPATH=. python3 benchmarks/first_start.py [--shape 8b|nano3|super|small|tiny] [--starts N] [--json FILE]
+
+Each start is a process of its own: it builds the model with random weights, an engine with CUDA graphs, warms it up and
+serves prompts of several lengths. All share one empty folder for what Triton and FlashInfer compile, so that the first
+compiles everything. Building an engine includes FlashInfer's compilation, Triton's and the capture of graphs. The
+tokens of all starts must be the same.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, config_of, model_of, shape_of
+from measuring.machine import describe_machine
+from turn_latency import run, some_tokens
+
+from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+LENGTHS = (5, 40, 70, 300, 800, 1500, 3000)
+NUM_REPLY = 24
+LIMITS = {
+    "8b": {"state_gb": 4.0, "kv_gb": 4.0},
+    "nano3": {"state_gb": 3.0, "kv_gb": 1.0},
+    "super": {"state_gb": 3.0, "kv_gb": 1.0},
+}
+FOLDERS = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds of one start; compilation and capture are parts of the engine's time and the warmup's."""
+
+    model_s: float
+    engine_s: float
+    warmup_s: float
+    compile_s: float
+    capture_s: float
+    num_kernels: int
+    num_graphs: int
+    graph_bytes: int
+    tokens: list[list[int]]
+
+
+def start(shape: ServedShape) -> Start:
+    """Start here: in a process that has compiled nothing."""
+    began = time.perf_counter()
+    model = model_of(shape)
+    built = time.perf_counter()
+    engine = build_engine(model, config_of(shape, MODES["full"]))
+    ready = time.perf_counter()
+    engine.warmup()
+    warm = time.perf_counter()
+    before = engine.context.snapshot()
+    drawn = random.Random(0)
+    lengths = [length for length in LENGTHS if length + NUM_REPLY <= shape.max_length]
+    tokens = run(engine, {index: some_tokens(drawn, shape, length) for index, length in enumerate(lengths)}, NUM_REPLY)
+    engine.close()
+    return Start(
+        built - began,
+        ready - built,
+        warm - ready,
+        before.compile_seconds,
+        before.capture_seconds,
+        before.num_compiled_kernels,
+        before.num_graphs,
+        before.graph_bytes,
+        tokens,
+    )
+
+
+def starts(arguments: Sequence[str], count: int) -> list[Start]:
+    """Start in processes that share what they compile, with these arguments of this script.
+
+    Raises:
+        RuntimeError: If the tokens of two starts differ.
+        subprocess.CalledProcessError: If a start fails.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | dict.fromkeys(FOLDERS, folder)
+        for _ in range(count):
+            figures = Path(folder) / "start.json"
+            command = [sys.executable, __file__, *arguments, "--here", "--json", str(figures)]
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+            found.append(Start(**json.loads(figures.read_text())))
+    if any(one.tokens != found[0].tokens for one in found):
+        raise RuntimeError("starts gave different tokens")
+    return found
+
+
+def table(found: Sequence[Start]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| start | model, s | engine, s | warmup, s | Triton's compilation, s | kernels | capture, s | graphs |"]
+    lines += ["|---|" + "---:|" * 7]
+    for number, one in enumerate(found):
+        name = "later" if number else "first"
+        seconds = f"{one.model_s:.1f} | {one.engine_s:.1f} | {one.warmup_s:.1f} | {one.compile_s:.1f}"
+        lines.append(f"| {name} | {seconds} | {one.num_kernels} | {one.capture_s:.1f} | {one.num_graphs} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--starts", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--here", action="store_true", help="one start in this process, with the machine's folders")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    shape = shape_of(parser, arguments, LIMITS)
+    document: dict[str, Any]
+    if arguments.here:
+        with quiet_libraries(), own_warnings_hidden():
+            found = [start(shape)]
+        document = asdict(found[0])
+    else:
+        found = starts(sys.argv[1:], arguments.starts)
+        document = {"machine": describe_machine(), "starts": [asdict(one) for one in found]}
+    print(table(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
