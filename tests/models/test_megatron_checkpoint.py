@@ -1,12 +1,16 @@
 """A Megatron distributed checkpoint holds a model's very bits, and says what is wrong with a damaged one."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.mamba.mamba_model import MambaModel
 
+from megatron_mamba_cache.models.checkpoints import megatron_checkpoint
 from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
@@ -107,6 +111,35 @@ def test_tensors_that_the_architecture_has_no_place_for_are_refused(saved: Path,
     edit_json(directory / ARCHITECTURE_FILE, lambda fields: fields.update(tie_embeddings=True))
     with pytest.raises(ValueError, match=r"has 1 tensors: output_layer\.weight, which .* has no place for"):
         load_megatron_checkpoint(directory, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("tie_embeddings", True, "has no place for"),
+        ("pattern", "M*-M*-M", "lacks"),
+        ("vocab_size", 2**24, "has shape"),
+        (None, None, None),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(
+    field: str | None, value: object, reason: str | None, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, devices, build = copy_of(saved, tmp_path), [], megatron_checkpoint.build_hybrid_model
+    if field is not None:
+        edit_json(directory / ARCHITECTURE_FILE, lambda fields: fields.update({field: value}))
+
+    def noted_build(*arguments: Any) -> MambaModel:
+        model = build(*arguments)
+        devices.append({parameter.device.type for parameter in (*model.parameters(), *model.buffers())})
+        return model
+
+    monkeypatch.setattr(megatron_checkpoint, "build_hybrid_model", noted_build)
+    fits = reason is None
+    with nullcontext() if fits else pytest.raises(ValueError, match=reason):
+        load_megatron_checkpoint(directory, torch.float32)
+    print(f"{field}: built on {devices}")
+    assert devices == [{"meta"}, {torch.empty(0, device=torch.cuda.current_device()).device.type}][: 1 + fits]
 
 
 def test_tensors_that_the_checkpoint_lacks_are_named(shipped: LoadedModel, tmp_path: Path) -> None:

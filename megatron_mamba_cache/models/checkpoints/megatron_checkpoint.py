@@ -2,7 +2,8 @@
 
 import math
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...mcore.stacked_experts import STACKED_PARAMETERS
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
 from ..rank_part import EMBEDDINGS, OUTPUT, RankPart
+from ..without_memory import without_memory
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, written_architecture
 from .checkpoint_iterations import weights_directory
@@ -98,26 +100,50 @@ def load_megatron_checkpoint(
     common = read_common_state(path)
     described = written or trained_architecture(common, path)
     check_tensor_index(path)
+    dtype = dtype or _stored_dtype(path)
+    stored = _checked_index(path, described, dtype, common)
+    model = _built(described, dtype)
+    with _naming_weights(path, described):
+        wanted = _wanted(model, described.architecture, common, stored)
+        stacked = _stacked_parts(model, wanted)
+        state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
+    _fill(model, state, stacked)
+    return LoadedModel(model, described.architecture, Path(directory))
+
+
+def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, common: CommonState) -> Mapping[str, Any]:
+    """Return what the checkpoint has, if that is what the model needs, of which nothing takes memory yet."""
+    with without_memory():
+        model = _built(described, dtype)
+    with _naming_weights(path, described):
+        stored: Mapping[str, Any] = load_sharded_metadata(str(path))
+        with without_memory():
+            wanted = _wanted(model, described.architecture, common, stored)
+        _check_tensors(path, described, wanted, stored)
+    return stored
+
+
+def _built(described: DescribedModel, dtype: torch.dtype) -> MambaModel:
+    """Return the model, without values; name what describes it in errors."""
     try:
-        model = build_hybrid_model(described.architecture, dtype or _stored_dtype(path))
+        return build_hybrid_model(described.architecture, dtype)
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
     except MemoryError as error:
         raise MemoryError(f"{described.source}: {error}") from error
+
+
+@contextmanager
+def _naming_weights(path: Path, described: DescribedModel) -> Iterator[None]:
+    """Name the checkpoint in errors about its weights, and what describes the model."""
     try:
-        stored = load_sharded_metadata(str(path))
-        wanted = _wanted(model, described.architecture, common, stored)
-        _check_tensors(path, described, wanted, stored)
-        stacked = _stacked_parts(model, wanted)
-        state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
+        yield
     except _Mismatch:
         raise
     except _LOAD_ERRORS as error:
         raise ValueError(
             f"{path} does not hold the weights that {described.source} describes: {_reason(error)}"
         ) from error
-    _fill(model, state, stacked)
-    return LoadedModel(model, described.architecture, Path(directory))
 
 
 def _stored_dtype(path: Path) -> torch.dtype:
