@@ -94,6 +94,14 @@ def test_groups_that_a_token_cannot_choose_from_are_refused_by_name(copies: dict
     assert_refused(directory, config_of(directory), message)
 
 
+@pytest.mark.parametrize(
+    ("family", "field"), [("nemotron_h_moe", "n_routed_experts"), ("granite_moe", "num_local_experts")]
+)
+def test_more_experts_than_any_model_has_are_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
+    set_fields(copies[family], **{field: 2**19})
+    assert_refused(copies[family], f"{config_of(copies[family])}: {field}=524288, but must be an integer from", "8192")
+
+
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])
 @pytest.mark.parametrize("family", ["bamba", "granite"])
 def test_scaled_rotary_embedding_is_refused(family: str, kind: str, copies: dict[str, Path]) -> None:

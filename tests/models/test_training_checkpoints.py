@@ -196,6 +196,7 @@ def test_arguments_of_a_model_that_is_not_supported_are_refused(
             {"hybrid_override_pattern": "-M*"},
             "moe_latent_size=16 is not supported without experts in the layer pattern ",
         ),
+        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer from 1 to 8192"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from ..architecture import (
     HybridArchitecture,
     MambaSizes,
 )
-from .checkpoint_config import CheckpointConfig
+from .checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from .json_file import read_json_object
 
 ARCHITECTURE_FILE = "hybrid_architecture.json"
@@ -81,7 +81,7 @@ def _feed_forward(fields: CheckpointConfig) -> FeedForwardSizes:
 
 def _experts(fields: CheckpointConfig) -> ExpertsSizes:
     return ExpertsSizes(
-        num_experts=fields.integer("num_experts"),
+        num_experts=fields.integer("num_experts", most=MOST_EXPERTS),
         top_k=fields.integer("top_k"),
         hidden_size=fields.integer("hidden_size"),
         shared_hidden_size=fields.integer("shared_hidden_size"),

@@ -8,6 +8,8 @@ from typing import Any
 from .json_file import read_json_object
 
 _REQUIRED: Any = object()
+MOST_EXPERTS = 2**13
+"""Far above any model's: each has names of its own in a checkpoint."""
 _MOST = 2**24  # far above any model's sizes; a larger one would fail as an allocation that names no field
 
 
@@ -42,11 +44,11 @@ class CheckpointConfig:
         """Return whether a field, or its default if it is absent, equals `value`."""
         return bool(self._get(name, default) == value)
 
-    def integer(self, name: str, default: int = _REQUIRED, least: int = 1) -> int:
+    def integer(self, name: str, default: int = _REQUIRED, least: int = 1, most: int = _MOST) -> int:
         """Return a field that is an integer of at least `least` and of plausible size."""
         value = self._get(name, default)
-        if type(value) is not int or not least <= value <= _MOST:
-            raise self._wrong(name, value, f"an integer from {least} to {_MOST}")
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(name, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
 from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
-from .checkpoint_config import CheckpointConfig
+from .checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from .choice_of_experts import ChoiceFields, checked_choice
 
 _GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
@@ -137,7 +137,7 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
         num_groups = arguments.integer("moe_router_num_groups", 1)
         top_groups = arguments.integer("moe_router_group_topk")
     experts = ExpertsSizes(
-        num_experts=arguments.integer("num_experts"),
+        num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,
         hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),
         shared_hidden_size=arguments.integer("moe_shared_expert_intermediate_size"),

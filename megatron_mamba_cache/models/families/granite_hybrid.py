@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture
-from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..placement import Placement, Split
 from .bamba import mamba_shape, rotary_base
@@ -19,7 +19,10 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # also used by the mixers
-    num_experts, num_heads = config.integer("num_local_experts", 0, least=0), config.integer("num_attention_heads")
+    num_experts, num_heads = (
+        config.integer("num_local_experts", 0, least=0, most=MOST_EXPERTS),
+        config.integer("num_attention_heads"),
+    )
     feed_forward = "E" if num_experts else "-"
     position = config.one_of("position_embedding_type", ("rope", "nope"), "nope")
     return HybridArchitecture(
@@ -63,7 +66,7 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
     experts = ExpertsSizes(
-        num_experts=config.integer("num_local_experts"),
+        num_experts=config.integer("num_local_experts", most=MOST_EXPERTS),
         top_k=config.integer("num_experts_per_tok"),
         hidden_size=config.integer("intermediate_size"),
         shared_hidden_size=config.integer("shared_intermediate_size"),

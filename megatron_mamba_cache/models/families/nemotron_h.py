@@ -1,7 +1,7 @@
 """NemotronH checkpoints: each layer is one mixer: Mamba, attention, MLP or mixture of experts."""
 
 from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
-from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..placement import Placement, Split
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
@@ -81,7 +81,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     config.require("scoring_func", "sigmoid", "sigmoid")
     config.require("topk_method", "noaux_tc", "noaux_tc")
     experts = ExpertsSizes(
-        num_experts=config.integer("n_routed_experts"),
+        num_experts=config.integer("n_routed_experts", most=MOST_EXPERTS),
         top_k=config.integer("num_experts_per_tok"),
         hidden_size=config.integer("moe_intermediate_size"),
         shared_hidden_size=config.integer("moe_shared_expert_intermediate_size"),
