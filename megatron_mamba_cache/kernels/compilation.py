@@ -21,7 +21,7 @@ _Hook = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Compilations:
-    """Kernels that were compiled, and the seconds from their first launch until they were loaded."""
+    """Kernels that were compiled, and the seconds in which any was, until it was loaded."""
 
     num_kernels: int = 0
     seconds: float = 0.0
@@ -59,25 +59,30 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Count what the block's thread compiles in others, and the time of the block; see `compiling_ahead`."""
-        began, before = time.perf_counter(), self._total
-        self._thread.is_ahead = True
+        """Count the kernels that the block's thread lets others compile, but not the time; see `add_seconds`."""
+        self._thread.ahead = set()
         try:
             yield
         finally:
-            self._thread.is_ahead = False
-            if self._total != before:
-                with self._lock:
-                    self._add(0, time.perf_counter() - began)
+            self._thread.ahead = None
+
+    def add_seconds(self, seconds: float) -> None:
+        """Count time that other threads took to compile."""
+        with self._lock:
+            self._add(0, seconds)
 
     @property
-    def _is_ahead(self) -> bool:
-        return getattr(self._thread, "is_ahead", False)
+    def _ahead(self) -> set[Hashable] | None:
+        """The kernels that are being compiled for this thread in others; None: it compiles them itself."""
+        ahead: set[Hashable] | None = getattr(self._thread, "ahead", None)
+        return ahead
 
     def _before(self, previous: _Hook | None) -> _Hook:
         def hook(**event: Any) -> Any:
             is_refused = previous(**event) if previous is not None else None
-            if not (is_refused or self._is_ahead):
+            if not is_refused and self._ahead is not None:
+                self._ahead.add(_identity(event))
+            elif not is_refused:
                 self._begin(_identity(event), event["fn"].name)
             return is_refused
 
@@ -101,7 +106,8 @@ class CompilationWatch:
     def _end(self, identity: Hashable, *, is_launched: bool) -> None:
         now = time.perf_counter()
         with self._lock:
-            if self._is_ahead:
+            if self._ahead is not None and identity in self._ahead:
+                self._ahead.remove(identity)
                 self._add(1, 0)
                 return
             running = self._running.pop(identity, None)

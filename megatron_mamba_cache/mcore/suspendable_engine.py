@@ -61,17 +61,15 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def _compile_ahead(self) -> None:
         if not self._has_compiled:
-            self._has_compiled = True
             compile_ahead(self.controller.inference_wrapped_model, self.context.runner)
+            self._has_compiled = True
 
     def _capture(self) -> None:
         context, runner = self.context, self.context.runner
         runner.memory.below.drain()  # a capture allows no other thread to wait for the device
-        if context.cache_config.num_cuda_graphs:
-            self._compile_ahead()
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
-        runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape))
+        runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape, self._compile_ahead))
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.

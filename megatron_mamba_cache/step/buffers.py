@@ -22,6 +22,7 @@ class StepLimits:
         max_chunks: SSM chunks of all prefill rows together.
         max_blocks: Block-table entries of a row.
         max_drafts: Draft tokens of a row.
+        max_length: Tokens of a row; 0: as many as its blocks hold.
         marks_real_tokens: Whether the model asks which tokens are not padding.
         ring_len: Tokens after which a replayed state is written; 0 where states are not replayed.
         restores_states: Whether cached states are restored into live slots before a step, not read by its forward.
@@ -32,6 +33,7 @@ class StepLimits:
     max_chunks: int
     max_blocks: int
     max_drafts: int = 0
+    max_length: int = 0
     marks_real_tokens: bool = False
     ring_len: int = 0
     restores_states: bool = False

@@ -11,7 +11,7 @@ same shapes in the same order, and compute each once before, which opens their c
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -93,9 +93,17 @@ def device_reason(memory: CacheMemory) -> str | None:
 
 @torch.inference_mode()
 def capture_graphs(
-    model: StepModel, runner: StepRunner, config: CacheConfig, shape: HybridModelShape
+    model: StepModel,
+    runner: StepRunner,
+    config: CacheConfig,
+    shape: HybridModelShape,
+    prepare: Callable[[], None] = lambda: None,
 ) -> StepGraphs | None:
-    """Capture steps, between two steps; return None if nothing is to be or can be captured."""
+    """Capture steps, between two steps; return None if nothing is to be or can be captured.
+
+    Args:
+        prepare: Is called before steps are captured.
+    """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)
     reason = next((found for found in reasons if found is not None), None)  # a graph waits for the other ranks' graphs
@@ -105,6 +113,7 @@ def capture_graphs(
         _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:
         return None
+    prepare()
     began = time.perf_counter()
     limits = runner.memory.step_buffers.limits
     shapes = decode_shapes(count, config.max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_rows)

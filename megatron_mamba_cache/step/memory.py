@@ -269,6 +269,7 @@ def _step_buffers(
         max_chunks=config.max_tokens // shape.ssm_chunk_size + 2 * max_rows,
         max_blocks=max_blocks,
         max_drafts=config.num_speculative_tokens,
+        max_length=config.max_sequence_length,
         marks_real_tokens=shape.has_experts,
         ring_len=config.ring_len or 0,
         restores_states=config.rounds_states,

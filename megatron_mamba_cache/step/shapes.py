@@ -103,8 +103,8 @@ def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, r
 
     Args:
         max_rows: That requests can run.
-        room: Rows that a shape may have, if more than `max_rows`: one more makes a total that products take slowly
-            another one.
+        room: Rows that a shape may have, if more than `max_rows`. A shape whose matrix products are slow for its number
+            of tokens gets a row of padding more.
     """
     shapes = []
     for width in sorted({1, 1 + max_drafts}):
@@ -142,24 +142,30 @@ _PART = 8  # of many decode rows, "some" are one in so many
 _SMALL_PREFILLS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _PREFILL_STEP = 512
 _FAST_TOTALS = (351, 447, 639, 895)
+_LEAST_LARGER = 24  # prompt tokens by which the next size is larger
 
 
 def _prefill_sizes(most_tokens: int, num_decode: int) -> list[int]:
     """Return numbers of prompt tokens up to the most: few for small steps, and 512 apart from 2,048 on.
 
     A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
-    chosen so that the step has one of _FAST_TOTALS, decode rows included: matrix products of 351 tokens take 0.86 of
-    the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768 and 1,024 (8B model, H100).
+    chosen so that the step has one of _FAST_TOTALS, decode rows included, unless another is little larger: matrix
+    products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
+    and 1,024 (8B model, H100). A step whose total is slow has a token less.
     """
     larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP // 2, most_tokens, _PREFILL_STEP)
-    between = (total - num_decode for total in _FAST_TOTALS)
-    sizes = {*_SMALL_PREFILLS, *larger, *(size for size in between if size > _SMALL_PREFILLS[0])}
-    return [*sorted(size for size in sizes if size < most_tokens), most_tokens]
+    regular = [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens] + [most_tokens]
+    between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
+    for size in between:
+        if min((other - size for other in regular if other >= size), default=0) >= _LEAST_LARGER:
+            regular.append(size)
+    return sorted({size - (size < most_tokens and _is_slow(num_decode + size)) for size in regular})
 
 
 def _is_slow(num_tokens: int) -> bool:
-    """Return whether products of a few more tokens take less time: 448 take 15.1 ms, 449 10.3 (8B model, H100).
+    """Return whether matrix products of one token more or fewer take less time.
 
+    Those of 448 take 15.1 ms, of 447 9.8 and of 449 10.3 (8B model, H100).
     From 320 on that holds of all multiples of 32 that were measured but those of 128, most of all of 416, 448 and 832.
     """
     return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0

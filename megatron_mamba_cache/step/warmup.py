@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels.compiling_ahead import compiling_ahead
+from ..kernels.kernel_launches import is_computed_in_fp32
 from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
@@ -36,11 +37,10 @@ Rows = list[RunningRequest]
 def compile_ahead(model: StepModel, runner: StepRunner) -> None:
     """Compile most of what steps of a wrapped model launch, many kernels at once and without launching any.
 
-    Call it between steps only. On a CPU it does nothing.
+    Call it between steps only. On a CPU, and in float64, which some ops compute without kernels, it does nothing.
     """
-    device = runner.memory.state_pool.ssm.device
-    if device.type == "cuda":
-        with progress(_COMPILES), compiling_ahead(device):
+    if _may_compile_ahead(runner):
+        with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
             rehearse(model, runner)
 
 
@@ -57,11 +57,17 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
     """Do what `compile_ahead` and `warm_up` do, for steps without decode rows."""
-    device = runner.memory.state_pool.ssm.device
-    if device.type == "cuda":
-        with compiling_ahead(device):
+    if _may_compile_ahead(runner):
+        with compiling_ahead(runner.memory.state_pool.device):
             rehearse_prefill(model, runner)
+    if runner.memory.state_pool.ssm.is_cuda:
         rehearse_prefill(model, runner)
+
+
+def _may_compile_ahead(runner: StepRunner) -> bool:
+    """Return whether a GPU computes with kernels alone all that indexes come from."""
+    pool = runner.memory.state_pool
+    return pool.ssm.is_cuda and is_computed_in_fp32(pool.conv)
 
 
 @torch.inference_mode()
@@ -102,7 +108,7 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
 
 def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield prefill rows, some of one token and some of more; the scan's form depends on how many rows there are."""
-    longest = limits.max_blocks * block_size
+    longest = min(limits.max_blocks * block_size, limits.max_length or limits.max_tokens)
     for num_rows in row_counts(limits.max_rows):
         yield [prefill_padding_row(1, dummy_block) for _ in range(num_rows)]
     if limits.max_tokens > 1:

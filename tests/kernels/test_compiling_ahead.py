@@ -98,6 +98,85 @@ def test_other_threads_launch_as_ever(watch: CompilationWatch, monkeypatch: pyte
     assert calls == [(1, True), (2, False), (4, False)]
 
 
+def test_blocks_of_several_threads_may_end_in_any_order(
+    watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        calls.append((options["NUMBER"], warmup))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def in_another_block() -> None:
+        with compiling_ahead(CPU, watch):
+            begun.set()
+            may_end.wait(10)
+            launch(4)
+        launch(5)
+
+    other = threading.Thread(target=in_another_block)
+    with compiling_ahead(CPU, watch):
+        other.start()
+        begun.wait(10)
+        launch(1)
+    launch(2)
+    may_end.set()
+    other.join(10)
+    launch(6)
+    assert calls == [(1, True), (2, False), (4, True), (5, False), (6, False)] and JITFunction.run is run
+
+
+class _SlowKernel:
+    """Takes a while to compile."""
+
+    run = None
+
+
+@pytest.mark.parametrize("where", ["block", "wait"])
+def test_what_has_not_begun_to_compile_is_left_after_a_fault(
+    where: str, watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def compile_slowly(*_: Any, **__: Any) -> Any:
+        begun.append(time.sleep(0.3))
+        return _SlowKernel()
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "num_threads", lambda: 1)
+    monkeypatch.setattr(triton.compiler, "compile", compile_slowly)
+    if where == "wait":
+        monkeypatch.setattr(triton.runtime._async_compile, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt), compiling_ahead(CPU, watch):
+        for number in range(10, 20):
+            launch(number)
+        if where == "block":
+            raise KeyboardInterrupt
+    monkeypatch.undo()
+    print(f"{len(begun)} of 10 began to compile")
+    assert len(begun) <= 2 and triton.runtime._async_compile.active_mode.get() is None
+
+
+def test_hooks_that_were_chained_twice_count_a_kernel_once(watch: CompilationWatch) -> None:
+    ours = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **event: ours(**event)
+    watch.install()
+    with compiling_ahead(CPU, watch):
+        launch(1)
+        launch(2)
+    assert watch.total.num_kernels == 2
+
+
+def test_going_through_launches_is_no_time_of_compilation(watch: CompilationWatch) -> None:
+    with compiling_ahead(CPU, watch):
+        time.sleep(0.5)
+    assert watch.total == Compilations()
+
+
 def test_launches_launch_again_after_a_fault(watch: CompilationWatch) -> None:
     run = JITFunction.run
     with pytest.raises(ZeroDivisionError), compiling_ahead(CPU, watch):
@@ -106,10 +185,16 @@ def test_launches_launch_again_after_a_fault(watch: CompilationWatch) -> None:
     assert JITFunction.run is run and triton.runtime._async_compile.active_mode.get() is None
 
 
-@pytest.mark.parametrize(("num_cores", "num_gpus", "expected"), [(1, 0, 2), (16, 1, 16), (192, 8, 16), (64, 8, 8)])
+@pytest.mark.parametrize(
+    ("num_cores", "num_gpus", "num_local", "expected"),
+    [(1, 0, None, 2), (16, 1, None, 16), (192, 8, None, 16), (64, 8, None, 8), (64, 1, "8", 8)],
+)
 def test_threads_are_as_many_as_cores_of_a_gpu(
-    num_cores: int, num_gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    num_cores: int, num_gpus: int, num_local: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if num_local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda process: set(range(num_cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert num_threads() == expected

@@ -9,16 +9,21 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
+from megatron_mamba_cache.kernels.experts.product_tiles import tile_rows_ref
+from megatron_mamba_cache.kernels.experts.shared_product import _order_of_one
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.ssm import hopper_tiling
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import choose_tiling
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
+from megatron_mamba_cache.mcore import suspendable_engine
 from megatron_mamba_cache.metrics import CacheSnapshot
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
-from megatron_mamba_cache.step import warmup
+from megatron_mamba_cache.step import graphs, warmup
+from megatron_mamba_cache.step.step_graph import StepGraph
 from megatron_mamba_cache.step.warmup import rehearse, rehearse_prefill, row_counts
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
 
 NUM_ROWS = 20
@@ -203,6 +208,65 @@ def test_rehearsal_of_steps_that_no_single_row_fills(max_requests: int) -> None:
     rehearse_engine(run)
     run.run(0, some_tokens(90), 5)
     run.assert_exact()
+
+
+@pytest.mark.parametrize("max_length", [92, 96])
+def test_no_row_of_a_rehearsal_is_longer_than_the_model_reads(max_length: int) -> None:
+    sizes = tiny_sizes(**SMALL, pattern="ME*", use_rope=True, max_sequence_length=max_length)
+    run = start_run(sizes, 0, max_sequence_length=max_length)
+    rehearse_engine(run)
+    run.run(0, some_tokens(80), 5)
+    run.assert_exact()
+
+
+@needs_compiler
+@pytest.mark.parametrize("pattern", ["M-M*-M-M*-", "ME*"])
+@pytest.mark.parametrize(("num_drafts", "form"), [(0, "window"), (3, "window"), (3, "replay")])
+def test_a_rehearsal_without_launches_leaves_nothing_behind(pattern: str, num_drafts: int, form: str) -> None:
+    """Its kernels compute nothing, as while they are compiled ahead."""
+    run = start_run(tiny_sizes(**SMALL, pattern=pattern), num_drafts, draft_states=form)
+    with recorded_launches(on_hopper=False) as record:
+        rehearse_engine(run)
+        assert record.take()
+    run.run(0, some_tokens(60), 20)
+    run.assert_exact()
+
+
+@needs_compiler
+def test_the_order_of_a_shared_expert_comes_from_no_kernel() -> None:
+    _order_of_one.cache_clear()
+    with recorded_launches(on_hopper=True) as record:
+        for num_tokens in (1, 300, 1000):
+            order = _order_of_one(num_tokens, torch.device("cpu"))
+            expected = tile_rows_ref(torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens)
+            num_tiles = int(expected[0, 0])
+            assert order.tiles[1 : 1 + num_tiles, :3].equal(expected[1 : 1 + num_tiles, :3])
+            assert int(order.tiles[0, 0]) == num_tiles and order.starts.tolist() == [0, num_tokens]
+        assert not record.take()
+    _order_of_one.cache_clear()
+
+
+@pytest.mark.parametrize("num_graphs", [0, 3])
+def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once: not again where graphs are captured anew, or before a warmup."""
+    capture_without_cuda(monkeypatch)
+    events: list[str] = []
+
+    class NotedGraph(StepGraph):
+        def __init__(self, *arguments: Any) -> None:
+            events.extend([] if events[-1:] == ["capture"] else ["capture"])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(graphs, "StepGraph", NotedGraph)
+    monkeypatch.setattr(suspendable_engine, "compile_ahead", lambda *_: events.append("compile"))
+    subject = tiny_hybrid()
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=num_graphs, cuda_graph_prefill_tokens=40)
+    run = EngineRun.start(subject, config)
+    events += [""]
+    run.engine.create_cuda_graphs()
+    assert [event for event in events if event] == ([] if not num_graphs else ["compile", "capture", "capture"])
+    run.engine.warmup()
+    assert events.count("compile") == 1
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])

@@ -204,6 +204,21 @@ def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int
         assert all(after <= max(2 * size, 128) and after - size <= 512 for size, after in pairwise(sizes))
 
 
+@pytest.mark.parametrize("max_rows", [*range(1, 80), 127, 128, 129, 255, 256])
+def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_rows: int) -> None:
+    totals = {shape.num_tokens for shape in prefill_shapes(4096, max_rows, 8192)}
+    slow = [total for total in totals if 320 <= total <= 1056 and total % 32 == 0 and total % 128]
+    assert not slow and len(totals) >= 15
+    sizes = [shape.num_prefill_tokens for shape in prefill_shapes(4096, max_rows, 8192) if not shape.num_decode_rows]
+    assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
+
+
+def test_sizes_that_are_little_smaller_than_others_are_left_out() -> None:
+    sizes = [shape.num_prefill_tokens for shape in prefill_shapes(4096, 72, 8192) if shape.num_decode_rows == 71]
+    assert 384 in sizes and 447 - 71 not in sizes and 351 - 71 in sizes
+    assert [shape.num_prefill_tokens for shape in prefill_shapes(360, 1, 8192)] == [64, 128, 256, 360]
+
+
 @pytest.mark.parametrize("most_tokens", [4, 64, 65, 351, 352, 1024, 1793, 2048, 2049])
 def test_no_step_has_more_prompt_tokens_than_asked_for(most_tokens: int) -> None:
     sizes = [shape.num_prefill_tokens for shape in prefill_shapes(most_tokens, 4, 8192) if not shape.num_decode_rows]
