@@ -3,10 +3,14 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.knobs import HookChain
+from triton.runtime import driver
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
@@ -44,6 +48,15 @@ class AbsentHopper:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def compile_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Compile for a Hopper GPU, without hooks and without what was compiled before."""
+    monkeypatch.setattr(driver, "_active", AbsentHopper())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(directory))
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    monkeypatch.setattr(knobs.runtime, "kernel_load_end_hook", HookChain())
 
 
 class CompiledInsteadOfLaunched:

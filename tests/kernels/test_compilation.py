@@ -12,13 +12,11 @@ import triton.language as tl
 from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.knobs import HookChain
-from triton.runtime import driver
 
 from megatron_mamba_cache.kernels import compilation
 from megatron_mamba_cache.kernels.compilation import Compilations, CompilationWatch
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from tests.kernels.kernel_stand_ins import AbsentHopper
+from tests.kernels.kernel_stand_ins import compile_anew
 
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="compiles for a GPU that is not there")
 
@@ -59,12 +57,7 @@ def compile_kernel(kernel: triton.JITFunction, number: int = 1) -> object:
 
 @pytest.fixture(autouse=True)
 def absent_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compile for a Hopper GPU, without hooks and without what was compiled before."""
-    monkeypatch.setattr(driver, "_active", AbsentHopper())
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
-    monkeypatch.setattr(knobs.runtime, "kernel_load_end_hook", HookChain())
+    compile_anew(monkeypatch, tmp_path)
 
 
 @pytest.fixture

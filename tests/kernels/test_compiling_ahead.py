@@ -10,14 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.knobs import HookChain
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction
 
 from megatron_mamba_cache.kernels import compiling_ahead as ahead
 from megatron_mamba_cache.kernels.compilation import Compilations, CompilationWatch
 from megatron_mamba_cache.kernels.compiling_ahead import compiling_ahead, num_threads
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from tests.kernels.kernel_stand_ins import AbsentHopper
+from tests.kernels.kernel_stand_ins import compile_anew
 
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="compiles for a GPU that is not there")
 CPU = torch.device("cpu")
@@ -31,12 +30,8 @@ def _add_kernel(x, NUMBER: tl.constexpr):
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CompilationWatch:
-    """Compile for a Hopper GPU, without other hooks and without what was compiled before."""
-    monkeypatch.setattr(driver, "_active", AbsentHopper())
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
-    monkeypatch.setattr(knobs.runtime, "kernel_load_end_hook", HookChain())
+    """Return a watch that is installed, with nothing compiled."""
+    compile_anew(monkeypatch, tmp_path)
     _add_kernel.device_caches.clear()
     watch = CompilationWatch()
     watch.install()
