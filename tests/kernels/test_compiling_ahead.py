@@ -75,6 +75,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch(watch: Compilation
     assert watch.total.num_kernels == 1
     with pytest.raises(triton.CompilationError, match="refused"):
         compile_only(3).result()  # Triton 3.7 has kept what failed, and raises when it is to be launched
+    compile_only(5)  # with which the watch ends the log line of what failed
 
 
 def test_other_threads_launch_as_ever(watch: CompilationWatch, monkeypatch: pytest.MonkeyPatch) -> None:
