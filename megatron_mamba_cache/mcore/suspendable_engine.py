@@ -60,9 +60,13 @@ class SuspendableEngine(DynamicInferenceEngine):
         context.runner.capture_by(self._capture, now=not waits)
 
     def _compile_ahead(self) -> None:
-        if not self._has_compiled:
+        if self._has_compiled:
+            return
+        self._has_compiled = True
+        try:
             compile_ahead(self.controller.inference_wrapped_model, self.context.runner)
-            self._has_compiled = True
+        except Exception as error:  # steps work without it
+            _LOG.warning("kernels are compiled one after another: a rehearsal without launches raised %r", error)
 
     def _capture(self) -> None:
         context, runner = self.context, self.context.runner

@@ -269,6 +269,22 @@ def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypa
     assert events.count("compile") == 1
 
 
+def test_an_engine_works_where_kernels_cannot_be_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("an op has no kernel")
+
+    monkeypatch.setattr(suspendable_engine, "compile_ahead", fail)
+    run = EngineRun.start(tiny_hybrid())
+    run.engine.warmup()
+    run.engine.warmup()
+    said = [record.getMessage() for record in caplog.records if "one after another" in record.getMessage()]
+    assert len(said) == 1 and said[0].endswith("raised RuntimeError('an op has no kernel')")
+    run.run(0, some_tokens(20))
+    run.assert_exact()
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int) -> None:
     outcomes = []
