@@ -110,7 +110,7 @@ def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> It
     that does not compile is left to its first launch, which raises. Other threads launch as ever. If the block raises,
     what has not begun to compile is left too.
     """
-    executor = LoadingExecutor(num_threads(), device)
+    executor, mode_before = LoadingExecutor(num_threads(), device), _async_compile.active_mode.get()
 
     @contextmanager
     def abandoning() -> Iterator[None]:
@@ -131,7 +131,7 @@ def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> It
             yield
     finally:
         executor.shutdown()
-        _async_compile.active_mode.set(None)  # Triton 3.6 and 3.7 leave it as it is if their wait is interrupted
+        _async_compile.active_mode.set(mode_before)  # Triton 3.6 and 3.7 leave theirs if their wait is interrupted
         watch.add_seconds(executor.seconds)
 
 

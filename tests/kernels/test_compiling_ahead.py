@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_going_through_launches_is_no_time_of_compilation(watch: CompilationWatc
     with compiling_ahead(CPU, watch):
         time.sleep(0.5)
     assert watch.total == Compilations()
+
+
+def test_a_mode_of_somebody_else_is_left_as_it_is(watch: CompilationWatch) -> None:
+    with ThreadPoolExecutor(1) as executor, triton.AsyncCompileMode(executor) as mode:
+        with pytest.raises(RuntimeError, match="already active"), compiling_ahead(CPU, watch):
+            raise AssertionError("the block began")
+        assert triton.runtime._async_compile.active_mode.get() is mode
 
 
 def test_launches_launch_again_after_a_fault(watch: CompilationWatch) -> None:
