@@ -71,7 +71,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     check_not_quantized(directory)
     files = SafetensorsFiles(directory)
     architecture = _with_own_output(family.architecture_of(config), files)
-    with _naming_config(directory):
+    with naming_source(directory / "config.json"):
         check_buildable(architecture)
     placements = family.placements_of(architecture)
     left_out = mtp_names(files.names.keys() - placements.keys(), placements.keys(), num_mtp_layers(config))
@@ -80,7 +80,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
         warn_of_mtp(directory, len(left_out))
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     _check_shapes(directory, files, placements, shapes)
-    with _naming_config(directory):
+    with naming_source(directory / "config.json"):
         model = build_hybrid_model(architecture, dtype or _stored_dtype(config))
     filler = ModelFiller(
         model,
@@ -150,14 +150,14 @@ def _check_shapes(
 
 
 @contextmanager
-def _naming_config(directory: Path) -> Iterator[None]:
-    """Name the configuration in errors about the model that it describes."""
+def naming_source(source: str | Path) -> Iterator[None]:
+    """Name what describes a model in errors about building it."""
     try:
         yield
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"{directory / 'config.json'} describes no model that Megatron builds: {error}") from error
+        raise ValueError(f"{source} describes no model that Megatron builds: {error}") from error
     except MemoryError as error:
-        raise MemoryError(f"{directory / 'config.json'}: {error}") from error
+        raise MemoryError(f"{source}: {error}") from error
 
 
 def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from .checkpoint_architecture import DescribedModel, trained_architecture, writt
 from .checkpoint_iterations import weights_directory
 from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
-from .hugging_face import LoadedModel, listed
+from .hugging_face import LoadedModel, listed, naming_source
 from .multi_token_prediction import mtp_names, warn_of_mtp
 from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
@@ -125,12 +125,8 @@ def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, co
 
 def _built(described: DescribedModel, dtype: torch.dtype) -> MambaModel:
     """Return the model, without values; name what describes it in errors."""
-    try:
+    with naming_source(described.source):
         return build_hybrid_model(described.architecture, dtype)
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
-    except MemoryError as error:
-        raise MemoryError(f"{described.source}: {error}") from error
 
 
 @contextmanager

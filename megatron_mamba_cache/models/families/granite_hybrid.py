@@ -19,10 +19,8 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # also used by the mixers
-    num_experts, num_heads = (
-        config.integer("num_local_experts", 0, least=0, most=MOST_EXPERTS),
-        config.integer("num_attention_heads"),
-    )
+    num_experts = config.integer("num_local_experts", 0, least=0, most=MOST_EXPERTS)
+    num_heads = config.integer("num_attention_heads")
     feed_forward = "E" if num_experts else "-"
     position = config.one_of("position_embedding_type", ("rope", "nope"), "nope")
     return HybridArchitecture(
