@@ -107,7 +107,9 @@ def test_caches_and_keys_are_on_volumes() -> None:
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
     environment = {entry["name"]: entry["value"] for entry in container()["env"]}
-    assert all(environment[name].startswith("/cache/") for name in ("HF_HOME", "TRITON_CACHE_DIR"))
+    folders = ("HF_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+    assert all(environment[name].split("/")[1] == "cache" for name in folders)
+    assert {f"{name}={environment[name]}" for name in folders} <= set(argument("ENV").split())
     claim = mounts["/cache"]["persistentVolumeClaim"]["claimName"]
     assert manifests()["PersistentVolumeClaim"]["metadata"]["name"] == claim
     folder, _, _ = parsed(container()["args"]).api_key_file.rpartition("/")

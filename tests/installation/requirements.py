@@ -27,6 +27,11 @@ THROUGH_MEGATRON = {
 BY_NAME = {"fastapi_offline": f"{PACKAGE}/server/documentation.py"}
 """Packages of the server that a file finds by their name, without an import."""
 
+NAMED_EXTRAS = {
+    ("gpu", "flashinfer-python"): (f"{PACKAGE}/kernels/attention/flashinfer.py", 'version("flashinfer-python")'),
+}
+"""Distributions that a file uses where they are installed and else names an extra for, and the words that show it."""
+
 COMMANDS = {
     "pytest-xdist": ("pyproject.toml", r'addopts = "[^"]*-n \d'),
     "ruff": (".ci/run", r"\bruff check\b"),
@@ -138,6 +143,10 @@ def missing(found: Declared) -> list[str]:
                     f"{'[' + ','.join(environment.extras) + ']' if environment.extras else 'the base install'} lacks"
                 )
     needed_extras = {("hf", top): module for top, module in _optional_of_hub().items()}
+    for (extra, distribution), (file, words) in NAMED_EXTRAS.items():
+        text = (REPOSITORY / file).read_text()
+        assert words in text and f"the extra {extra}" in text, (distribution, file)
+        needed_extras[extra, distribution] = file
     for (extra, top), module in needed_extras.items():
         if not distributions_of(top) & found[extra]:
             complaints.append(f"{module} names the extra {extra} for {top}, which [{extra}] lacks")

@@ -118,7 +118,9 @@ def varlen_attn(
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Stand for the class of FlashInfer 0.5."""
+    """Stand for the class of FlashInfer 0.5; `HAS_OFFSETS` tells its "fa3" from that of 0.6 and later."""
+
+    HAS_OFFSETS = True
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert backend in ("fa2", "fa3")
         self._buffers = buffers if use_cuda_graph else None
         self._reads_plan = backend == "fa3"
-        if backend == "fa3":
+        if backend == "fa3" and self.HAS_OFFSETS:
             self._vector_sparse_indices_buffer = torch.zeros(1, dtype=torch.int32)
         self._most_tokens = None
 

@@ -331,6 +331,60 @@ def test_captured_attention_is_that_of_the_rows_at_each_replay(
             torch.testing.assert_close(out[: len(step.q)], step.reference(shape.scale), rtol=1e-6, atol=1e-6)
 
 
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let FlashInfer's backend serve a CPU in single precision."""
+    monkeypatch.setattr(flashinfer, "half_precision_refusal", lambda *asked: None)
+
+
+@pytest.mark.usefixtures("stand_in_libraries", "any_device")
+@pytest.mark.parametrize("has_offsets", [True, False], ids=["0.5", "0.6 and later"])
+def test_flashinfer_is_preferred_in_each_of_its_releases(has_offsets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_libraries.BatchPrefillWithPagedKVCacheWrapper, "HAS_OFFSETS", has_offsets)
+    monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
+    monkeypatch.setattr(flashinfer, "_version", lambda: "0.7.2.post1")
+    shape = shape_of(num_heads=32, num_kv_heads=2, head_dim=8)
+    backend = choose_attention("auto", shape)
+    assert backend.name == "flashinfer"
+    backend.capture(CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape).rows)  # prompts of "fa3"
+
+
+@pytest.mark.usefixtures("stand_in_libraries", "any_device")
+def test_a_flashinfer_without_what_graphs_use_is_passed_over_when_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
+    monkeypatch.setattr(flashinfer, "_version", lambda: None)
+    monkeypatch.delattr(attention_libraries.BatchPrefillWithPagedKVCacheWrapper, "reset_workspace_buffer")
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention("auto", shape_of(num_heads=4, head_dim=8)).name != "flashinfer"
+    assert "does not use flashinfer: it fails with AttributeError" in caplog.text
+
+
+def test_a_flashinfer_that_is_older_or_missing_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = flashinfer.FlashInferAttention.refusal
+    monkeypatch.setattr(flashinfer, "is_installed", lambda package: False)
+    assert refusal(shape_of()) == "flashinfer is not installed; the extra gpu installs it"
+    monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
+    for found, is_older in {"0.5.2": True, "0.10.0": False, "0.5.3": False, "0.5.3+cu130": False}.items():
+        monkeypatch.setattr(flashinfer, "_version", lambda found=found: found)
+        assert (f"flashinfer {found} is older than 0.5.3" in str(refusal(shape_of()))) == is_older
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_torch_on_a_gpu_says_what_would_be_faster(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer, "is_installed", lambda package: False)
+    monkeypatch.setattr(choice, "BACKENDS", (flashinfer.FlashInferAttention, ReferenceAttention))
+    shape = replace(shape_of(dtype=dtype), device=torch.device("cuda", 0))
+    with caplog.at_level(logging.WARNING):
+        choose_attention("auto", shape)
+        choose_attention("reference", shape)
+    expected = "attention runs in plain torch, which is slow: flashinfer: flashinfer is not installed; the extra gpu"
+    assert caplog.text.count(expected) == (dtype == torch.bfloat16)
+
+
 @pytest.mark.usefixtures("stand_in_libraries")
 def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
@@ -381,7 +435,8 @@ def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: p
     )
     flashinfer.FlashInferAttention(shape_of(num_heads=4, head_dim=8))
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=128))
-    assert spaces == [128 * 2**20] * 2 + [132 * 128 * 32 * 129 * 4 + 32] * 2
+    # Two calls, and what a graph of each does.
+    assert spaces == [128 * 2**20] * 4 + [132 * 128 * 32 * 129 * 4 + 32] * 4
 
 
 @pytest.mark.usefixtures("stand_in_libraries")

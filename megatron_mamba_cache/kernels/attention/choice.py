@@ -29,9 +29,9 @@ class BackendClass(Protocol):
 
 
 BACKENDS: tuple[BackendClass, ...] = (
+    FlashInferAttention,  # which the benchmarks measure, and which divides long rows of few query tokens
     FlashAttention3,
     FlashAttention2,
-    FlashInferAttention,
     TorchVarlenAttention,
     ReferenceAttention,
 )
@@ -53,16 +53,26 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
         reason = backend.refusal(shape)
         if reason is None:
             try:
-                return backend(shape)
+                chosen = backend(shape)
             except Exception as error:  # a broken installation or a missing compiler may raise anything
                 reason = f"it fails with {type(error).__name__}: {error}"
                 if setting == "auto":
                     _logger.warning("attention does not use %s: %s", backend.name, reason)
+            else:
+                if refusals and _is_slow(chosen, shape):
+                    _logger.warning("attention runs in plain torch, which is slow: %s", "; ".join(refusals))
+                return chosen
         refusals.append(f"{backend.name}: {reason}")
     raise ValueError(
         f"attention_backend is {setting!r}, which cannot serve this model ({'; '.join(refusals)}); fix that, or set "
         f"{_FLAG} to auto or reference"
     )
+
+
+def _is_slow(chosen: AttentionBackend, shape: AttentionShape) -> bool:
+    """Return whether a library would be many times as fast as the chosen backend, if it were installed."""
+    is_half = shape.dtype in (torch.float16, torch.bfloat16)
+    return chosen.setting == ReferenceAttention.setting and shape.device.type == "cuda" and is_half
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:

@@ -9,13 +9,16 @@ a word; "fa2" reads them. Where there are such blocks, graphs of up to 1,024 pro
 of "fa3" and left out, if they may be, in the steps whose prompts have such a block.
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
-built, with a log line, not at the first request.
+built, with a log line, not at the first request. Graphs use more of FlashInfer than its documentation promises. That is
+tried out there too: a release that differs is passed over and does not stop a start that has loaded its weights.
 """
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from ..kernel_launches import is_hopper, num_multiprocessors
@@ -25,6 +28,7 @@ from .flashinfer_calls import CapturedFlashInfer, CapturedPart, PagedAttention, 
 from .interface import AttentionShape, PlannedAttention, half_precision_refusal, is_installed
 from .page_lists import ALL_ROWS, page_lists
 
+_OLDEST = "0.5.3"
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
@@ -48,7 +52,10 @@ class FlashInferAttention:
     def refusal(shape: AttentionShape) -> str | None:
         """Return why it cannot serve a model, None if it can."""
         if not is_installed("flashinfer"):
-            return "flashinfer is not installed"
+            return "flashinfer is not installed; the extra gpu installs it"
+        found = _version()
+        if found is not None and Version(found) < Version(_OLDEST):
+            return f"flashinfer {found} is older than {_OLDEST}; the extra gpu installs a newer release"
         return half_precision_refusal(shape, _HEAD_DIMS)
 
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
@@ -64,8 +71,7 @@ class FlashInferAttention:
             self._far_prompts = self._prompts
             if prompt_kernel == "fa3" and self._is_beyond_fa3:
                 self._far_prompts = PagedAttention(shape, _wrapper(self._workspace, "fa2"))
-            for attention in (self._decoding, self._prompts):
-                _try_out(attention, shape)
+            self._try_out((kernel or "fa2", prompt_kernel))
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Plan a step on the host; needs exact `kv_lens`."""
@@ -110,6 +116,30 @@ class FlashInferAttention:
             [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)],
             _FA3_BYTES // self._shape.block_bytes_apart - 1 if is_limited else None,
         )
+
+    def _try_out(self, kernels: tuple[str, str]) -> None:
+        """Compile all that a step needs and prepare what a graph does, by running steps of one token.
+
+        Args:
+            kernels: Those of decode rows and of prompts.
+        """
+        shape = self._shape
+        one = torch.ones(1, dtype=torch.int32, device=shape.device)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        rows = AttentionRows(
+            torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy(), last_block_lens=one
+        )
+        options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
+        cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
+        q = torch.zeros(1, shape.num_heads, shape.head_dim, **options)
+        for attention in (self._decoding, self._prompts):
+            attention.plan_pages(page_lists(rows, shape.block_size))
+            attention.run(q, cache, cache, torch.empty_like(q))
+        for kernel in kernels:
+            part = self._capture_part(rows, slice(0, 1), kernel)
+            part.plan_again(rows)
+            part.attention.run(q, cache, cache, torch.empty_like(q))
+        torch.cuda.synchronize(shape.device)
 
     @property
     def _is_beyond_fa3(self) -> bool:
@@ -202,14 +232,9 @@ def largest(*values: Any, **options: Any) -> Any:
     return max(*values, **options)
 
 
-def _try_out(attention: PagedAttention, shape: AttentionShape) -> None:
-    """Compile all that a step needs by running a step of one token."""
-    one = torch.ones(1, dtype=torch.int32, device=shape.device)
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    rows = AttentionRows(torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy())
-    options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
-    cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
-    q = torch.zeros(1, shape.num_heads, shape.head_dim, **options)
-    attention.plan_pages(page_lists(rows, shape.block_size))
-    attention.run(q, cache, cache, torch.empty_like(q))
-    torch.cuda.synchronize(shape.device)
+def _version() -> str | None:
+    """Return FlashInfer's release; None if its installation does not say."""
+    try:
+        return version("flashinfer-python")
+    except PackageNotFoundError:
+        return None

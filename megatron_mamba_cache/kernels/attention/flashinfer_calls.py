@@ -42,8 +42,13 @@ class PagedAttention:
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out)
 
     def lend_offsets(self, wrapper: Any) -> None:
-        """Let another wrapper of "fa3" use this one's 64 MiB for the places of cached tokens, written by each run."""
-        wrapper._vector_sparse_indices_buffer = self._wrapper._vector_sparse_indices_buffer
+        """Let another wrapper of "fa3" use this one's 64 MiB for the places of cached tokens, written by each run.
+
+        From 0.6 on FlashInfer has no such memory.
+        """
+        offsets = getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
+        if offsets is not None:
+            wrapper._vector_sparse_indices_buffer = offsets
 
 
 class CapturedPart:
