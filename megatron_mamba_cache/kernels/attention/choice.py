@@ -46,7 +46,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
     Raises:
         ValueError: If the named backend cannot serve the model, or its library fails.
     """
-    refusals = []
+    refusals: list[str] = []
     for backend in BACKENDS:
         if setting not in ("auto", backend.setting):
             continue
