@@ -12,7 +12,7 @@ from tests.docs.blocks import REPOSITORY
 from tests.docs.command_lines import parsed
 
 DEPLOY = REPOSITORY / "deploy"
-INSTRUCTIONS = re.compile("CMD|COPY|ENTRYPOINT|ENV|EXPOSE|FROM|HEALTHCHECK|RUN|STOPSIGNAL|USER|VOLUME|WORKDIR")
+INSTRUCTIONS = re.compile("ARG|CMD|COPY|ENTRYPOINT|ENV|EXPOSE|FROM|HEALTHCHECK|RUN|STOPSIGNAL|USER|VOLUME|WORKDIR")
 
 
 def instructions() -> list[tuple[str, str]]:
