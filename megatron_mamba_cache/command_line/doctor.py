@@ -201,7 +201,11 @@ def _attention_backends() -> Iterator[str]:
         return
     used = next(name for name, reason in refusals.items() if reason is None)
     for name, reason in refusals.items():
-        yield f"  {name:<16} {'in use' if name == used else 'could be used' if reason is None else f'no: {reason}'}"
+        state = "in use" if name == used else "could be used" if reason is None else f"no: {reason}"
+        if name == "flashinfer" and reason is None:
+            origin = import_module("..kernels.attention.flashinfer_compiler", __package__).origin_of_kernels()
+            state = f"{state}, {_version_of('flashinfer-python') or 'release unknown'}; {origin}"
+        yield f"  {name:<16} {state}"
 
 
 def _default_model() -> str:

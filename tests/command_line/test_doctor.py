@@ -1,5 +1,6 @@
 """The doctor command."""
 
+import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -13,7 +14,7 @@ from megatron_mamba_cache import installation
 from megatron_mamba_cache.command_line import doctor
 from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
 from megatron_mamba_cache.command_line.main import main
-from megatron_mamba_cache.kernels.attention import choice
+from megatron_mamba_cache.kernels.attention import choice, flashinfer_compiler
 from tests.command_line.command_runs import needs_installation, run_process
 
 
@@ -50,6 +51,41 @@ def test_doctor_says_which_attention_is_used_and_why_no_other(monkeypatch: pytes
     monkeypatch.setattr(choice, "refusals_for_usual_model", lambda: refusals)
     expected = {"first": "no: it is new", "second": "in use", "last": "could be used"}
     assert list(doctor._attention_backends()) == [f"  {name:<16} {what}" for name, what in expected.items()]
+
+
+NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
+
+
+@pytest.mark.parametrize(
+    ("files", "is_compiled", "expected"),
+    [
+        ([], False, f"they cannot be compiled, for want of {NVCC}, c++, ninja: install that, or flashinfer-jit-cache"),
+        ([NVCC, "SCRIPTS/ninja"], False, "they cannot be compiled, for want of c++: install that"),
+        ([NVCC, *TOOLS], False, f"{NVCC} compiles them at the first start with a model, and they are kept in HOME/."),
+        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them at the first start"),
+        ([], True, "flashinfer-jit-cache has them compiled"),
+    ],
+)
+def test_doctor_says_where_flashinfers_kernels_come_from(
+    files: list[str], is_compiled: bool, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in files:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("#!/bin/sh\n")
+        file.chmod(0o755)
+    for name in ("CUDA_PATH", "CUDA_HOME", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    if "PATH/nvcc" not in files:
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "CUDA"))
+    monkeypatch.setenv("PATH", str(tmp_path / "PATH"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "HOME"))
+    monkeypatch.setattr(flashinfer_compiler.sysconfig, "get_path", lambda name: str(tmp_path / name.upper()))
+    monkeypatch.setattr(flashinfer_compiler, "is_installed", lambda package: is_compiled)
+    monkeypatch.setattr(choice, "refusals_for_usual_model", lambda: {"flashinfer": None, "reference": None})
+    (first, _) = (line.replace(f"{tmp_path}/", "") for line in doctor._attention_backends())
+    assert first.startswith("  flashinfer       in use, ") and f"; {expected}" in first
+    assert os.environ["PATH"] == str(tmp_path / "PATH")
 
 
 def test_doctor_tells_another_apex_and_an_unused_package(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Attention backends against the twin, where their library is installed, and which of them serves a model."""
 
 import logging
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
@@ -344,8 +346,16 @@ def test_flashinfer_is_preferred_in_each_of_its_releases(has_offsets: bool, monk
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
     monkeypatch.setattr(flashinfer, "_version", lambda: "0.7.2.post1")
     shape = shape_of(num_heads=32, num_kv_heads=2, head_dim=8)
+    paths: list[str] = []
+    plan = flashinfer.PagedAttention.plan_pages
+    monkeypatch.setattr(
+        flashinfer.PagedAttention,
+        "plan_pages",
+        lambda self, pages: (paths.append(os.environ["PATH"]), plan(self, pages))[1],
+    )
     backend = choose_attention("auto", shape)
     assert backend.name == "flashinfer"
+    assert {path.split(os.pathsep)[-1] for path in paths} == {sysconfig.get_path("scripts")}  # where ninja is
     backend.capture(CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape).rows)  # prompts of "fa3"
 
 

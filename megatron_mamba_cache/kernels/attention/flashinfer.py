@@ -25,6 +25,7 @@ from ..kernel_launches import is_hopper, num_multiprocessors
 from ..progress import progress
 from .attention_rows import AttentionRows
 from .flashinfer_calls import CapturedFlashInfer, CapturedPart, PagedAttention, attend_parts, tokens_of
+from .flashinfer_compiler import scripts_in_path
 from .interface import AttentionShape, PlannedAttention, half_precision_refusal, is_installed
 from .page_lists import ALL_ROWS, page_lists
 
@@ -64,7 +65,8 @@ class FlashInferAttention:
         workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
         self._graph_workspace = self._workspace  # until a graph needs more
-        with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
+        message = "FlashInfer compiles attention kernels for this model, which it does once on a machine"
+        with progress(message), scripts_in_path():
             prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
             self._prompts = PagedAttention(shape, _wrapper(self._workspace, prompt_kernel))

@@ -1,0 +1,49 @@
+"""What FlashInfer compiles its kernels with on this machine, without importing it."""
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .interface import is_installed
+
+_COMPILED = "flashinfer_jit_cache"
+_DEFAULT_CUDA = "/usr/local/cuda"
+
+
+def origin_of_kernels() -> str:
+    """Say how FlashInfer gets its kernels, or what it lacks for that.
+
+    It runs `nvcc`, the C++ compiler and `ninja`, and looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, above an `nvcc` in
+    `PATH` and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.
+    """
+    if is_installed(_COMPILED):
+        return "flashinfer-jit-cache has them compiled"
+    nvcc = _nvcc()
+    with scripts_in_path():
+        programs = (str(nvcc), os.environ.get("CXX", "c++"), "ninja")
+        missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        return f"they cannot be compiled, for want of {', '.join(missing)}: install that, or flashinfer-jit-cache"
+    folder = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home(), ".cache", "flashinfer")
+    return f"{nvcc} compiles them at the first start with a model, and they are kept in {folder}"
+
+
+@contextmanager
+def scripts_in_path() -> Iterator[None]:
+    """Let the block find what pip has installed beside this Python, also where its environment is not active."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def _nvcc() -> Path:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None and (found := shutil.which("nvcc")) is not None:
+        return Path(found)
+    return Path(home or _DEFAULT_CUDA, "bin", "nvcc")
