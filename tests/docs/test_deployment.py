@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_dockerfile_copies_what_is_there_and_knows_its_instructions() -> None:
 def test_dockerfile_copies_what_the_build_reads() -> None:
     copied = {path for name, value in instructions() if name == "COPY" for path in value.split()[:-1]}
     assert {"pyproject.toml", "setup.py", "README.md", "megatron_mamba_cache"} <= copied
+
+
+def test_image_installs_what_the_readme_installs_on_a_gpu() -> None:
+    (extras,) = re.findall(r"pip install -e '\.(\[.*gpu.*\])'", (REPOSITORY / "README.md").read_text())
+    commands = [value for name, value in instructions() if name == "RUN"]
+    assert f"pip install --no-cache-dir '.{extras}'" in commands
+
+
+@pytest.mark.parametrize(("index", "status"), [("https://index", 0), ("https://broken", 1), ("", 0)])
+def test_image_has_flashinfers_kernels_of_the_release_or_is_not_built(index: str, status: int, tmp_path: Path) -> None:
+    (command,) = [value for name, value in instructions() if name == "RUN" and "flashinfer" in value]
+    for program, script in {
+        "python": "echo 0.6.18.post1",
+        "pip": f'echo "$@" >> {tmp_path}/asked; [ "${{!#}}" != https://broken ]',
+    }.items():
+        (tmp_path / program).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / program).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLASHINFER_INDEX": index}
+    finished = subprocess.run(["/bin/sh", "-c", command], env=environment, check=False)
+    assert finished.returncode == status
+    asked = (tmp_path / "asked").read_text() if index else ""
+    expected = f"install --no-cache-dir flashinfer-jit-cache==0.6.18.post1 --index-url {index}\n"
+    assert asked == (expected if index else "")
 
 
 def test_image_runs_the_server_as_a_user_without_privileges() -> None:

@@ -124,6 +124,11 @@ def own_requirements() -> list[tuple[str, str]]:
     return [(extra, name) for extra, name in found if name != OWN_NAME]
 
 
+def requirements_of(extra: str) -> list[Requirement]:
+    """Return what pyproject.toml declares for an extra."""
+    return _lists()[extra]
+
+
 def _lists() -> dict[str, list[Requirement]]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     texts = {"": project["dependencies"], **project["optional-dependencies"]}

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mamba_cache.installation import EXTRAS
+from megatron_mamba_cache.kernels.attention.flashinfer import OLDEST
 from tests.installation.imports import Import, Sources
-from tests.installation.requirements import declared, missing, own_requirements
+from tests.installation.requirements import declared, missing, own_requirements, requirements_of
 
 
 def test_nothing_is_missing() -> None:
@@ -17,6 +19,16 @@ def test_each_requirement_is_missed_where_it_is_taken_out(extra: str, name: str)
     complaints = missing(declared(without=(extra, name)))
     print(*complaints, sep="\n")
     assert complaints
+
+
+def test_doctor_names_each_extra_that_is_not_for_clients_of_the_server() -> None:
+    assert set(EXTRAS) == {extra for extra in declared() if extra and not extra.startswith("client-")}
+
+
+def test_the_gpu_extra_begins_at_the_oldest_release_that_the_backend_takes() -> None:
+    (flashinfer,) = requirements_of("gpu")
+    assert flashinfer.specifier.contains(OLDEST)
+    assert not flashinfer.specifier.contains("0.5.2") and not flashinfer.specifier.contains("0.7.0")
 
 
 def write(folder: Path, files: dict[str, str]) -> Sources:

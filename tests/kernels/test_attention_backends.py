@@ -4,8 +4,9 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError
 from itertools import accumulate, takewhile
 
 import numpy as np
@@ -299,13 +300,16 @@ def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPat
     assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128 + 32
 
 
-def test_a_plan_has_room_for_each_tile_row_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("head_dim", "most_tile"), [(64, 128), (128, 128), (256, 64)])
+def test_a_plan_has_room_for_each_tile_row_and_token(
+    head_dim: int, most_tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As FlashInfer counts them, but for what aligns its parts."""
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
-    shape, grain = shape_of(num_heads=32, num_kv_heads=8, head_dim=128), 64 * 2**10
-    for num_rows, num_tokens in ((1, 1), (4, 4096), (256, 256), (256, 2304), (64, 16_384), (4096, 4096)):
+    shape, grain = shape_of(num_heads=32, num_kv_heads=8, head_dim=head_dim), 64 * 2**10
+    for num_rows, num_tokens in ((1, 1), (4, 4096), (256, 256), (256, 2304), (64, 16_384), (4096, 4096), (2, 2**18)):
         group, longest = 4, (num_tokens - num_rows + 1) * 4
-        tile = 128 if longest > 64 else 16 if longest <= 16 else 64
+        tile = most_tile if longest > 64 else 16 if longest <= 16 else 64
         num_tiles = max(-(-num_tokens * group // tile) + num_rows - 1, 2 * 132 // 8)
         of_fa2 = 3 * 4 * num_tiles + num_tiles + 4 * (num_rows + 1) + 4 * (num_tokens + 1) + 8
         of_fa3 = 7 * 4 * 32 * (-(-num_tokens // 128) + num_rows - 1) + 4 * 133
@@ -339,24 +343,62 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "half_precision_refusal", lambda *asked: None)
 
 
+@pytest.mark.usefixtures("stand_in_libraries")
+def test_flashinfer_comes_first_where_every_library_could_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in BACKENDS:
+        monkeypatch.setattr(backend, "refusal", staticmethod(lambda shape: None))
+    assert choose_attention("auto", shape_of(num_heads=4, head_dim=8)).name == "flashinfer"
+
+
 @pytest.mark.usefixtures("stand_in_libraries", "any_device")
+@pytest.mark.parametrize(("named", "kernels"), [(None, ("fa2", "fa3")), ("fa2", ("fa2", "fa2"))], ids=["best", "fa2"])
+def test_all_that_steps_and_graphs_call_is_tried_out_when_flashinfer_is_built(
+    named: str | None, kernels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, bool, str]] = []
+    make, finished = flashinfer._wrapper, []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: finished.append(len(calls)))
+
+    def wrapper(space: Tensor, kernel: str, **other: object) -> object:
+        built = make(space, kernel, **other)
+        for name in ("plan", "run"):
+            call = getattr(built, name)
+
+            def noted(*given: object, name: str = name, call: Callable[..., object] = call, **named: object) -> object:
+                assert os.environ["PATH"].split(os.pathsep)[-1] == sysconfig.get_path("scripts")  # where ninja is
+                calls.append((kernel, bool(other), name))
+                return call(*given, **named)
+
+            setattr(built, name, noted)
+        return built
+
+    monkeypatch.setattr(flashinfer, "_wrapper", wrapper)
+    flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=8), named)
+    for in_graph in (False, True):
+        for kernel in kernels:
+            assert calls.count((kernel, in_graph, "run")) == kernels.count(kernel)
+            # "fa2" reads lengths where a graph's steps write them, so that the same pages are planned once.
+            replayed = in_graph and kernel == "fa3"
+            assert calls.count((kernel, in_graph, "plan")) == kernels.count(kernel) * (1 + replayed)
+    assert finished == [len(calls)]
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("has_offsets", [True, False], ids=["0.5", "0.6 and later"])
-def test_flashinfer_is_preferred_in_each_of_its_releases(has_offsets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_share_the_places_of_cached_tokens_in_releases_that_have_them(
+    has_offsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_libraries.BatchPrefillWithPagedKVCacheWrapper, "HAS_OFFSETS", has_offsets)
-    monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
-    monkeypatch.setattr(flashinfer, "_version", lambda: "0.7.2.post1")
-    shape = shape_of(num_heads=32, num_kv_heads=2, head_dim=8)
-    paths: list[str] = []
-    plan = flashinfer.PagedAttention.plan_pages
+    built: list[object] = []
+    make = flashinfer._wrapper
     monkeypatch.setattr(
-        flashinfer.PagedAttention,
-        "plan_pages",
-        lambda self, pages: (paths.append(os.environ["PATH"]), plan(self, pages))[1],
+        flashinfer, "_wrapper", lambda *given, **other: (built.append(make(*given, **other)), built[-1])[1]
     )
-    backend = choose_attention("auto", shape)
-    assert backend.name == "flashinfer"
-    assert {path.split(os.pathsep)[-1] for path in paths} == {sysconfig.get_path("scripts")}  # where ninja is
-    backend.capture(CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape).rows)  # prompts of "fa3"
+    shape = shape_of(num_heads=32, num_kv_heads=2, head_dim=8)
+    flashinfer.FlashInferAttention(shape).capture(CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape).rows)
+    places = [getattr(one, "_vector_sparse_indices_buffer", None) for one in built if one._reads_plan]
+    assert len(places) == 3  # of steps outside of graphs, of the trial and of the graph
+    assert len({id(one) for one in places}) == 1 and (places[0] is not None) == has_offsets
 
 
 @pytest.mark.usefixtures("stand_in_libraries", "any_device")
@@ -364,35 +406,78 @@ def test_a_flashinfer_without_what_graphs_use_is_passed_over_when_it_is_built(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
-    monkeypatch.setattr(flashinfer, "_version", lambda: None)
     monkeypatch.delattr(attention_libraries.BatchPrefillWithPagedKVCacheWrapper, "reset_workspace_buffer")
     with caplog.at_level(logging.WARNING):
         assert choose_attention("auto", shape_of(num_heads=4, head_dim=8)).name != "flashinfer"
     assert "does not use flashinfer: it fails with AttributeError" in caplog.text
 
 
-def test_a_flashinfer_that_is_older_or_missing_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = flashinfer.FlashInferAttention.refusal
-    monkeypatch.setattr(flashinfer, "is_installed", lambda package: False)
-    assert refusal(shape_of()) == "flashinfer is not installed; the extra gpu installs it"
+@pytest.mark.parametrize(
+    ("release", "is_older"),
+    {"0.5.2": True, "0.10.0": False, "0.5.3": False, "0.5.3+cu130": False, "0.0.0+unknown": False, "?": False}.items(),
+)
+def test_a_flashinfer_that_is_older_is_refused_with_the_remedy(
+    release: str, is_older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
-    for found, is_older in {"0.5.2": True, "0.10.0": False, "0.5.3": False, "0.5.3+cu130": False}.items():
-        monkeypatch.setattr(flashinfer, "_version", lambda found=found: found)
-        assert (f"flashinfer {found} is older than 0.5.3" in str(refusal(shape_of()))) == is_older
+    monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
+    reason = flashinfer.FlashInferAttention.refusal(shape_of())
+    older = f"flashinfer {release} is older than 0.5.3; the extra gpu installs a newer release"
+    assert reason == (older if is_older else "it needs a CUDA device, found cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_plain_torch_on_a_gpu_says_what_would_be_faster(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("any_device")
+def test_a_flashinfer_whose_release_is_not_told_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def untold(distribution: str) -> str:
+        raise PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
+    monkeypatch.setattr(flashinfer, "version", untold)
+    assert flashinfer.FlashInferAttention.refusal(shape_of()) is None
+
+
+class OtherAttention(FailingAttention):
+    name = setting = "other"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "is_told"),
+    [("cuda", torch.bfloat16, True), ("cuda", torch.float32, False), ("cpu", torch.bfloat16, False)],
+)
+def test_half_precision_on_a_gpu_without_flashinfer_says_so(
+    kind: str, dtype: torch.dtype, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: False)
-    monkeypatch.setattr(choice, "BACKENDS", (flashinfer.FlashInferAttention, ReferenceAttention))
-    shape = replace(shape_of(dtype=dtype), device=torch.device("cuda", 0))
+    monkeypatch.setattr(choice, "BACKENDS", (flashinfer.FlashInferAttention, OtherAttention, ReferenceAttention))
+    shape = replace(shape_of(dtype=dtype), device=torch.device(kind, 0))
     with caplog.at_level(logging.WARNING):
         choose_attention("auto", shape)
-        choose_attention("reference", shape)
-    expected = "attention runs in plain torch, which is slow: flashinfer: flashinfer is not installed; the extra gpu"
-    assert caplog.text.count(expected) == (dtype == torch.bfloat16)
+        choose_attention("other", shape)
+        monkeypatch.setattr(choice, "BACKENDS", (OtherAttention, flashinfer.FlashInferAttention))
+        choose_attention("auto", shape)
+    text = "attention runs on other, not on flashinfer: flashinfer is not installed; the extra gpu installs it"
+    assert [record.message for record in caplog.records] == [text] * is_told
+
+
+class UncompiledAttention(FailingAttention):
+    def __init__(self, shape: AttentionShape) -> None:
+        raise RuntimeError("the build failed\nwith much output")
+
+
+def test_what_a_compiler_prints_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "BACKENDS", (UncompiledAttention, OtherAttention))
+    with caplog.at_level(logging.WARNING):
+        choose_attention("auto", replace(shape_of(dtype=torch.bfloat16), device=torch.device("cuda", 0)))
+    failed = "it fails with RuntimeError: the build failed"
+    assert [record.message for record in caplog.records] == [
+        f"attention does not use failing: {failed}\nwith much output",
+        f"attention runs on other, not on failing: {failed}",
+    ]
 
 
 @pytest.mark.usefixtures("stand_in_libraries")

@@ -55,12 +55,13 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
             try:
                 chosen = backend(shape)
             except Exception as error:  # a broken installation or a missing compiler may raise anything
-                reason = f"it fails with {type(error).__name__}: {error}"
+                failure = f"it fails with {type(error).__name__}: {error}"
                 if setting == "auto":
-                    _logger.warning("attention does not use %s: %s", backend.name, reason)
+                    _logger.warning("attention does not use %s: %s", backend.name, failure)
+                reason = failure.partition("\n")[0]  # a compiler's whole output may follow
             else:
-                if refusals and _is_slow(chosen, shape):
-                    _logger.warning("attention runs in plain torch, which is slow: %s", "; ".join(refusals))
+                if setting == "auto" and refusals and _suits_libraries(shape):
+                    _logger.warning("attention runs on %s, not on %s", chosen.name, refusals[0])
                 return chosen
         refusals.append(f"{backend.name}: {reason}")
     raise ValueError(
@@ -69,10 +70,9 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
     )
 
 
-def _is_slow(chosen: AttentionBackend, shape: AttentionShape) -> bool:
-    """Return whether a library would be many times as fast as the chosen backend, if it were installed."""
-    is_half = shape.dtype in (torch.float16, torch.bfloat16)
-    return chosen.setting == ReferenceAttention.setting and shape.device.type == "cuda" and is_half
+def _suits_libraries(shape: AttentionShape) -> bool:
+    """Return whether the first backend is the one to have: with a GPU, and in half precision."""
+    return shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:

@@ -3,10 +3,11 @@
 A step is attended in two calls: its decode rows, then its prompts. "fa2" divides a row's cached tokens among
 multiprocessors, as rows of few query tokens need. All rows of a call have one tile size, though: a prompt among decode
 rows makes their tiles eight times too large, and leaves none for dividing its own tokens. "fa3" computes prompts 1.6
-times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them. It
-counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those beyond 64 GiB without
-a word; "fa2" reads them. Where there are such blocks, graphs of up to 1,024 prompt tokens are of "fa2"; larger ones are
-of "fa3" and left out, if they may be, in the steps whose prompts have such a block.
+times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them. In
+release 0.5.3 it counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those
+beyond 64 GiB without a word; "fa2" reads them. Where there are such blocks, graphs of up to 1,024 prompt tokens are of
+"fa2"; larger ones are of "fa3" and left out, if they may be, in the steps whose prompts have such a block. (Later
+releases count in 64 bits by their sources; until that is seen on a GPU, they are treated alike.)
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
 built, with a log line, not at the first request. Graphs use more of FlashInfer than its documentation promises. That is
@@ -18,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from ..kernel_launches import is_hopper, num_multiprocessors
@@ -29,7 +30,9 @@ from .flashinfer_compiler import scripts_in_path
 from .interface import AttentionShape, PlannedAttention, half_precision_refusal, is_installed
 from .page_lists import ALL_ROWS, page_lists
 
-_OLDEST = "0.5.3"
+OLDEST = Version("0.5.3")
+"""The oldest release that the tests were run with."""
+
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
@@ -54,9 +57,9 @@ class FlashInferAttention:
         """Return why it cannot serve a model, None if it can."""
         if not is_installed("flashinfer"):
             return "flashinfer is not installed; the extra gpu installs it"
-        found = _version()
-        if found is not None and Version(found) < Version(_OLDEST):
-            return f"flashinfer {found} is older than {_OLDEST}; the extra gpu installs a newer release"
+        found = _release()
+        if found is not None and found < OLDEST:
+            return f"flashinfer {found} is older than {OLDEST}; the extra gpu installs a newer release"
         return half_precision_refusal(shape, _HEAD_DIMS)
 
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
@@ -216,7 +219,7 @@ def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple
     """Return the query tokens of a tile of "fa2", each with all heads of a group, and how many tiles rows may have."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
-    tile = 128 if longest > 64 else 64 if longest > 16 else 16
+    tile = 128 if longest > 64 and shape.head_dim < 256 else 64 if longest > 16 else 16
     blocks_on_gpu = 2 * num_multiprocessors(shape.device)
     return tile, max(-(-num_tokens * group // tile) + num_rows - 1, blocks_on_gpu // shape.num_kv_heads)
 
@@ -234,9 +237,10 @@ def largest(*values: Any, **options: Any) -> Any:
     return max(*values, **options)
 
 
-def _version() -> str | None:
-    """Return FlashInfer's release; None if its installation does not say."""
+def _release() -> Version | None:
+    """Return FlashInfer's release; None if its installation does not say, as a build of its sources may not."""
     try:
-        return version("flashinfer-python")
-    except PackageNotFoundError:
+        found = Version(version("flashinfer-python"))
+    except (PackageNotFoundError, InvalidVersion):
         return None
+    return found if any(found.release) else None
