@@ -59,7 +59,7 @@ NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
 @pytest.mark.parametrize(
     ("files", "is_compiled", "expected"),
     [
-        ([], False, f"they cannot be compiled, for want of {NVCC}, c++, ninja: install that, or flashinfer-jit-cache"),
+        ([], False, f"they cannot be compiled, for want of {NVCC}, c++, ninja: install that, or run `flashinfer"),
         ([NVCC, "SCRIPTS/ninja"], False, "they cannot be compiled, for want of c++: install that"),
         ([NVCC, *TOOLS], False, f"{NVCC} compiles them at the first start with a model, and they are kept in HOME/."),
         (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them at the first start"),

@@ -25,7 +25,6 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {
     "docker": {"--file", "--gpus", "--publish", "--shm-size", "--tag", "--volume"},
     "kubectl": {"--filename", "--from-file"},
-    "pip": {"--index-url"},
     "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
     "the scripts in benchmarks/": {
         "--loads",
