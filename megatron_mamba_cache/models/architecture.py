@@ -151,10 +151,4 @@ def _check_experts(architecture: HybridArchitecture) -> None:
         return
     if experts is None:
         raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
-    if experts.top_k > experts.num_experts:
-        raise ValueError(f"{experts.top_k} experts per token are more than the model's {experts.num_experts}")
-    if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
-        raise ValueError(
-            f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"
-        )
     experts.rule.check(experts.num_experts)
