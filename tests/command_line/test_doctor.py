@@ -59,8 +59,8 @@ NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
 @pytest.mark.parametrize(
     ("files", "is_compiled", "expected"),
     [
-        ([], False, f"they cannot be compiled, for want of {NVCC}, c++, ninja: install that, or run `flashinfer"),
-        ([NVCC, "SCRIPTS/ninja"], False, "they cannot be compiled, for want of c++: install that"),
+        ([], False, f"they cannot be compiled without {NVCC}, c++, ninja: install it, or run `flashinfer"),
+        ([NVCC, "SCRIPTS/ninja"], False, "they cannot be compiled without c++: install it"),
         ([NVCC, *TOOLS], False, f"{NVCC} compiles them at the first start with a model, and they are kept in HOME/."),
         (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them at the first start"),
         ([], True, "flashinfer-jit-cache has them compiled"),

@@ -26,7 +26,8 @@ def origin_of_kernels() -> str:
         programs = (str(nvcc), os.environ.get("CXX", "c++"), "ninja")
         missing = [program for program in programs if shutil.which(program) is None]
     if missing:
-        return f"they cannot be compiled, for want of {', '.join(missing)}: install that, or run `flashinfer install-jit-cache-wheel`"
+        lacking = ", ".join(missing)
+        return f"they cannot be compiled without {lacking}: install it, or run `flashinfer install-jit-cache-wheel`"
     folder = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home(), ".cache", "flashinfer")
     return f"{nvcc} compiles them at the first start with a model, and they are kept in {folder}"
 
