@@ -535,7 +535,11 @@ def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: p
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-def test_blocks_too_far_for_fa3_are_left_to_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("release", "reads_all"),
+    [("0.5.3", False), ("0.0.0+unknown", False), ("0.6.0rc1", False), ("0.6.0", True), ("0.6.18.post1", True)],
+)
+def test_blocks_too_far_for_fa3_are_left_to_fa2(release: str, reads_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
     make = flashinfer._wrapper
 
@@ -546,21 +550,23 @@ def test_blocks_too_far_for_fa3_are_left_to_fa2(monkeypatch: pytest.MonkeyPatch)
         return built
 
     monkeypatch.setattr(flashinfer, "_wrapper", wrapper)
+    monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
+    far, last_near = ("fa3", None) if reads_all else ("fa2", 3)
     apart = 16 * 2**30  # so that four blocks lie within 64 GiB
     shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_bytes_apart=apart)
     backend = flashinfer.FlashInferAttention(shape)
-    for kv_len, blocks, kernel in [(500, [0, 3], "fa3"), (500, [3, 4], "fa2"), (500, [0, 3], "fa3"), (100, [5], "fa2")]:
+    for kv_len, blocks, kernel in [(500, [0, 3], "fa3"), (500, [3, 4], far), (500, [0, 3], "fa3"), (100, [5], far)]:
         step = Step([(1, 1), (90, kv_len)], shape)
         step.rows.host_block_table[1, : len(blocks)] = blocks
         planned.clear()
         backend.plan(step.rows)
         assert planned == ["fa2", kernel], blocks
     for num_tokens, num_blocks, may_be_left_out, kernel, last_block in [
-        (2048, 6, False, "fa2", None),
-        (2048, 6, True, "fa3", 3),
+        (2048, 6, False, far, None),
+        (2048, 6, True, "fa3", last_near),
         (2048, 4, True, "fa3", None),
         (2048, 4, False, "fa3", None),
-        (1024, 6, True, "fa2", None),
+        (1024, 6, True, far, None),
     ]:
         rows = CapturedSteps(Captured((1, 1, num_tokens, 0), 2, []), shape).rows
         planned.clear()

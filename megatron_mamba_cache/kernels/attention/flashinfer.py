@@ -3,11 +3,10 @@
 A step is attended in two calls: its decode rows, then its prompts. "fa2" divides a row's cached tokens among
 multiprocessors, as rows of few query tokens need. All rows of a call have one tile size, though: a prompt among decode
 rows makes their tiles eight times too large, and leaves none for dividing its own tokens. "fa3" computes prompts 1.6
-times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them. In
-release 0.5.3 it counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those
+times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them.
+Before release 0.6 it counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those
 beyond 64 GiB without a word; "fa2" reads them. Where there are such blocks, graphs of up to 1,024 prompt tokens are of
-"fa2"; larger ones are of "fa3" and left out, if they may be, in the steps whose prompts have such a block. (Later
-releases count in 64 bits by their sources; until that is seen on a GPU, they are treated alike.)
+"fa2"; larger ones are of "fa3" and left out, if they may be, in the steps whose prompts have such a block.
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
 built, with a log line, not at the first request. Graphs use more of FlashInfer than its documentation promises. That is
@@ -40,7 +39,8 @@ _PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 _FA3_TILE = 128  # query tokens of a program
 _LEAST_LEFT_OUT = 1025  # prompt tokens of a step that a graph may leave out: with fewer, the host would take far longer
-_FA3_BYTES = 2**32 * 16  # Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
+_FA3_BYTES = 2**32 * 16  # that "fa3" reads before release 0.6. Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
+_FA3_READS_ALL = Version("0.6")
 
 
 class FlashInferAttention:
@@ -68,13 +68,14 @@ class FlashInferAttention:
         workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
         self._graph_workspace = self._workspace  # until a graph needs more
+        self._last_of_fa3 = last_block_of_fa3(shape, _release())
         message = "FlashInfer compiles attention kernels for this model, which it does once on a machine"
         with progress(message), scripts_in_path():
             prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
             self._prompts = PagedAttention(shape, _wrapper(self._workspace, prompt_kernel))
             self._far_prompts = self._prompts
-            if prompt_kernel == "fa3" and self._is_beyond_fa3:
+            if prompt_kernel == "fa3" and self._last_of_fa3 is not None:
                 self._far_prompts = PagedAttention(shape, _wrapper(self._workspace, "fa2"))
             self._try_out((kernel or "fa2", prompt_kernel))
 
@@ -90,7 +91,8 @@ class FlashInferAttention:
             tokens = tokens_of(rows, part)
             if tokens.start < tokens.stop:
                 pages = page_lists(rows, self._shape.block_size, part)
-                if attention is self._prompts and is_beyond_fa3(self._shape, int(pages.pages.max())):
+                last = self._last_of_fa3
+                if attention is self._prompts and last is not None and pages.pages.max() > last:
                     attention = self._far_prompts
                 attention.plan_pages(pages)
                 parts.append((attention, tokens))
@@ -116,10 +118,9 @@ class FlashInferAttention:
         )
         if self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
-        is_limited = "fa3" in kernels and self._is_beyond_fa3
         return CapturedFlashInfer(
             [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)],
-            _FA3_BYTES // self._shape.block_bytes_apart - 1 if is_limited else None,
+            self._last_of_fa3 if "fa3" in kernels else None,
         )
 
     def _try_out(self, kernels: tuple[str, str]) -> None:
@@ -146,16 +147,11 @@ class FlashInferAttention:
             part.attention.run(q, cache, cache, torch.empty_like(q))
         torch.cuda.synchronize(shape.device)
 
-    @property
-    def _is_beyond_fa3(self) -> bool:
-        """True if the cache has blocks that "fa3" does not read."""
-        return is_beyond_fa3(self._shape, self._shape.num_blocks - 1)
-
     def _prompt_kernel(self, num_tokens: int, may_be_left_out: bool) -> str:
         """Return the kernel for prompts of a captured step: "fa3" if its programs take half the multiprocessors."""
         shape = self._shape
         num_programs = -(-num_tokens // _FA3_TILE) * shape.num_heads
-        reaches = not self._is_beyond_fa3 or (may_be_left_out and num_tokens >= _LEAST_LEFT_OUT)
+        reaches = self._last_of_fa3 is None or (may_be_left_out and num_tokens >= _LEAST_LEFT_OUT)
         suits_fa3 = is_hopper(shape.device) and num_programs > num_multiprocessors(shape.device) // 2
         return "fa3" if suits_fa3 and reaches else "fa2"
 
@@ -188,9 +184,12 @@ class FlashInferAttention:
         return CapturedPart(attention, rows, part, self._shape.block_size, pages, reads_lengths=kernel == "fa2")
 
 
-def is_beyond_fa3(shape: AttentionShape, block: int) -> bool:
-    """Return whether a block lies too far from the first one for "fa3" to read it."""
-    return (block + 1) * shape.block_bytes_apart > _FA3_BYTES
+def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
+    """Return the last block that "fa3" of a release reads, None if it reads all; an unknown release counts as old."""
+    reads_all = release is not None and release >= _FA3_READS_ALL
+    if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
+        return None
+    return _FA3_BYTES // shape.block_bytes_apart - 1
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
