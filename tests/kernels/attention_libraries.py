@@ -3,12 +3,15 @@
 For machines without them; nothing here says that a library keeps its word.
 """
 
+import sys
 from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.attention import flashinfer as flashinfer_backend
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
 
@@ -196,3 +199,21 @@ def flashinfer() -> ModuleType:
     module = ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
     return module
+
+
+def put_libraries_in_place(patch: pytest.MonkeyPatch, num_multiprocessors: int = 132) -> None:
+    """Let the backends find here what the libraries promise, and a Hopper card."""
+    for module in (flash_attn_2(), flash_attn_3(), flashinfer()):
+        patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    patch.setattr(flashinfer_backend, "num_multiprocessors", lambda device: num_multiprocessors)
+    patch.setattr(flashinfer_backend, "is_hopper", lambda device: True)
+
+
+def serve_with_flashinfer(patch: pytest.MonkeyPatch) -> None:
+    """Let engines on a CPU attend by FlashInfer's backend in single precision; with few multiprocessors, so that
+    prompts of tiny models suit "fa3"."""
+    put_libraries_in_place(patch, num_multiprocessors=2)
+    patch.setattr(sys.modules[__name__], "IN_GRAPHS", True)
+    patch.setattr(flashinfer_backend.FlashInferAttention, "refusal", staticmethod(lambda shape: None))

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -173,14 +172,7 @@ def test_tokens_past_the_last_row_give_zeros(num_tokens: int, num_padding: int) 
 
 @pytest.fixture
 def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put what the libraries promise in their places."""
-    for module in (attention_libraries.flash_attn_2(), attention_libraries.flash_attn_3()):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sys.modules, "flashinfer", attention_libraries.flashinfer())
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_libraries.varlen_attn)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(flashinfer, "is_hopper", lambda device: True)
+    attention_libraries.put_libraries_in_place(monkeypatch)
 
 
 @pytest.mark.usefixtures("stand_in_libraries")

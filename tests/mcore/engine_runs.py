@@ -74,18 +74,19 @@ def tiny_hybrid(**settings: Any) -> Hybrid:
 
 
 def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
-    """Return the bytes of one fp32 KV block over all attention layers."""
+    """Return the bytes of one KV block over all attention layers."""
     head_dim = sizes.hidden_size // sizes.num_attention_heads
-    return 2 * sizes.pattern.count("*") * block_size * sizes.num_query_groups * head_dim * 4
+    return 2 * sizes.pattern.count("*") * block_size * sizes.num_query_groups * head_dim * sizes.dtype.itemsize
 
 
 def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
-    """Return the bytes of one fp32 state over all Mamba layers, where so many drafts have slots."""
+    """Return the bytes of one state, its SSM part in fp32, over all Mamba layers, where so many drafts have slots."""
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
     num_taps = 4
     window = num_taps - 1 + num_drafts
-    return sizes.pattern.count("M") * 4 * (window * conv_dim + inner * sizes.mamba_state_dim)
+    conv_bytes = window * conv_dim * sizes.dtype.itemsize
+    return sizes.pattern.count("M") * (conv_bytes + 4 * inner * sizes.mamba_state_dim)
 
 
 def rounded_bytes(sizes: RandomHybridConfig) -> int:

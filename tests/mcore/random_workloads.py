@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig
@@ -51,7 +52,27 @@ EXPERT_MODELS = (
 RING_LENGTHS = (4, 8, 16, 32)
 ROUNDING_MARGIN = 0.05
 """By how much the oracle may score a token worse than its best where states were rounded."""
-MODEL_FORMS = {"dense": MODELS, "experts": EXPERT_MODELS}
+HALF_MARGIN = 0.3
+"""The same of models in half precision, of which it scores all tokens within 1.6 of their mean, as a rule.
+
+The worst of 2,000 tokens was 0.06; with one wrong KV block in a step, 1 to 5 in each workload.
+"""
+_HALF = {
+    "dtype": torch.bfloat16,
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 16,
+    "ssm_chunk_size": 16,
+    "init_std": 0.1,  # with larger weights, rounding alone changes most tokens
+}
+MODEL_FORMS = {
+    "dense": MODELS,
+    "experts": EXPERT_MODELS,
+    "half": tuple(sizes | _HALF for sizes in MODELS),
+    "half, experts": tuple(sizes | _HALF for sizes in EXPERT_MODELS),
+}
 
 _WISHES: tuple[dict[str, Any], ...] = (
     {},
@@ -448,8 +469,9 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
     is_greedy = [i for i, arrival in enumerate(work.arrivals) if arrival.is_greedy]
-    if work.config.rounds_states:
-        tally = run.assert_near_oracle(is_greedy, ROUNDING_MARGIN)
+    is_half = work.subject.sizes.dtype != torch.float32
+    if is_half or work.config.rounds_states:
+        tally = run.assert_near_oracle(is_greedy, HALF_MARGIN if is_half else ROUNDING_MARGIN)
     else:
         tally = run.assert_matches_oracle(is_greedy)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}

@@ -47,13 +47,12 @@ MODELS = {
 
 def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
     """Return an engine of `NUM_ROWS` rows whose memory is short."""
-    per_block = 2 if sizes.dtype == torch.bfloat16 else 1  # `cache_config` counts fp32 blocks
     small = {
         "max_requests": NUM_ROWS,
         "max_tokens": 512,
         "max_sequence_length": 2048,
-        "kv_blocks": 30 // per_block,
-        "paused_blocks": 10 // per_block,
+        "kv_blocks": 30,
+        "paused_blocks": 10,
         "num_speculative_tokens": num_drafts,
     }
     return EngineRun.start(hybrid(sizes), cache_config(sizes, **(small | settings)))

@@ -1,0 +1,145 @@
+"""Random workloads whose attention is FlashInfer's, in CUDA graphs too, as users have it.
+
+With FlashInfer and CUDA they are in half precision, and each token is near the oracle's best. Elsewhere its backend
+plans for a stand-in, in single precision: tokens are the oracle's.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.attention import flashinfer
+from megatron_mamba_cache.kernels.attention.flashinfer_calls import PagedAttention
+from megatron_mamba_cache.kernels.attention.page_lists import PageLists
+from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.step.step_graph import StepGraph
+from tests.kernels.attention_libraries import serve_with_flashinfer
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
+from tests.mcore.split_replays import capture_in_parts
+from tests.mcore.test_cuda_graphs import with_graphs
+from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_totals import WorkloadTotals
+
+HAS_CUDA = torch.cuda.is_available()
+MOST_CHANGED = 0.1
+"""Of the tokens in half precision, those that may not be the oracle's choice."""
+MOST_DRAFTS = 8
+BY_DEFAULT = ("roomy", "tight_blocks", "small_steps", "one_budget")
+by_drafts = pytest.mark.parametrize("num_drafts", [0, MOST_DRAFTS], ids=["plain", "drafts"])
+
+
+class Plans:
+    """Counts plans by their kernels; with `last_block`, as if "fa3" read no later ones, and checks that none has one.
+
+    Attributes:
+        far: Plans that have such blocks, all of "fa2".
+        left_out: Graphs that were not replayed as a step's prompts have such blocks.
+    """
+
+    def __init__(self) -> None:
+        self.by_kernel: Counter[str] = Counter()
+        self.last_block: int | None = None
+        self.far = self.left_out = 0
+        self._kernels: dict[int, str] = {}
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Count from now on."""
+        make, plan_pages, reads_blocks = flashinfer._wrapper, PagedAttention.plan_pages, StepGraph.reads_blocks_of
+
+        def noted(workspace: Tensor, kernel: str, **settings: Any) -> Any:
+            wrapper = make(workspace, kernel, **settings)
+            self._kernels[id(wrapper)] = kernel
+            return wrapper
+
+        def counted(attention: PagedAttention, pages: PageLists) -> None:
+            kernel = self._kernels[id(attention._wrapper)]
+            self.by_kernel[kernel] += 1
+            of_padding = attention._shape.num_blocks - 1  # read by rows whose results are not
+            if self.last_block is not None and pages.pages[pages.pages < of_padding].gt(self.last_block).any():
+                assert kernel == "fa2"
+                self.far += 1
+            plan_pages(attention, pages)
+
+        def counted_reads(graph: StepGraph, rows: Sequence[RunningRequest]) -> bool:
+            reads = reads_blocks(graph, rows)
+            self.left_out += not reads
+            return reads
+
+        patch.setattr(flashinfer, "_wrapper", noted)
+        patch.setattr(PagedAttention, "plan_pages", counted)
+        patch.setattr(StepGraph, "reads_blocks_of", counted_reads)
+
+    def limit_fa3(self, patch: pytest.MonkeyPatch, last_block: int) -> None:
+        """Let "fa3" read no later blocks, and graphs of a dozen prompt tokens be left out for that."""
+        self.last_block = last_block
+        patch.setattr(flashinfer, "last_block_of_fa3", lambda shape, release: last_block)
+        patch.setattr(flashinfer, "_LEAST_LEFT_OUT", 12)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
+    """Take FlashInfer, or its stand-in where there is no CUDA; return what it plans."""
+    if HAS_CUDA:
+        pytest.importorskip("flashinfer")
+    else:
+        capture_in_parts(monkeypatch)
+        serve_with_flashinfer(monkeypatch)
+    counted = Plans()
+    counted.watch(monkeypatch)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[WorkloadTotals]:
+    """Collect the totals of the module; print them at its end and assert that few tokens were not the oracle's."""
+    totals = WorkloadTotals()
+    yield totals
+    print(f"\n{totals.tally.num_compared} tokens, {totals.tally.num_stopped} of them not the oracle's choice")
+    assert totals.tally.num_stopped <= (MOST_CHANGED * totals.tally.num_compared if HAS_CUDA else 1)
+
+
+def run_seed(name: str, form: str, seed: int, num_drafts: int) -> WorkloadOutcome:
+    half = {"dense": "half", "experts": "half, experts"}
+    rng = random.Random(f"flashinfer {name} {seed}")
+    drafted = rng.randrange(1, num_drafts + 1) if num_drafts else 0
+    work = make_workload(FLAVOURS[name], 7000 + seed, drafted, models=MODEL_FORMS[half[form] if HAS_CUDA else form])
+    work = replace(work, config=with_graphs(replace(work.config, attention_backend="flashinfer")))
+    return run_workload(work, make_drafter(rng, work) if drafted else None)
+
+
+@by_drafts
+@pytest.mark.parametrize(
+    ("form", "seeds"),
+    [
+        pytest.param("dense", range(1), id="dense"),
+        pytest.param("experts", range(1), id="experts", marks=pytest.mark.long),
+        pytest.param("dense", range(1, 12), id="dense-more", marks=pytest.mark.slow),
+        pytest.param("experts", range(1, 12), id="experts-more", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
+)
+def test_tokens_are_the_oracles(
+    name: str, form: str, seeds: range, num_drafts: int, totals: WorkloadTotals, plans: Plans
+) -> None:
+    totals.run_batch(name, seeds, lambda seed: run_seed(name, form, seed, num_drafts), ("graph_steps",))
+    assert plans.by_kernel["fa2"] and plans.by_kernel["fa3"]
+
+
+@by_drafts
+@pytest.mark.parametrize("name", ["roomy", pytest.param("disturbed", marks=pytest.mark.long)])
+def test_no_block_is_read_by_a_kernel_that_cannot(
+    name: str, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a cache is larger than what a release's "fa3" reaches."""
+    plans.limit_fa3(monkeypatch, last_block=4)
+    totals.run_batch(name, range(2), lambda seed: run_seed(name, "dense", seed, num_drafts), ("graph_steps",))
+    print(plans.by_kernel, plans.far, plans.left_out)
+    assert plans.by_kernel["fa3"] and plans.far and plans.left_out
