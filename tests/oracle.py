@@ -80,18 +80,18 @@ class HybridOracle:
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits after each token, [tokens, vocab] fp64."""
-        return self._run(tokens)[0]
+        return self.logits_and_gaps(tokens)[0]
 
     @torch.no_grad()
-    def _run(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the logits after each token, and the narrowest choice of experts up to there, [tokens] fp64."""
+    def logits_and_gaps(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the logits after each token, and its narrowest choice of experts in any layer, [tokens] fp64."""
         hidden = self.embedding[torch.tensor(tokens, dtype=torch.long, device=self.embedding.device)]
         gaps = torch.full((len(tokens),), float("inf"), dtype=hidden.dtype, device=hidden.device)
         for layer in self.layers:
             if isinstance(layer, ExpertLayer):
                 gaps = gaps.minimum(layer.routing_gaps(hidden))
             hidden = hidden + layer(hidden)
-        return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T, gaps.cummin(0).values
+        return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T, gaps
 
     def check_greedy(
         self, prompt: Sequence[int], generated: Sequence[int], margin: float = 1e-5, allowed: Tensor | None = None
@@ -101,12 +101,13 @@ class HybridOracle:
         Args:
             allowed: [generated, vocab] bool, which tokens may be chosen; None for any.
 
-        Stops at the first mismatch, where the two best logits are less than `margin` apart, and where a token's last
-        expert or group and the next one score less than ROUTING_MARGIN apart.
+        Stops at the first mismatch, where the two best logits are less than `margin` apart, and where any token's last
+        expert or group up to there and the next one score less than ROUTING_MARGIN apart.
         """
         if not prompt:
             raise ValueError("need a prompt of at least 1 token, got none")
-        logits, routing_gaps = (found[len(prompt) - 1 : -1] for found in self._run([*prompt, *generated]))
+        logits, gaps = self.logits_and_gaps([*prompt, *generated])
+        logits, routing_gaps = (found[len(prompt) - 1 : -1] for found in (logits, gaps.cummin(0).values))
         if allowed is not None:
             logits = logits.masked_fill(~allowed.to(logits.device), float("-inf"))
         best = logits.topk(2)

@@ -206,8 +206,18 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
     assert all(same_bits(rows, found[0]) for rows in found)
 
 
-@pytest.mark.parametrize(("outputs", "is_gated", "takes"), [(200, False, True), (200, True, False), (208, True, True)])
-def test_gated_weights_are_loaded_by_eights(
+@pytest.mark.parametrize(
+    ("outputs", "is_gated", "takes"),
+    [
+        (200, False, True),
+        (200, True, False),
+        (208, True, True),
+        (72, False, True),
+        (64, False, False),
+        (64, True, False),
+    ],
+)
+def test_gated_weights_are_loaded_by_eights_and_few_weights_in_short_tiles(
     outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)

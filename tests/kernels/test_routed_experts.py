@@ -25,7 +25,7 @@ def layer_of(
 ) -> Tensor:
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = [torch.randperm(num_experts, generator=generator)[:TOP_K] for _ in range(num_tokens)]
-    first, second = torch.ones(num_experts, 64, hidden).bfloat16(), torch.ones(num_experts, hidden, 64).bfloat16()
+    first, second = torch.ones(num_experts, 128, hidden).bfloat16(), torch.ones(num_experts, hidden, 128).bfloat16()
     x, ids = torch.ones(num_tokens, hidden).bfloat16(), torch.stack(chosen).to(torch.int32)
     return routed_experts(x, ids, torch.ones(ids.shape), first, second, "none", apart=apart, beside=beside)
 
@@ -34,12 +34,12 @@ def layer_of(
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "hidden", "apart", "follows_first", "comes_behind"),
     [
-        pytest.param(300, 16, 64, None, True, True, id="long tiles"),
-        pytest.param(200, 16, 64, None, True, False, id="too few tokens to hold the routing up"),
-        pytest.param(300, 16, 64, torch.relu, False, True, id="an activation between the products"),
-        pytest.param(300, 16, 72, None, False, False, id="inputs that long tiles do not take in the first product"),
-        pytest.param(1100, 2, 64, None, False, False, id="more rows an expert than long tiles gather"),
-        pytest.param(40, 16, 64, None, False, False, id="short tiles"),
+        pytest.param(300, 16, 128, None, True, True, id="long tiles"),
+        pytest.param(200, 16, 128, None, True, False, id="too few tokens to hold the routing up"),
+        pytest.param(300, 16, 128, torch.relu, False, True, id="an activation between the products"),
+        pytest.param(300, 16, 136, None, False, False, id="inputs that long tiles do not take in the first product"),
+        pytest.param(1100, 2, 128, None, False, False, id="more rows an expert than long tiles gather"),
+        pytest.param(40, 16, 128, None, False, False, id="short tiles"),
     ],
 )
 def test_weights_are_read_ahead_only_behind_a_product_that_waited(

@@ -52,10 +52,12 @@ EXPERT_MODELS = (
 RING_LENGTHS = (4, 8, 16, 32)
 ROUNDING_MARGIN = 0.05
 """By how much the oracle may score a token worse than its best where states were rounded."""
-HALF_MARGIN = 0.3
-"""The same of models in half precision, of which it scores all tokens within 1.6 of their mean, as a rule.
+HALF_MARGIN, HALF_EXPERTS_MARGIN, HALF_ROUTING_MARGIN = 0.3, 0.8, 0.02
+"""The same of models in half precision, whose logits spread by 1.6, without experts and with them.
 
-The worst of 2,000 tokens was 0.06; with one wrong KV block in a step, 1 to 5 in each workload.
+The worst of 2,000 tokens without experts was 0.06; with a wrong KV block in each step 1 to 5 in every workload. A token
+whose last expert scores hardly more than the next may choose that one, and is 1.5 behind: it is left out. The worst of
+5,000 others was 0.6.
 """
 _HALF = {
     "dtype": torch.bfloat16,
@@ -469,9 +471,11 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
     is_greedy = [i for i, arrival in enumerate(work.arrivals) if arrival.is_greedy]
-    is_half = work.subject.sizes.dtype != torch.float32
-    if is_half or work.config.rounds_states:
-        tally = run.assert_near_oracle(is_greedy, HALF_MARGIN if is_half else ROUNDING_MARGIN)
+    if work.subject.sizes.dtype != torch.float32:
+        margin = HALF_EXPERTS_MARGIN if "E" in work.subject.sizes.pattern else HALF_MARGIN
+        tally = run.assert_near_oracle(is_greedy, margin, HALF_ROUTING_MARGIN)
+    elif work.config.rounds_states:
+        tally = run.assert_near_oracle(is_greedy, ROUNDING_MARGIN)
     else:
         tally = run.assert_matches_oracle(is_greedy)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}

@@ -87,6 +87,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
     """Take FlashInfer, or its stand-in where there is no CUDA; return what it plans."""
     if HAS_CUDA:
         pytest.importorskip("flashinfer")
+        monkeypatch.setattr(flashinfer, "_FA3_TILE", 1)  # so that graphs of tens of prompt tokens are of "fa3"
     else:
         capture_in_parts(monkeypatch)
         serve_with_flashinfer(monkeypatch)

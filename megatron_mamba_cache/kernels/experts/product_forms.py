@@ -10,6 +10,8 @@ from ..ssm.hopper_tiling import has_tested_gluon
 
 _FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64
+_FEWEST_WEIGHTS = 65
+"""Of an expert: a long tile has two times 64, and Triton 3.6 does not compile one with half of them alone."""
 _GATED_OUTPUTS = 8
 """A gated layer's boxes have its gates and its other weights by so many."""
 
@@ -68,7 +70,7 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
     experts again and again. With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.
     """
     mean_rows = num_pairs / weight.shape[0]
-    if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS:
+    if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or weight.shape[1] < _FEWEST_WEIGHTS:
         return False
     if is_gathered and (mean_rows > _MOST_GATHERED_ROWS or x.shape[0] * x.stride(0) >= 2**31):
         return False  # where rows begin is kept in 32 bits
