@@ -28,6 +28,7 @@ from .runner import StepRunner
 from .verify import copy_reached_boundaries, verify_step
 
 _COMPILES = "Triton compiles the kernels of this model, which it does once on a machine"
+_LAUNCHES = "The kernels of this model are launched once, and those compiled that are not yet"
 _MOST_RESIDUES = 8
 """The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
 
@@ -50,7 +51,7 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
     Call it between steps only. On a CPU it does nothing.
     """
     if runner.memory.state_pool.ssm.is_cuda:
-        with progress(_COMPILES):
+        with progress(_LAUNCHES):
             rehearse(model, runner)
             runner.planner.warmup()
 
