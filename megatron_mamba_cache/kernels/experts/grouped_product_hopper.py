@@ -198,8 +198,8 @@ def multiply_on_hopper(
     Long because the kernel's arguments are named one by one.
 
     Args:
-        x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH, outputs of a gated layer one of 8. See
-            `grouped_product`.
+        x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH, outputs of a gated layer one of 8; an
+            expert has more than 64 weights, gates included. See `grouped_product`.
         order: Of the rows.
         follows_first: See `grouped_product`.
     """
