@@ -106,8 +106,9 @@ class HybridOracle:
         """
         if not prompt:
             raise ValueError("need a prompt of at least 1 token, got none")
+        of_generated = slice(len(prompt) - 1, -1)
         logits, gaps = self.logits_and_gaps([*prompt, *generated])
-        logits, routing_gaps = (found[len(prompt) - 1 : -1] for found in (logits, gaps.cummin(0).values))
+        logits, routing_gaps = logits[of_generated], gaps.cummin(0).values[of_generated]
         if allowed is not None:
             logits = logits.masked_fill(~allowed.to(logits.device), float("-inf"))
         best = logits.topk(2)

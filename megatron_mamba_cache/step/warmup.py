@@ -28,7 +28,7 @@ from .runner import StepRunner
 from .verify import copy_reached_boundaries, verify_step
 
 _COMPILES = "Triton compiles the kernels of this model, which it does once on a machine"
-_LAUNCHES = "The kernels of this model are launched once, and those compiled that are not yet"
+_LAUNCHES = "Each kernel of this model is launched once, and compiled if it has not been"
 _MOST_RESIDUES = 8
 """The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
 

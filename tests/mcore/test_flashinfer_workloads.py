@@ -160,6 +160,7 @@ def test_tokens_are_the_oracles(
     totals.run_batch(name, seeds, lambda seed: run_seed(name, form, seed, num_drafts), exercises, enough=enough)
     print(plans.num_eager, plans.num_replayed)
     assert plans.num_eager and plans.num_replayed["fa2"]
+    assert (plans.num_eager + plans.num_replayed)["fa3"] or not flashinfer.is_hopper(torch.device("cuda"))
 
 
 @by_drafts
