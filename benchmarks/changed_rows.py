@@ -1,6 +1,6 @@
 """What do rows that are sampled, follow a grammar, or change their logits cost a decode step?
 
-    PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape 8b|nano3|super|small|tiny] [--rows N] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape NAME] [--rows N] [--json FILE]
 
 Rows of equal length decode together, without drafts: all plain; one with a grammar beside plain ones; all with a
 grammar; all with penalties. Greedy rows, rows sampled from all tokens, and rows sampled with top-k and top-p are

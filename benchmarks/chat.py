@@ -1,6 +1,6 @@
 """How fast do tokens come in a chat of many users, each of whom sends the next turn when a reply has ended?
 
-    PYTHONPATH=. python3 benchmarks/chat.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/chat.py [--shape NAME] [--json FILE]
 
 Each user has a conversation of four turns that begins with the same tokens as everybody's. So at any moment some
 replies begin while others go on, and steps mix prompts with decoding rows: up to `cuda_graph_prefill_tokens` prompt

@@ -1,6 +1,6 @@
 """How long do the dense matrix products of a model take, by the number of tokens of a step?
 
-    PYTHONPATH=. python3 benchmarks/dense_products.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/dense_products.py [--shape NAME] [--json FILE]
 
 All products of the model's layers but those of routed experts and routers, one after another in a CUDA graph, each
 with its own weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of tokens: a

@@ -1,8 +1,8 @@
 """Do an engine's cached and uncached logits agree as well as those of two uncached runs, and how fast is it?
 
-    PYTHONPATH=. python3 benchmarks/engine_8b.py [--shape 8b|nano3|tiny|tiny-experts] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/engine_8b.py [--shape NAME] [--json FILE]
 
-A NemotronH of 8B parameters, or of Nemotron 3 Nano's sizes with experts; random weights, bf16. Requests share a long
+A NemotronH of 8B parameters, or a model of another's sizes; random weights, bf16. Requests share a long
 prefix, and one continues another's reply. Ways to serve them are compared by the logits of the same tokens: alone
 without a cache; together without a cache, in large steps and in small ones whose chunks end anywhere; with a cache,
 alone and together. The cached runs may differ from the first by no more than uncached runs differ among themselves; a
@@ -49,10 +49,10 @@ SLACK = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A bf16 model, the pattern of the fp32 one, and the requests of both."""
+    """A bf16 model, what the fp32 one's configuration says of its layers, and the requests of both."""
 
     shape: Shape
-    fp32_pattern: str
+    fp32_layers: dict[str, Any]
     fp32_kv_gb: float
     workload: Workload
 
@@ -67,19 +67,52 @@ _TINY_EXPERTS = SHAPES["tiny"].fields | {
     "moe_shared_expert_intermediate_size": 96,
     "routed_scaling_factor": 2.5,
 }
-SCALES = {
-    "8b": Scale(replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0), "M-M*-M*-", fp32_kv_gb=4.0, workload=LARGE),
-    "nano3": Scale(
-        replace(
-            SHAPES["8b"], fields=MODEL_FIELDS["nano3"] | {"max_position_embeddings": 8192}, state_gb=6.0, kv_gb=4.0
-        ),
-        "MEM*E",
-        fp32_kv_gb=4.0,
-        workload=LARGE,
-    ),
-    "tiny": Scale(SHAPES["tiny"], "M*-M-", fp32_kv_gb=0.02, workload=SMALL),
-    "tiny-experts": Scale(replace(SHAPES["tiny"], fields=_TINY_EXPERTS), "MEM*E", fp32_kv_gb=0.02, workload=SMALL),
+_TINY_GRANITE = MODEL_FIELDS["granite-tiny"] | {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "hidden_size": 64,
+    "vocab_size": 512,
+    "intermediate_size": 48,
+    "shared_intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
 }
+_8B = replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0)
+
+
+def _large(name: str, fp32_layers: dict[str, Any]) -> Scale:
+    fields = MODEL_FIELDS[name] | {"max_position_embeddings": 8192}
+    return Scale(replace(_8B, fields=fields), fp32_layers, fp32_kv_gb=4.0, workload=LARGE)
+
+
+_GRANITE_LAYERS = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
+SCALES = {
+    "8b": _large("8b", {"hybrid_override_pattern": "M-M*-M*-"}),
+    "nano3": _large("nano3", {"hybrid_override_pattern": "MEM*E"}),
+    "granite-small": _large("granite-small", _GRANITE_LAYERS),
+    "granite-tiny": _large("granite-tiny", _GRANITE_LAYERS),
+    "bamba": _large("bamba", {"num_hidden_layers": 4, "attn_layer_indices": [2]}),
+    "tiny": Scale(SHAPES["tiny"], {"hybrid_override_pattern": "M*-M-"}, fp32_kv_gb=0.02, workload=SMALL),
+    "tiny-experts": Scale(
+        replace(SHAPES["tiny"], fields=_TINY_EXPERTS),
+        {"hybrid_override_pattern": "MEM*E"},
+        fp32_kv_gb=0.02,
+        workload=SMALL,
+    ),
+    "tiny-granite": Scale(
+        replace(SHAPES["tiny"], fields=_TINY_GRANITE),
+        {"layer_types": ["mamba", "attention"]},
+        fp32_kv_gb=0.02,
+        workload=SMALL,
+    ),
+}
+LARGE_SHAPES = [name for name in SCALES if not name.startswith("tiny")]
 
 
 def config_of(scale: Scale, *, prefix_caching: bool, max_tokens: int = 8192, kv_gb: float | None = None) -> CacheConfig:
@@ -141,7 +174,7 @@ def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) 
 def compare_tokens(scale: Scale) -> dict[str, Any]:
     """Compare the tokens of a shallower fp32 model with and without a cache."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = random_model(scale.shape.fields | {"hybrid_override_pattern": scale.fp32_pattern}, torch.float32)
+    model = random_model(scale.shape.fields | scale.fp32_layers, torch.float32)
     with_cache = config_of(scale, prefix_caching=True, kv_gb=scale.fp32_kv_gb)
     without = config_of(scale, prefix_caching=False, kv_gb=scale.fp32_kv_gb)
     cached, prompts = serve_cached(model, with_cache, scale.workload)
@@ -156,7 +189,7 @@ def compare_tokens(scale: Scale) -> dict[str, Any]:
     oracle = _oracle(model) if unequal else None
     ties = [_is_a_tie(oracle, prompts[request], ours, theirs) for request, ours, theirs in unequal]
     return {
-        "layers": len(scale.fp32_pattern),
+        "layers": len(model.decoder.layers),
         "requests compared": len(pairs),
         "generated tokens": sum(len(ours.tokens) for _, ours, _ in pairs),
         "equal requests": len(pairs) - len(unequal),
@@ -287,7 +320,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SCALES, default="8b", help="tiny ones run anywhere; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
-    if arguments.shape in ("8b", "nano3") and not torch.cuda.is_available():
+    if arguments.shape in LARGE_SHAPES and not torch.cuda.is_available():
         parser.error("needs a CUDA device, or --shape tiny")
     with quiet_libraries(), own_warnings_hidden():
         figures = measure(SCALES[arguments.shape])

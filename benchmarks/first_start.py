@@ -1,6 +1,6 @@
 """How long does a start take that finds nothing compiled, where does its time go, and how long do later starts take?
 
-    PYTHONPATH=. python3 benchmarks/first_start.py [--shape 8b|nano3|super|small|tiny] [--starts N] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/first_start.py [--shape NAME] [--starts N] [--json FILE]
 
 Each start is a process of its own: it builds the model with random weights, an engine with CUDA graphs, warms it up and
 serves prompts of several lengths. All share one empty folder for what Triton and FlashInfer compile, so that the first

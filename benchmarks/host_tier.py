@@ -1,6 +1,6 @@
 """How soon does a session come back from the host, and what do copies cost the rows that decode beside them?
 
-    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape 8b|nano3|super|small|tiny] [--rounds N] [--cold-rounds N]
+    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape NAME] [--rounds N] [--cold-rounds N]
         [--json FILE]
 
 The card has room for the rows and for one or two long sessions, the host for all, so that most turns find their session
@@ -30,7 +30,16 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.serving_engine import (
+    LARGE_SHAPES,
+    MODES,
+    ServedShape,
+    add_shape_arguments,
+    model_of,
+    send,
+    serving_engine,
+    shape_of,
+)
 from measuring.gpu_time import gpu_seconds
 from measuring.machine import describe_machine
 from step_cost import timed_step
@@ -60,9 +69,7 @@ class Scale:
 
 
 SCALES = {
-    "8b": Scale(131_072, 32, 2048, 128, 32),
-    "nano3": Scale(131_072, 32, 2048, 128, 32),
-    "super": Scale(131_072, 32, 2048, 128, 32),
+    **dict.fromkeys(LARGE_SHAPES, Scale(131_072, 32, 2048, 128, 32)),
     "small": Scale(32_768, 16, 1024, 64, 16),
     "tiny": Scale(2048, 4, 128, 16, 4),
 }
@@ -70,6 +77,9 @@ LIMITS = {
     "8b": {"cache_gb": 6.5, "host_cache_gb": 12.0},
     "nano3": {"cache_gb": 3.4, "host_cache_gb": 5.0},
     "super": {"cache_gb": 3.4, "host_cache_gb": 5.0},
+    "granite-small": {"cache_gb": 9.0, "host_cache_gb": 14.0},
+    "granite-tiny": {"cache_gb": 3.4, "host_cache_gb": 6.0},
+    "bamba": {"cache_gb": 6.5, "host_cache_gb": 11.0},
     "small": {"cache_gb": 0.8, "host_cache_gb": 3.0},
     "tiny": {"cache_gb": 0.0014, "host_cache_gb": 0.01},
 }

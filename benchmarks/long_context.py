@@ -1,6 +1,6 @@
 """How fast does a row with a long history decode, and how much does a long prompt disturb the rows beside it?
 
-    PYTHONPATH=. python3 benchmarks/long_context.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/long_context.py [--shape NAME] [--json FILE]
 
 A long row: one request decodes alone behind a long prompt, without drafts, with the floor of its step: the bytes of the
 weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a plain
@@ -21,7 +21,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.serving_engine import (
+    LARGE_SHAPES,
+    MODES,
+    ServedShape,
+    add_shape_arguments,
+    model_of,
+    send,
+    serving_engine,
+    shape_of,
+)
 from measuring.machine import describe_machine
 from measuring.serving_figures import nearest_rank
 from step_cost import step_cost, timed_step
@@ -38,7 +47,7 @@ LIMITS = {
     "super": {"state_gb": 8.0, "kv_gb": 3.0},
     "small": {"state_gb": 0.5, "kv_gb": 3.0},
 }
-LENGTHS = {"8b": 131_072, "nano3": 131_072, "super": 131_072, "small": 65_536, "tiny": 2048}
+LENGTHS = {**dict.fromkeys(LARGE_SHAPES, 131_072), "small": 65_536, "tiny": 2048}
 CHUNKS = {"tiny": (128, 32)}
 
 

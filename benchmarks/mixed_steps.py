@@ -1,6 +1,6 @@
 """How long does a step take that computes the next turn of a chat beside rows that decode?
 
-    PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape NAME] [--json FILE]
 
 An engine has room for more rows than decode. Prompts of each length come, one at a time, and every one is computed in
 one step, beside all decoding rows. A line has the median step of a length, with its spread. A step of the decoding

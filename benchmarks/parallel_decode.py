@@ -1,6 +1,6 @@
 """How many tokens per second do decoding rows get from 1, 2 or more cards that share a model?
 
-    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|nano3|super|small|tiny] [--ranks 1 2 4]
+    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape NAME] [--ranks 1 2 4]
         [--share tensors experts both] [--prompt-blocks 1 16] [--json FILE]
 
 Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows;

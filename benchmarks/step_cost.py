@@ -1,6 +1,6 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
-    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|super|small|tiny] [--draft-states FORM ...]
+    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--draft-states FORM ...]
         [--no-drafts] [--host-cache-gb G] [--json FILE]
 
 Steps: rows decode together, without drafts. Their prompts differ by up to 15 tokens, so that rows whose states are

@@ -1,6 +1,6 @@
 """How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
 
-    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|super|small|tiny] [--recorded FILE]
+    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape NAME] [--recorded FILE]
         [--new-tokens N ...] [--json FILE]
 
 Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is

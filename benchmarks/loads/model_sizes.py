@@ -1,6 +1,23 @@
-"""Sizes of the models that benchmarks run, as fields of a NemotronH configuration."""
+"""Sizes of the models that benchmarks run, as fields of their configurations; of NemotronH if they name no other."""
 
 from typing import Any
+
+_GRANITE = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "vocab_size": 100_352,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "position_embedding_type": "nope",
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "tie_word_embeddings": True,
+}
 
 MODEL_FIELDS: dict[str, dict[str, Any]] = {
     "8b": {
@@ -56,6 +73,47 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
         "moe_latent_size": 1024,
         "routed_scaling_factor": 5.0,
     },
+    "granite-small": _GRANITE
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "mamba_n_heads": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "logits_scaling": 16,
+    },
+    "granite-tiny": _GRANITE
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "mamba_n_heads": 48,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "logits_scaling": 6,
+    },
+    "bamba": {
+        "model_type": "bamba",
+        "num_hidden_layers": 32,
+        "attn_layer_indices": [9, 18, 27],
+        "hidden_size": 4096,
+        "vocab_size": 128_256,
+        "intermediate_size": 14_336,
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "small": {
         "hybrid_override_pattern": "M-M*-M-M*-",
         "hidden_size": 1024,
@@ -86,4 +144,5 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 """Nano3 has the sizes of NVIDIA-Nemotron-3-Nano-30B-A3B; super those of NVIDIA-Nemotron-3-Super-120B-A12B and a quarter
-of its layers, which fit on one card."""
+of its layers, which fit on one card; granite-small and -tiny those of granite-4.0-h-small (32B-A9B) and -tiny (7B-A1B);
+bamba those of Bamba-9B-v2."""

@@ -16,7 +16,7 @@ from megatron_mamba_cache import CacheConfig, build_engine
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
-    """A NemotronH model with random weights, and the limits of engines around it.
+    """A model with random weights, and the limits of engines around it.
 
     Args:
         fields: Fields of the model's configuration.
@@ -54,10 +54,13 @@ SHAPES = {
     "8b": ServedShape(MODEL_FIELDS["8b"], 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=24.0),
     "nano3": ServedShape(MODEL_FIELDS["nano3"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
     "super": ServedShape(MODEL_FIELDS["super"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
+    "granite-small": ServedShape(MODEL_FIELDS["granite-small"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
+    "granite-tiny": ServedShape(MODEL_FIELDS["granite-tiny"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
+    "bamba": ServedShape(MODEL_FIELDS["bamba"], 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=16.0),
     "small": ServedShape(MODEL_FIELDS["small"], 256, 32_768, 32, 8192, state_gb=1.0, kv_gb=2.0),
     "tiny": ServedShape(MODEL_FIELDS["tiny"], 64, 4096, 16, 1024, state_gb=0.01, kv_gb=0.02),
 }
-LARGE_SHAPES = ("8b", "nano3", "super")
+LARGE_SHAPES = ("8b", "nano3", "super", "granite-small", "granite-tiny", "bamba")
 """Those that need a GPU."""
 
 

@@ -13,9 +13,13 @@ def make_sure(model: Any) -> None:
     """Give a model embeddings so large that the last token alone determines the next one, by `next_token`.
 
     Steps of different shapes round differently, and with random weights two tokens are often nearly tied; here the next
-    token's logit is tens of standard deviations above all others.
+    token's logit is tens of standard deviations above all others. A model whose output weights are its embeddings gets
+    weights of its own for them: a step reads as many bytes.
     """
     embeddings = model.embedding.word_embeddings.weight
+    if model.share_embeddings_and_output_weights:
+        model.share_embeddings_and_output_weights = False
+        model.output_layer.weight = torch.nn.Parameter(embeddings.detach().clone(), requires_grad=False)
     vocab_size = embeddings.shape[0]
     generator = torch.Generator(embeddings.device).manual_seed(1)
     drawn = torch.randn(embeddings.shape, generator=generator, device=embeddings.device)

@@ -1,6 +1,7 @@
 """The benchmark of steps runs with a tiny model; its drafters are right and wrong, and its lines fit."""
 
 import time
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
@@ -51,8 +52,10 @@ def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, s
     assert "| right drafts | " in step_cost.table([step_cost.StepCost(1, 2.0)], speeds)
 
 
-def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engine: ModuleType) -> None:
-    sure, shape = import_module("loads.sure_model"), serving_engine.SHAPES["tiny"]
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engine: ModuleType, is_tied: bool) -> None:
+    sure, tiny = import_module("loads.sure_model"), serving_engine.SHAPES["tiny"]
+    shape = replace(tiny, fields=tiny.fields | {"tie_word_embeddings": is_tied})
     model = serving_engine.model_of(shape)
     sure.make_sure(model)
     prompts = [[5, 9, 7], [11] * 70]

@@ -1,0 +1,55 @@
+"""Benchmarks' models of every family have the published sizes, and random weights for every tensor of a checkpoint."""
+
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.models.architecture import HybridArchitecture
+from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
+from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES
+from megatron_mamba_cache.models.parameter_shapes import parameters_of
+from tests.command_line.command_runs import REPOSITORY
+
+PUBLISHED = {"8b": 8.1, "nano3": 31.6, "granite-small": 32.2, "granite-tiny": 6.9, "bamba": 9.8}
+"""Billions of parameters."""
+SMALLER = {
+    "nano3": {"hybrid_override_pattern": "ME*E", "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "granite-tiny": {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite-small": {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture
+def checkpoints(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return import_module("loads.random_checkpoint")
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    return import_module("loads.model_sizes").MODEL_FIELDS[name]
+
+
+def architecture_of(checkpoints: Any, fields: dict[str, Any]) -> HybridArchitecture:
+    config = checkpoints.complete(fields)
+    return FAMILIES[config["model_type"]].architecture_of(CheckpointConfig(config, "test"))
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
+def test_sizes_are_the_published_ones(checkpoints: Any, name: str, billions: float) -> None:
+    parameters = parameters_of(architecture_of(checkpoints, fields_of(name)))
+    assert sum(prod(whole.shape) for whole in parameters.values()) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
+    few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER[name]
+    model = checkpoints.random_model(fields_of(name) | few, torch.float32)
+    tied = model.share_embeddings_and_output_weights
+    assert tied == name.startswith("granite")
+    for parameter_name, parameter in model.named_parameters():
+        zero = parameter_name.endswith(("conv1d.bias", "expert_bias"))
+        assert bool(parameter.isfinite().all()) and bool((parameter == 0).all()) == zero, parameter_name
