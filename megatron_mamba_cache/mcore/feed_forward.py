@@ -1,4 +1,4 @@
-"""Megatron's feed-forward layers, of which one token's first product and its activation are one kernel of ours."""
+"""Megatron's feed-forward layers with our kernels: activations, and the first product of one token with its own."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ..kernels.activations import Activation
 from ..kernels.experts.routed_experts import SharedExpert
+from ..kernels.feed_forward.gated_silu import gated_silu
 from ..kernels.linear.one_token import multiply_one_token
 from .linear import OneTokenColumnLinear, is_one_token
 
@@ -22,15 +23,19 @@ class FeedForward(MLP):
     @override
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
         """Compute hidden_states [..., hidden]; see Megatron's class."""
-        activation = fused_activation(self.config)
-        if per_token_scale is None and self._is_fused(hidden_states, activation):
+        activation = self._activation() if per_token_scale is None else "none"
+        if activation != "none" and is_one_token(hidden_states, self.linear_fc1.weight, activation):
             return self.linear_fc2(multiply_one_token(hidden_states, self.linear_fc1.weight, activation))
-        return super().forward(hidden_states, per_token_scale, **settings)
+        if activation == "gated_silu":
+            products, _ = self.linear_fc1(hidden_states)
+            return self.linear_fc2(gated_silu(products))
+        return super().forward(hidden_states, per_token_scale, **settings)  # calls `squared_relu`
 
-    def _is_fused(self, x: Tensor, activation: Activation) -> bool:
-        if activation == "none" or self.linear_fc1.bias is not None or self.config.sequence_parallel:
-            return False
-        return is_one_token(x, self.linear_fc1.weight, activation)
+    def _activation(self) -> Activation:
+        """Return what our kernels compute between the products; "none": Megatron does."""
+        if self.linear_fc1.bias is not None or self.config.sequence_parallel:
+            return "none"
+        return fused_activation(self.config)
 
 
 class DenseLayer(MLPLayer):

@@ -33,6 +33,7 @@ GROUPS = [
         "test_rounded_states.py",
         "test_routing.py",
         "test_squared_relu.py",
+        "test_gated_silu.py",
         "test_sum_of_ranks.py",
         "test_token_masks.py",
         "test_penalties.py",

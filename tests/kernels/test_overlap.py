@@ -19,11 +19,11 @@ from megatron_mamba_cache.kernels.experts import (
     product_tiles,
     router_logits,
     routing,
-    squared_relu,
     weighted_sum,
 )
 from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
+from megatron_mamba_cache.kernels.feed_forward import gated_silu, squared_relu
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
 from megatron_mamba_cache.kernels.prefill_rows import whole_rows
@@ -116,6 +116,7 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
         half(2, 64), int32(1, 2), torch.zeros(1, 2)
     ),
     (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
+    (gated_silu, "_gated_silu_kernel"): lambda: gated_silu.gated_silu(half(1, 64)),
     (state_verify, "_state_verify_kernel"): update_states,
     (causal_conv, "_causal_conv_kernel"): lambda: causal_conv.causal_conv(
         half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT

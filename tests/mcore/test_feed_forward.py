@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from megatron_mamba_cache.kernels.experts import shared_product
-from megatron_mamba_cache.kernels.experts.squared_relu import squared_relu
+from megatron_mamba_cache.kernels.feed_forward.gated_silu import gated_silu_ref
+from megatron_mamba_cache.kernels.feed_forward.squared_relu import squared_relu
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.mcore import expert_layer, feed_forward, linear
 from megatron_mamba_cache.mcore.feed_forward import FeedForward, SharedFeedForward, fused_activation
@@ -99,3 +100,22 @@ def test_a_layer_whose_shared_expert_begins_beside_the_routing_computes_the_same
     error = ((found - expected).abs().max() / expected.abs().max()).item()
     print(f"{num_tokens} tokens, {activation}: {error:.2e} of the largest output")
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("kind", [FeedForward, SharedFeedForward])
+def test_gated_layers_take_one_kernel_between_their_products(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_hybrid_model(RandomHybridConfig(pattern="M*-E", gated=True))
+    layer = model.decoder.layers[2].mlp if kind is FeedForward else model.decoder.layers[3].mlp.shared_experts
+    x = torch.randn(5, 1, layer.config.hidden_size, device=next(layer.parameters()).device)
+    shapes = []
+
+    def noted(products: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(products.shape))
+        return gated_silu_ref(products)
+
+    with torch.inference_mode():
+        expected = super(FeedForward, layer).forward(x)[0]  # Megatron's
+        monkeypatch.setattr(feed_forward, "gated_silu", noted)
+        found = layer(x)
+    assert shapes == [(5, 1, layer.linear_fc1.weight.shape[0])]
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)

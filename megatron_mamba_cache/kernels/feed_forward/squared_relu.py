@@ -1,4 +1,4 @@
-"""The square of ReLU, of experts and of dense feed-forward layers.
+"""The square of ReLU, between the products of a feed-forward layer.
 
 Layout: any contiguous tensor. Grid: a program WIDTH elements. Torch's own takes two launches, and a decode step has
 dozens of them. Graph safe: no host sync.

@@ -1,0 +1,1 @@
+"""Activations between the two products of dense feed-forward layers and shared experts."""
