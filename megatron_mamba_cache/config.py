@@ -20,6 +20,7 @@ _STATE_DTYPES = ("model", "fp32", "bf16")
 _DRAFT_STATES = ("auto", "replay", "window")
 _RING_LENGTHS = (4, 8, 16, 32)
 _LONGEST_USUAL_RING = 16
+_USUAL_GRAPH_TOKENS = 4096
 _PREFIX = "--inference-dynamic-batching-"
 
 CACHED_STATE_DTYPES = ("live", "int8")
@@ -102,7 +103,8 @@ class CacheConfig:
         num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs, with and
             without drafts; 0 captures none.
         cuda_graph_prefill_tokens: With CUDA graphs, steps with few prompts and up to this many of their tokens are
-            captured too.
+            captured too. None: 4096, and up to `max_tokens` for a model so small that the host takes longer to launch
+            such a step than a GPU to compute it.
         run_ahead: Whether a captured step that depends only on the tokens of the step before is launched before they
             are read, or with drafts before they are reported, so that the GPU waits less for the host; live states
             are then ahead of the rows.
@@ -143,7 +145,7 @@ class CacheConfig:
     cached_state_dtype: Literal["live", "int8"] = "live"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
-    cuda_graph_prefill_tokens: int = 4096
+    cuda_graph_prefill_tokens: int | None = None
     run_ahead: bool = True
     resident_pools: bool = False
     rank_digest_steps: int = 0
@@ -169,9 +171,10 @@ class CacheConfig:
         are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
         _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
         _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
-        for name in ("cuda_graph_prefill_tokens", "rank_digest_steps"):
+        for name, others in (("cuda_graph_prefill_tokens", (None,)), ("rank_digest_steps", ())):
             count = getattr(self, name)
-            _require(type(count) is int and count >= 0, name, count, "an int of at least 0")
+            allowed = " or ".join([*map(str, others), "an int of at least 0"])
+            _require(count in others or (type(count) is int and count >= 0), name, count, allowed)
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         bound = f", below block_size_tokens={self.block_size_tokens}" if most < _MOST_DRAFTS else ""
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}{bound}"
@@ -198,23 +201,37 @@ class CacheConfig:
                 "set --inference-dynamic-batching-block-size to a multiple of it, or --draft-states window"
             )
 
-    def resolved(self, *, prefers_replay: bool = False) -> "CacheConfig":
-        """Return the settings with the form of draft states that "auto" stands for, and its ring length.
+    def resolved(self, *, prefers_replay: bool = False, most_launched: int = 0) -> "CacheConfig":
+        """Return the settings with what "auto" draft states and their ring length stand for, and the graphs' tokens.
 
         Args:
             prefers_replay: Whether "auto" stands for "replay", where the block size allows that.
+            most_launched: Prompt tokens up to which the host takes longer to launch a step than a GPU to compute it.
         """
+        usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens))
+        tokens = usual if self.cuda_graph_prefill_tokens is None else self.cuda_graph_prefill_tokens
         can_replay = self.block_size_tokens % _RING_LENGTHS[0] == 0
-        if self.draft_states == "window" or (self.draft_states == "auto" and not (prefers_replay and can_replay)):
-            return replace(self, draft_states="window", ring_len=None)
-        ring_len = self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING)
-        return replace(self, draft_states="replay", ring_len=ring_len)
+        form, ring_len = self.draft_states, self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING)
+        if form == "auto":
+            form = "replay" if prefers_replay and can_replay else "window"
+        return replace(
+            self,
+            draft_states=form,
+            ring_len=ring_len if form == "replay" else None,
+            cuda_graph_prefill_tokens=tokens,
+        )
 
     @property
     def replays(self) -> bool:
         """True when states are replayed; `resolved` says what "auto" stands for."""
         assert self.draft_states != "auto"
         return self.draft_states == "replay"
+
+    @property
+    def most_graph_tokens(self) -> int:
+        """The most prompt tokens of a captured step; `resolved` says what None stands for."""
+        assert self.cuda_graph_prefill_tokens is not None
+        return self.cuda_graph_prefill_tokens
 
     @property
     def rounds_states(self) -> bool:

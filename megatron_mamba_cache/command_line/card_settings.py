@@ -101,7 +101,7 @@ def card_settings(
     split = any(part_gb is not None for part_gb in parts_gb)
     if None not in parts_gb:  # then only live states are to be sized, in whatever is left
         card = replace(card, fraction=1.0)
-    num_live = max_tokens + min(sizes.cuda_graph_prefill_tokens, max_tokens)
+    num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
     budget = _budget(card, shape, num_live, max(asked, _MAX_REQUESTS), given_gb)
     drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * card.bytes_a_logit * shape.vocab_size)
     fitting = _num_fitting(shape, sizes, budget, given, drafts_bytes)

@@ -14,6 +14,7 @@ from .expert_layer import waits_for_experts
 from .mamba_mixer import CachingMambaMixer
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
+from .stacked_experts import StackedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class _Part:
     """One rank's part of a model."""
 
     layer_types: tuple[str, ...]
+    num_weights: int  # that a token is multiplied with, in all layers
     mixers: _MixerShape | None  # None: no Mamba layer here
     waits_for_experts: bool
     fingerprint: str
@@ -70,6 +72,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         vocab_size=model.vocab_size,
         params_dtype=config.params_dtype,
         fingerprint=_agreed_fingerprint(parts),
+        layer_weights=_mean_of_layers(parts[::num_tensor_ranks]),
         waits_for_experts=parts[ranks.index].waits_for_experts,
     )
 
@@ -84,7 +87,21 @@ def _part_of(model: Any) -> _Part:
         raise ValueError(
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
-    return _Part(layer_types, _mixer_shape(found[Symbols.MAMBA]), waits_for_experts(model), _fingerprint(model))
+    mixers = _mixer_shape(found[Symbols.MAMBA])
+    return _Part(layer_types, _num_weights(model), mixers, waits_for_experts(model), _fingerprint(model))
+
+
+def _num_weights(model: Any) -> int:
+    """Return how many weights the layers multiply a token with; of experts, those that it chooses."""
+    stacked = [module for module in model.decoder.modules() if isinstance(module, StackedExperts)]
+    of_experts = sum(weight[0].numel() for module in stacked for weight in module.parameters())
+    others = sum(weight.numel() for weight in model.decoder.parameters() if weight.dim() == 2)
+    return others + (of_experts * model.config.moe_router_topk if stacked else 0)
+
+
+def _mean_of_layers(stages: Sequence[_Part]) -> int:
+    """Return the weights that a layer multiplies a token with, the same on all ranks."""
+    return sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages)
 
 
 def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:

@@ -1,10 +1,13 @@
 """What a part of a hybrid model stores for its requests, from the architecture alone: no weight has to be there."""
 
+from math import prod
+
 import torch
 from megatron.core import parallel_state
 
 from ..state.model_shape import HybridModelShape
 from .architecture import HybridArchitecture
+from .parameter_shapes import parameters_of
 from .rank_part import RankPart, check_ranks
 
 
@@ -44,4 +47,20 @@ def part_shape(
         vocab_size=architecture.vocab_size,
         params_dtype=dtype,
         fingerprint="",
+        layer_weights=_layer_weights(architecture, num_tensor_ranks),
     )
+
+
+def _layer_weights(architecture: HybridArchitecture, num_tensor_ranks: int) -> int:
+    """Return how many weights a layer multiplies a token with; of experts, those that it chooses."""
+    total = 0
+    for name, whole in parameters_of(architecture).items():
+        if not name.startswith("decoder.layers.") or len(whole.shape) != 2:
+            continue
+        of_rank = prod(whole.shape) // (1 if whole.split.dim is None else num_tensor_ranks)
+        if ".local_experts." not in name:
+            total += of_rank
+        elif ".local_experts.0." in name:
+            assert architecture.experts is not None
+            total += of_rank * architecture.experts.top_k
+    return total // len(architecture.pattern)

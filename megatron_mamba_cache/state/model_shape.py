@@ -16,6 +16,9 @@ MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
 _MOST_IN_WINDOWS = 2
 """Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
+_LAUNCHED_PRODUCTS = 270_000_000_000
+"""Products of a token and a weight that take a GPU as long as the host takes to launch a layer without graphs, which is
+1.2 ms at 450 TFLOP/s (measured: 1.2 to 2 ms; see `turn_latency.md`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class HybridModelShape:
         num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
+        layer_weights: Weights that a layer multiplies a token with, on a rank: the mean of the whole model's layers; 0
+            if they are not known.
         waits_for_experts: True if the host waits inside a step for what experts a rank's tokens choose.
     """
 
@@ -45,6 +50,7 @@ class HybridModelShape:
     vocab_size: int
     params_dtype: torch.dtype
     fingerprint: str
+    layer_weights: int = 0
     waits_for_experts: bool = False
 
     @property
@@ -133,7 +139,7 @@ class HybridModelShape:
     def resolved(
         self, config: CacheConfig, gather: Callable[[UnitBytes], Sequence[UnitBytes]] = lambda unit: [unit]
     ) -> CacheConfig:
-        """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
+        """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided, by the model's sizes.
 
         Replayed states take less time with drafts, and without for more than a request or two. Rings are reserved for
         `max_requests`, which are no more than one budget has room for, and leave room for one request of the longest
@@ -145,7 +151,8 @@ class HybridModelShape:
         """
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
-        config = config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
+        prefers_replay = is_larger and replays_fast(head_dim, d_state)
+        config = config.resolved(prefers_replay=prefers_replay, most_launched=self._most_launched)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
         if not self.limits_requests(config):
             return config
@@ -153,6 +160,11 @@ class HybridModelShape:
         fitting = budget // max(self.request_bytes(config), 1)
         beside_longest = (budget - self.longest_bytes(config, slab)) // of_ring if of_ring else fitting
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
+
+    @property
+    def _most_launched(self) -> int:
+        """Prompt tokens, a multiple of 1,024, up to which launching takes longer than computing; 0 if not known."""
+        return _LAUNCHED_PRODUCTS // self.layer_weights // 1024 * 1024 if self.layer_weights else 0
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:

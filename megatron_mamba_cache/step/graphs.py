@@ -117,7 +117,7 @@ def capture_graphs(
     began = time.perf_counter()
     limits = runner.memory.step_buffers.limits
     shapes = decode_shapes(count, config.max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
-    shapes += prefill_shapes(config.cuda_graph_prefill_tokens, config.max_requests, limits.max_tokens)
+    shapes += prefill_shapes(config.most_graph_tokens, config.max_requests, limits.max_tokens)
     recorder = CudaRecorder()
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)

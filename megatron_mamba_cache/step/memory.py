@@ -260,7 +260,7 @@ def _attention_shape(
 def _step_buffers(
     config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int
 ) -> StepBuffers:
-    has_prefill_graphs = config.num_cuda_graphs and config.cuda_graph_prefill_tokens
+    has_prefill_graphs = config.num_cuda_graphs and config.most_graph_tokens
     max_rows = config.max_requests + (most_padding_rows(config.max_requests) if has_prefill_graphs else 0)
     limits = StepLimits(
         max_tokens=config.max_tokens,

@@ -127,8 +127,8 @@ def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[Ste
     return [
         StepShape(num_decode, 1, num_prefill, size)
         for num_decode in sorted({0, some, max_rows - 1})
-        for size in _prefill_sizes(most_tokens, num_decode)
-        if num_prefill <= most_tokens and num_decode + size <= max_tokens
+        for size in _prefill_sizes(min(most_tokens, max_tokens - num_decode), num_decode)
+        if size >= num_prefill
     ]
 
 
@@ -141,20 +141,22 @@ _PREFILL_ROWS = 4
 _PART = 8  # of many decode rows, "some" are one in so many
 _SMALL_PREFILLS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _PREFILL_STEP = 512
+_MOST_IN_SMALL_STEPS = 4096
 _FAST_TOTALS = (351, 447, 639, 895)
 _LEAST_LARGER = 24  # prompt tokens by which the next size is larger
 
 
 def _prefill_sizes(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: few for small steps, and 512 apart from 2,048 on.
+    """Return numbers of prompt tokens up to the most: few for small steps, 512 apart from 2,048 on, then 1,024.
 
     A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
     chosen so that the step has one of _FAST_TOTALS, decode rows included, unless another is little larger: matrix
     products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
     and 1,024 (8B model, H100). A step whose total is slow has a token less.
     """
-    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP // 2, most_tokens, _PREFILL_STEP)
-    regular = [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens] + [most_tokens]
+    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP // 2, _MOST_IN_SMALL_STEPS, _PREFILL_STEP)
+    largest = range(_MOST_IN_SMALL_STEPS, most_tokens, 2 * _PREFILL_STEP)
+    regular = [size for size in (*_SMALL_PREFILLS, *larger, *largest) if size < most_tokens] + [most_tokens]
     between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
     for size in between:
         if min((other - size for other in regular if other >= size), default=0) >= _LEAST_LARGER:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.models.architecture import HybridArchitecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
 from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
+from megatron_mamba_cache.models.part_shape import part_shape
 from tests.command_line.command_runs import REPOSITORY
 
 PUBLISHED = {"8b": 8.1, "nano3": 31.6, "granite-small": 32.2, "granite-tiny": 6.9, "bamba": 9.8}
@@ -53,3 +55,20 @@ def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
     for parameter_name, parameter in model.named_parameters():
         zero = parameter_name.endswith(("conv1d.bias", "expert_bias"))
         assert bool(parameter.isfinite().all()) and bool((parameter == 0).all()) == zero, parameter_name
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tensor_ranks", "tokens"),
+    [
+        *((name, 1, 4096) for name in ("8b", "nano3", "granite-small", "bamba")),
+        ("granite-tiny", 1, 8192),
+        ("nano3", 2, 8192),
+    ],
+)
+def test_graphs_go_beyond_4096_prompt_tokens_where_a_gpu_computes_them_soon(
+    checkpoints: Any, name: str, num_tensor_ranks: int, tokens: int
+) -> None:
+    architecture = architecture_of(checkpoints, fields_of(name))
+    shape = part_shape(architecture, torch.bfloat16, num_tensor_ranks=num_tensor_ranks)
+    print(f"{name} on {num_tensor_ranks}: {shape.layer_weights / 1e6:.1f} million weights a layer")
+    assert shape.resolved(CacheConfig()).most_graph_tokens == tokens

@@ -87,7 +87,7 @@ def test_pools_fit_the_fraction_and_use_it(
     config = CacheConfig(**form, **settings)
     taken = bytes_taken(shape, config)
     assert taken <= fraction * card.free_bytes
-    num_live = config.max_tokens + min(config.cuda_graph_prefill_tokens, config.max_tokens)
+    num_live = config.max_tokens + min(config.resolved().most_graph_tokens, config.max_tokens)
     steps = 4 * 21_504 * num_live * 2 + 12 * shape.vocab_size * 256 * (1 + drafts) + 2 * GIB
     allowed = min(fraction * card.free_bytes, card.free_bytes - steps)
     assert taken >= 0.95 * allowed

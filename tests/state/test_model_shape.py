@@ -140,3 +140,23 @@ def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(replay_tiling, "is_hopper", lambda device, found=is_hopper: found)
         assert replay_tiling.replays_fast(64, 128) == is_hopper
         assert not replay_tiling.replays_fast(60, 100)  # no tile holds such heads
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "fields", "tokens"),
+    [
+        (0, {}, 4096),  # not known
+        (200_000_000, {}, 4096),
+        (40_000_000, {}, 6144),  # 6,750, rounded down
+        (16_000_000, {}, 8192),
+        (16_000_000, {"max_tokens": 6000}, 6000),
+        (200_000_000, {"max_tokens": 512}, 4096),
+        (16_000_000, {"cuda_graph_prefill_tokens": 0}, 0),
+        (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),
+    ],
+)
+def test_graphs_hold_as_many_prompt_tokens_as_the_host_takes_longer_to_launch(
+    layer_weights: int, fields: dict[str, Any], tokens: int
+) -> None:
+    shape = replace(DENSE_8B, layer_weights=layer_weights)
+    assert shape.resolved(CacheConfig(**fields)).most_graph_tokens == tokens

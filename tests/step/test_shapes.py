@@ -213,6 +213,14 @@ def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_rows: in
     assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
 
 
+def test_whole_steps_of_a_long_prompt_have_shapes_alone_and_beside_rows() -> None:
+    shapes = prefill_shapes(8192, 64, 8192)
+    largest = {shape.num_decode_rows: shape.num_prefill_tokens for shape in shapes}
+    assert largest == {0: 8192, 7: 8192 - 7, 63: 8192 - 63}
+    sizes = [shape.num_prefill_tokens for shape in shapes if not shape.num_decode_rows]
+    assert sizes[-6:] == [3584, 4096, 5120, 6144, 7168, 8192]
+
+
 def test_sizes_that_are_little_smaller_than_others_are_left_out() -> None:
     sizes = [shape.num_prefill_tokens for shape in prefill_shapes(4096, 72, 8192) if shape.num_decode_rows == 71]
     assert 384 in sizes and 447 - 71 not in sizes and 351 - 71 in sizes

@@ -151,7 +151,7 @@ def test_a_rank_in_mid_prefill_makes_the_next_step_unsure() -> None:
 )
 def test_settings_that_graphs_depend_on_must_be_the_same(field: str, value: int) -> None:
     meeting = Meeting(2)
-    settings = [CacheConfig(num_cuda_graphs=2), CacheConfig(**{"num_cuda_graphs": 2, field: value})]
+    settings = [CacheConfig(**{"num_cuda_graphs": 2, **given}).resolved() for given in ({}, {field: value})]
 
     def refused(config: CacheConfig) -> str:
         with pytest.raises(ValueError) as error:
@@ -165,7 +165,7 @@ def test_settings_that_graphs_depend_on_must_be_the_same(field: str, value: int)
 
 def test_ranks_take_the_fewest_requests_of_all() -> None:
     meeting = Meeting(2)
-    settings = [CacheConfig(max_requests=most) for most in (4, 9)]
+    settings = [CacheConfig(max_requests=most).resolved() for most in (4, 9)]
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda config: settings_of_peers(config, meeting), settings)
         assert [config.max_requests for config in found] == [4, 4]
