@@ -1,7 +1,8 @@
-"""Megatron's parallel linear layers, of which one token's product is a kernel of ours."""
+"""Megatron's parallel linear layers without its function for gradients; one token's product is a kernel of ours."""
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from typing_extensions import override
@@ -16,9 +17,9 @@ class OneTokenColumnLinear(ColumnParallelLinear):
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if _is_plain(settings) and is_one_token(input, weight):
-            return multiply_one_token(input, weight)
-        return super()._forward_impl(input, weight, *args, **settings)
+        if not _is_plain(input, weight, settings):
+            return super()._forward_impl(input, weight, *args, **settings)
+        return _product(input, weight)
 
 
 class OneTokenRowLinear(RowParallelLinear):
@@ -26,9 +27,14 @@ class OneTokenRowLinear(RowParallelLinear):
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if _is_plain(settings) and is_one_token(input, weight):
-            return multiply_one_token(input, weight)
-        return super()._forward_impl(input, weight, *args, **settings)
+        if not _is_plain(input, weight, settings):
+            return super()._forward_impl(input, weight, *args, **settings)
+        return _product(input, weight)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T, without the bookkeeping of a gradient: in Megatron's function it takes the host longest."""
+    return multiply_one_token(x, weight) if can_multiply_one_token(x, weight) else F.linear(x, weight)
 
 
 def is_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> bool:
@@ -36,6 +42,7 @@ def is_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> 
     return not wants_gradient(x, weight) and can_multiply_one_token(x, weight, activation)
 
 
-def _is_plain(settings: dict[str, Any]) -> bool:
-    """Return whether there is no bias, and no token on another rank."""
-    return settings.get("bias") is None and not settings.get("sequence_parallel")
+def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
+    """Return whether a product is all there is: no bias, no gradient, no token on another rank."""
+    has_others = settings.get("bias") is not None or settings.get("sequence_parallel")
+    return not has_others and not wants_gradient(x, weight)

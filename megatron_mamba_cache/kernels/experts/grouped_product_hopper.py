@@ -10,6 +10,8 @@ A gated layer's gates and other outputs alternate by eights, so that a thread ha
 summed in the same order in any tile. Graph safe: no host sync, no atomics.
 """
 
+from functools import cache
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -251,7 +253,7 @@ def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_r
 
 
 def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, DEPTH], gl.NVMMASharedLayout(128, 16))
+    return TensorDescriptor.from_tensor(matrix, [rows, DEPTH], _layout(2))
 
 
 def _describe_gated(weight: Tensor) -> TensorDescriptor:
@@ -259,4 +261,10 @@ def _describe_gated(weight: Tensor) -> TensorDescriptor:
     experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     shape, box = [experts, outputs // 8, 2, 8, inputs], [1, 4, 2, 8, DEPTH]
     strides = [2 * outputs * inputs, 8 * inputs, outputs * inputs, inputs, 1]
-    return TensorDescriptor(weight, shape, strides, box, gl.NVMMASharedLayout(128, 16, rank=5))
+    return TensorDescriptor(weight, shape, strides, box, _layout(5))
+
+
+@cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    """Return how a box lies in shared memory; kept, as Triton makes it in longer than the description."""
+    return gl.NVMMASharedLayout(128, 16, rank=rank)
