@@ -1,15 +1,18 @@
 """Replayed states that are stored in bf16 do not depend on the number of drafts, and neither do tokens."""
 
 import random
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
+from megatron_mamba_cache.mcore import linear
 from megatron_mamba_cache.policy.decode_rules import DecodeRules
 from megatron_mamba_cache.speculation.drafter import Drafter
 
@@ -21,10 +24,16 @@ States = dict[bytes, tuple[Tensor, Tensor]]
 
 
 class TokenByToken:
-    """`torch` with products of one token each, whose bits do not depend on how many tokens a step has."""
+    """A module with products of one token each, whose bits do not depend on how many tokens a step has."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(self._module, name)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.matmul(x, weight.t())
 
     @staticmethod
     def matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +81,8 @@ def served(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels sum one token and several in their own orders")
 @pytest.mark.parametrize("ring_len", [4, 8, 16])
 def test_tokens_and_states_are_those_without_drafts(ring_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "torch", TokenByToken())
+    monkeypatch.setattr(layers, "torch", TokenByToken(torch))
+    monkeypatch.setattr(linear, "F", TokenByToken(F))
     subject, drawn = tiny_hybrid(pattern=MAMBA_LAYERS, ssm_chunk_size=8), random.Random(ring_len)
     vocab = subject.sizes.vocab_size
     prompts = [[drawn.randrange(vocab) for _ in range(length)] for length in (5, 23)]

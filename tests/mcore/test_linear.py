@@ -1,0 +1,40 @@
+"""Linear layers go through Megatron's function for gradients only where there is a gradient, or a bias."""
+
+import pytest
+import torch
+
+from megatron_mamba_cache.mcore.linear import OneTokenColumnLinear, OneTokenRowLinear
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+
+
+@pytest.mark.parametrize("kind", [OneTokenColumnLinear, OneTokenRowLinear])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("mode", ["inference", "no gradient", "gradient", "bias"])
+def test_products_without_gradients_take_no_function_for_them(
+    kind: type, num_tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_hybrid_model(RandomHybridConfig(pattern="M*-"))
+    layer = next(module for module in model.modules() if type(module) is kind)
+    taken = []
+    whole = type(layer).__mro__[1]._forward_impl
+
+    def noted(self: object, *args: object, **settings: object) -> torch.Tensor:
+        taken.append(1)
+        return whole(self, *args, **settings)
+
+    monkeypatch.setattr(type(layer).__mro__[1], "_forward_impl", noted)
+    x = torch.randn(num_tokens, 1, layer.weight.shape[1], device=layer.weight.device)
+    x.requires_grad_(mode == "gradient")
+    if mode == "bias":
+        bias = torch.ones(layer.weight.shape[0], device=x.device)
+        settings = {"bias": bias, "gradient_accumulation_fusion": False, "allreduce_dgrad": False, "tp_group": None}
+        with torch.inference_mode():
+            out = layer._forward_impl(input=x, weight=layer.weight, sequence_parallel=False, **settings) - bias
+    else:
+        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "gradient"):
+            out, _ = layer(x)
+    torch.testing.assert_close(out, x @ layer.weight.T, rtol=1e-5, atol=1e-5)
+    assert bool(taken) == (mode in ("gradient", "bias"))
+    if mode == "gradient":
+        out.sum().backward()
+        assert x.grad is not None and bool((x.grad != 0).any())
