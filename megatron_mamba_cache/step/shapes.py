@@ -1,6 +1,6 @@
 """Steps that are padded to the shape of a captured graph."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,27 +141,35 @@ _PREFILL_ROWS = 4
 _PART = 8  # of many decode rows, "some" are one in so many
 _SMALL_PREFILLS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _PREFILL_STEP = 512
-_MOST_IN_SMALL_STEPS = 4096
+_LEAST_WHOLE_STEP = 4096
 _FAST_TOTALS = (351, 447, 639, 895)
 _LEAST_LARGER = 24  # prompt tokens by which the next size is larger
 
 
 def _prefill_sizes(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: few for small steps, 512 apart from 2,048 on, then 1,024.
+    """Return numbers of prompt tokens up to the most: few for small steps, then 512 apart, and more from 4,096 on.
 
     A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
     chosen so that the step has one of _FAST_TOTALS, decode rows included, unless another is little larger: matrix
     products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
     and 1,024 (8B model, H100). A step whose total is slow has a token less.
     """
-    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP // 2, _MOST_IN_SMALL_STEPS, _PREFILL_STEP)
-    largest = range(_MOST_IN_SMALL_STEPS, most_tokens, 2 * _PREFILL_STEP)
-    regular = [size for size in (*_SMALL_PREFILLS, *larger, *largest) if size < most_tokens] + [most_tokens]
+    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP // 2, _LEAST_WHOLE_STEP, _PREFILL_STEP)
+    regular = [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens]
+    regular += [*_whole_steps(most_tokens), most_tokens]
     between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
     for size in between:
         if min((other - size for other in regular if other >= size), default=0) >= _LEAST_LARGER:
             regular.append(size)
     return sorted({size - (size < most_tokens and _is_slow(num_decode + size)) for size in regular})
+
+
+def _whole_steps(most_tokens: int) -> Iterator[int]:
+    """Yield sizes of long prompts' steps below the most, each at most a quarter larger than the one before."""
+    size = _LEAST_WHOLE_STEP
+    while size < most_tokens:
+        yield size
+        size += 2 ** (size.bit_length() - 1) // 4
 
 
 def _is_slow(num_tokens: int) -> bool:
