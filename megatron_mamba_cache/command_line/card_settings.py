@@ -212,7 +212,7 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
     """Return settings that say what a request and a state take."""
     asked = given.get("max_requests") or _MAX_REQUESTS
     forms = {name: given[name] for name in _SIZES_OF_STATES if given.get(name) is not None}
-    most_tokens = max(_MAX_TOKENS, block, asked)
+    most_tokens = max(_MAX_TOKENS, block, asked, given.get("max_tokens") or 0)
     return shape.resolved(CacheConfig(block_size_tokens=block, max_requests=asked, max_tokens=most_tokens, **forms))
 
 
