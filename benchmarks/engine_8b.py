@@ -69,6 +69,7 @@ _TINY_EXPERTS = SHAPES["tiny"].fields | {
 }
 _TINY_GRANITE = MODEL_FIELDS["granite-tiny"] | {
     "layer_types": ["mamba", "attention", "mamba"],
+    "logits_scaling": 0.1,
     "hidden_size": 64,
     "vocab_size": 512,
     "intermediate_size": 48,

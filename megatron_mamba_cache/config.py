@@ -21,6 +21,7 @@ _DRAFT_STATES = ("auto", "replay", "window")
 _RING_LENGTHS = (4, 8, 16, 32)
 _LONGEST_USUAL_RING = 16
 _USUAL_GRAPH_TOKENS = 4096
+_MOST_USUAL_GRAPH_TOKENS = 8192
 _PREFIX = "--inference-dynamic-batching-"
 
 CACHED_STATE_DTYPES = ("live", "int8")
@@ -103,8 +104,8 @@ class CacheConfig:
         num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs, with and
             without drafts; 0 captures none.
         cuda_graph_prefill_tokens: With CUDA graphs, steps with few prompts and up to this many of their tokens are
-            captured too. None: 4096, and up to `max_tokens` for a model so small that the host takes longer to launch
-            such a step than a GPU to compute it.
+            captured too. None: 4096, and up to 8192 and `max_tokens` for a model so small that the host takes longer to
+            launch such a step than a GPU to compute it.
         run_ahead: Whether a captured step that depends only on the tokens of the step before is launched before they
             are read, or with drafts before they are reported, so that the GPU waits less for the host; live states
             are then ahead of the rows.
@@ -208,7 +209,7 @@ class CacheConfig:
             prefers_replay: Whether "auto" stands for "replay", where the block size allows that.
             most_launched: Prompt tokens up to which the host takes longer to launch a step than a GPU to compute it.
         """
-        usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens))
+        usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens, _MOST_USUAL_GRAPH_TOKENS))
         tokens = usual if self.cuda_graph_prefill_tokens is None else self.cuda_graph_prefill_tokens
         can_replay = self.block_size_tokens % _RING_LENGTHS[0] == 0
         form, ring_len = self.draft_states, self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING)

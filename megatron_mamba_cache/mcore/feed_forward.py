@@ -11,6 +11,7 @@ from typing_extensions import override
 from ..kernels.activations import Activation
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.feed_forward.gated_silu import gated_silu
+from ..kernels.kernel_launches import wants_gradient
 from ..kernels.linear.one_token import multiply_one_token
 from .linear import OneTokenColumnLinear, is_one_token
 
@@ -23,7 +24,7 @@ class FeedForward(MLP):
     @override
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
         """Compute hidden_states [..., hidden]; see Megatron's class."""
-        activation = self._activation() if per_token_scale is None else "none"
+        activation = self._activation(hidden_states) if per_token_scale is None else "none"
         if activation != "none" and is_one_token(hidden_states, self.linear_fc1.weight, activation):
             return self.linear_fc2(multiply_one_token(hidden_states, self.linear_fc1.weight, activation))
         if activation == "gated_silu":
@@ -31,9 +32,10 @@ class FeedForward(MLP):
             return self.linear_fc2(gated_silu(products))
         return super().forward(hidden_states, per_token_scale, **settings)  # calls `squared_relu`
 
-    def _activation(self) -> Activation:
-        """Return what our kernels compute between the products; "none": Megatron does."""
-        if self.linear_fc1.bias is not None or self.config.sequence_parallel:
+    def _activation(self, x: Tensor) -> Activation:
+        """Return what our kernels compute between the products; "none": Megatron does, and all that has a gradient."""
+        first = self.linear_fc1
+        if first.bias is not None or self.config.sequence_parallel or wants_gradient(x, first.weight):
             return "none"
         return fused_activation(self.config)
 

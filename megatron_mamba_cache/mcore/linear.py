@@ -17,7 +17,7 @@ class OneTokenColumnLinear(ColumnParallelLinear):
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if not _is_plain(input, weight, settings):
+        if args or not _is_plain(input, weight, settings):
             return super()._forward_impl(input, weight, *args, **settings)
         return _product(input, weight)
 
@@ -27,7 +27,7 @@ class OneTokenRowLinear(RowParallelLinear):
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if not _is_plain(input, weight, settings):
+        if args or not _is_plain(input, weight, settings):
             return super()._forward_impl(input, weight, *args, **settings)
         return _product(input, weight)
 

@@ -18,7 +18,7 @@ _MOST_IN_WINDOWS = 2
 """Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
 _LAUNCHED_PRODUCTS = 270_000_000_000
 """Products of a token and a weight that take a GPU as long as the host takes to launch a layer without graphs, which is
-1.2 ms at 450 TFLOP/s (measured: 1.2 to 2 ms; see `model_forms.md`)."""
+1.2 ms at 450 TFLOP/s (measured on one rank: 1.1 to 2 ms; see `model_forms.md`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,25 @@ def test_sizes_are_the_published_ones(checkpoints: Any, name: str, billions: flo
     assert sum(prod(whole.shape) for whole in parameters.values()) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
+def test_granite_has_the_published_multipliers_and_shared_experts(checkpoints: Any) -> None:
+    small, tiny = (architecture_of(checkpoints, fields_of(f"granite-{size}")) for size in ("small", "tiny"))
+    for architecture in (small, tiny):
+        assert (architecture.input_multiplier, architecture.residual_multiplier) == (12, 0.22)
+        assert architecture.attention.scale == 1 / 128
+    assert (small.output_multiplier, tiny.output_multiplier) == (1 / 16, 1 / 6)
+    shared = [architecture.experts.shared_hidden_size for architecture in (small, tiny) if architecture.experts]
+    assert shared == [1536, 1024]
+
+
+def test_what_goes_into_the_residual_is_drawn_smaller_by_the_depth(checkpoints: Any) -> None:
+    few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER["granite-tiny"]
+    architecture = architecture_of(checkpoints, fields_of("granite-tiny") | few)
+    for name, tensor in checkpoints.random_tensors("granitemoehybrid", architecture, "cpu"):
+        if name.endswith(("input_linear.weight", "output_linear.weight", "in_proj.weight", "out_proj.weight")):
+            smaller = 2 if "output_linear" in name or "out_proj" in name else 1  # four layers
+            assert tensor.float().std().item() == pytest.approx(checkpoints.STD / smaller, rel=0.05), name
+
+
 @pytest.mark.parametrize("name", SMALLER)
 def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
     few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER[name]

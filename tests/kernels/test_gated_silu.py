@@ -32,10 +32,19 @@ def test_large_gates_saturate_and_nan_stays(op: object, device: str) -> None:
 
 
 @pytest.mark.parametrize("op", [gated_silu, gated_silu_ref])
-def test_double_precision_and_views_are_computed_too(op: object, device: str) -> None:
-    products = torch.randn(6, 16, device=device, dtype=torch.float64)[:, ::2]
+@pytest.mark.parametrize("view", [slice(None), slice(None, None, 2)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
+def test_double_precision_and_views_are_computed_too(
+    op: object, view: slice, dtype: torch.dtype, error: float, device: str
+) -> None:
+    products = torch.randn(6, 16, device=device, dtype=dtype)[:, view]
     gates, others = products.chunk(2, dim=-1)
-    torch.testing.assert_close(op(products), torch.nn.functional.silu(gates) * others)
+    torch.testing.assert_close(op(products), torch.nn.functional.silu(gates) * others, rtol=error, atol=error)
+
+
+def test_a_gate_without_an_output_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="as many gates as outputs, found 5"):
+        gated_silu(torch.randn(3, 5, device=device))
 
 
 def test_gradients_are_torch_s(device: str) -> None:

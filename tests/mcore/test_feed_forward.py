@@ -119,3 +119,19 @@ def test_gated_layers_take_one_kernel_between_their_products(kind: type, monkeyp
         found = layer(x)
     assert shapes == [(5, 1, layer.linear_fc1.weight.shape[0])]
     torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+
+
+@pytest.mark.parametrize("reason", ["bias", "gradient", "scale", "split tokens"])
+def test_gated_layers_are_megatron_s_where_more_than_an_activation_is_between(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = random_hybrid_model(RandomHybridConfig(pattern="M*-", gated=True)).decoder.layers[2].mlp
+    weight = layer.linear_fc1.weight
+    x = torch.randn(5, 1, layer.config.hidden_size, device=weight.device, requires_grad=reason == "gradient")
+    scale = 2 * torch.ones(5, 1, device=x.device) if reason == "scale" else None
+    if reason == "bias":
+        layer.linear_fc1.bias = nn.Parameter(torch.ones(weight.shape[0], device=x.device))
+    monkeypatch.setattr(layer.config, "sequence_parallel", reason == "split tokens")
+    monkeypatch.setattr(feed_forward, "gated_silu", lambda products: pytest.fail("took the kernel"))
+    with torch.inference_mode(reason != "gradient"), torch.set_grad_enabled(reason == "gradient"):
+        assert torch.equal(layer(x, scale)[0], super(FeedForward, layer).forward(x, scale)[0])

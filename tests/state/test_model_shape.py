@@ -150,6 +150,7 @@ def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyP
         (40_000_000, {}, 6144),  # 6,750, rounded down
         (16_000_000, {}, 8192),
         (16_000_000, {"max_tokens": 6000}, 6000),
+        (16_000_000, {"max_tokens": 100_000}, 8192),
         (200_000_000, {"max_tokens": 512}, 4096),
         (16_000_000, {"cuda_graph_prefill_tokens": 0}, 0),
         (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),

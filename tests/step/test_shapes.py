@@ -221,6 +221,7 @@ def test_whole_steps_of_a_long_prompt_have_shapes_alone_and_beside_rows() -> Non
     assert sizes[-6:] == [3584, 4096, 5120, 6144, 7168, 8192]
     longer = [shape.num_prefill_tokens for shape in prefill_shapes(16_000, 64, 10**6) if not shape.num_decode_rows]
     assert longer[-5:] == [8192, 10_240, 12_288, 14_336, 16_000]
+    assert prefill_shapes(3, 8, 64) == [] and prefill_shapes(64, 8, 3) == []  # four prompts have no room
 
 
 def test_sizes_that_are_little_smaller_than_others_are_left_out() -> None:

@@ -37,8 +37,13 @@ def gated_silu(products: Tensor) -> Tensor:
     Returns:
         [..., outputs] in the products' dtype.
 
+    Raises:
+        ValueError: If there is a gate without an output.
+
     Reference: `gated_silu_ref`. CUDA-graph safe: no host sync, one launch.
     """
+    if products.shape[-1] % 2:
+        raise ValueError(f"need as many gates as outputs, found {products.shape[-1]} of both together")
     if (
         not launches_kernel(products)
         or not is_computed_in_fp32(products)
