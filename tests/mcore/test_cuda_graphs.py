@@ -59,8 +59,8 @@ def totals() -> Iterator[WorkloadTotals]:
     totals.report()
 
 
-def with_graphs(config: CacheConfig, count: int = 3) -> CacheConfig:
-    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=40)
+def with_graphs(config: CacheConfig, count: int = 3, prefill_tokens: int | None = 40) -> CacheConfig:
+    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=prefill_tokens)
 
 
 def start(**settings: object) -> EngineRun:
@@ -75,7 +75,8 @@ def test_random_workloads_match_the_oracle(
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
         work = make_workload(FLAVOURS[name], 2000 + seed, models=models, replays=replays)
-        return run_workload(replace(work, config=with_graphs(work.config)))
+        prefill_tokens = None if seed % 2 else 40  # None: whole steps, as these have fewer than 4,096 tokens
+        return run_workload(replace(work, config=with_graphs(work.config, prefill_tokens=prefill_tokens)))
 
     totals.run_batch(name, seeds, run, ("graph_steps",), enough=ENOUGH if seeds is SHORT else None)
 
