@@ -172,10 +172,10 @@ class CacheConfig:
         are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
         _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
         _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
-        for name, others in (("cuda_graph_prefill_tokens", (None,)), ("rank_digest_steps", ())):
-            count = getattr(self, name)
-            allowed = " or ".join([*map(str, others), "an int of at least 0"])
-            _require(count in others or (type(count) is int and count >= 0), name, count, allowed)
+        tokens, steps = self.cuda_graph_prefill_tokens, self.rank_digest_steps
+        is_limit = tokens is None or (type(tokens) is int and tokens >= 0)
+        _require(is_limit, "cuda_graph_prefill_tokens", tokens, "None or an int of at least 0")
+        _require(type(steps) is int and steps >= 0, "rank_digest_steps", steps, "an int of at least 0")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         bound = f", below block_size_tokens={self.block_size_tokens}" if most < _MOST_DRAFTS else ""
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}{bound}"

@@ -2,16 +2,18 @@
 
 from typing import Any
 
-_GRANITE = {
-    "model_type": "granitemoehybrid",
-    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
-    "vocab_size": 100_352,
+_MAMBA_OF_ONE_GROUP = {
     "mamba_d_head": 64,
     "mamba_d_state": 128,
     "mamba_n_groups": 1,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
     "mamba_chunk_size": 256,
+}
+_GRANITE = _MAMBA_OF_ONE_GROUP | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "vocab_size": 100_352,
     "position_embedding_type": "nope",
     "attention_multiplier": 0.0078125,
     "embedding_multiplier": 12,
@@ -97,7 +99,8 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "logits_scaling": 6,
     },
-    "bamba": {
+    "bamba": _MAMBA_OF_ONE_GROUP
+    | {
         "model_type": "bamba",
         "num_hidden_layers": 32,
         "attn_layer_indices": [9, 18, 27],
@@ -105,12 +108,6 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
         "vocab_size": 128_256,
         "intermediate_size": 14_336,
         "mamba_n_heads": 128,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 256,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },

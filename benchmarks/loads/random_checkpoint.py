@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ def complete(fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": family, "dtype": "bfloat16"} | _COMMON_FIELDS[family] | fields
 
 
+def described(fields: dict[str, Any]) -> tuple[ModuleType, HybridArchitecture]:
+    """Return the module of a configuration's family, and the architecture."""
+    config = complete(fields)
+    family = FAMILIES[config["model_type"]]
+    return family, family.architecture_of(CheckpointConfig(config, "the configuration"))
+
+
 def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: int, device: str) -> int:
     """Write the configuration and bf16 weights, drawn on a device; return the bytes of the weights.
 
@@ -51,10 +59,8 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: i
         fields: Fields of the configuration, which `complete` completes.
         max_shard_bytes: Most bytes of a file; also roughly the host memory used for the weights.
     """
-    config = complete(fields)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    family = config["model_type"]
-    architecture = FAMILIES[family].architecture_of(CheckpointConfig(config, "config.json"))
+    (directory / "config.json").write_text(json.dumps(complete(fields), indent=2))
+    family, architecture = described(fields)
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     size = total = 0
@@ -74,13 +80,11 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: i
 
 def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
     """Build the model of a configuration on the current device, with the weights that `write_checkpoint` writes."""
-    config = complete(fields)
-    family = config["model_type"]
-    architecture = FAMILIES[family].architecture_of(CheckpointConfig(config, "the configuration"))
+    family, architecture = described(fields)
     model = build_hybrid_model(architecture, dtype)
     filler = ModelFiller(
         model,
-        FAMILIES[family].placements_of(architecture),
+        family.placements_of(architecture),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
         RankPart.of_process(architecture).local_name,
@@ -92,11 +96,11 @@ def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
     return model
 
 
-def random_tensors(family: str, architecture: HybridArchitecture, device: str) -> Iterator[tuple[str, Tensor]]:
+def random_tensors(family: ModuleType, architecture: HybridArchitecture, device: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and bf16 values of each tensor of a checkpoint, drawn on the device."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
-    for name, places in FAMILIES[family].placements_of(architecture).items():
+    for name, places in family.placements_of(architecture).items():
         yield name, _drawn(name, stored_shape(places, shapes), len(architecture.pattern), generator)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.mcore.model_reading import model_shape_of, weights_of_token
 from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
 
 
@@ -34,12 +34,9 @@ def prompt_flops(model: Any, num_tokens: int) -> float:
     Only the last token's logits are computed.
     """
     shape = model_shape_of(model)
-    names = {id(weight) for name, weight in model.named_parameters() if name.startswith(("embedding", "output_layer"))}
-    weights = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2 and id(weight) not in names)
-    weights += sum(weight.numel() for weight in _stacked(model)) * _share_of_experts(model)
     attention = 2 * shape.num_attention_layers * shape.num_heads * shape.kv_channels * num_tokens
     logits = 2 * shape.vocab_size * model.config.hidden_size
-    return float(num_tokens * (2 * weights + attention) + logits)
+    return float(num_tokens * (2 * weights_of_token(model) + attention) + logits)
 
 
 def _stacked(model: Any) -> list[nn.Parameter]:

@@ -19,10 +19,10 @@ from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import RoutingRule, route
 from ..kernels.experts.shared_product import shared_product, takes_shared_product
-from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .feed_forward import fused_activation
+from .linear import product
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
 
@@ -83,9 +83,7 @@ class Projection(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [tokens, outputs]."""
-        if can_multiply_one_token(x, self.weight):
-            return multiply_one_token(x, self.weight)
-        return F.linear(x, self.weight)
+        return product(x, self.weight)
 
 
 class MixtureOfExperts(MegatronModule):

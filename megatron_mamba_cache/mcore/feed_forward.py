@@ -12,8 +12,8 @@ from ..kernels.activations import Activation
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.feed_forward.gated_silu import gated_silu
 from ..kernels.kernel_launches import wants_gradient
-from ..kernels.linear.one_token import multiply_one_token
-from .linear import OneTokenColumnLinear, is_one_token
+from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
+from .linear import OneTokenColumnLinear
 
 
 class FeedForward(MLP):
@@ -24,16 +24,17 @@ class FeedForward(MLP):
     @override
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
         """Compute hidden_states [..., hidden]; see Megatron's class."""
+        first = self.linear_fc1.weight
         activation = self._activation(hidden_states) if per_token_scale is None else "none"
-        if activation != "none" and is_one_token(hidden_states, self.linear_fc1.weight, activation):
-            return self.linear_fc2(multiply_one_token(hidden_states, self.linear_fc1.weight, activation))
+        if activation != "none" and can_multiply_one_token(hidden_states, first, activation):
+            return self.linear_fc2(multiply_one_token(hidden_states, first, activation))
         if activation == "gated_silu":
             products, _ = self.linear_fc1(hidden_states)
             return self.linear_fc2(gated_silu(products))
         return super().forward(hidden_states, per_token_scale, **settings)  # calls `squared_relu`
 
     def _activation(self, x: Tensor) -> Activation:
-        """Return what our kernels compute between the products; "none": Megatron does, and all that has a gradient."""
+        """Return the activation that our kernels compute; "none" leaves it to Megatron, and whatever has a gradient."""
         first = self.linear_fc1
         if first.bias is not None or self.config.sequence_parallel or wants_gradient(x, first.weight):
             return "none"

@@ -7,7 +7,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from typing_extensions import override
 
-from ..kernels.activations import Activation
 from ..kernels.kernel_launches import wants_gradient
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 
@@ -19,7 +18,7 @@ class OneTokenColumnLinear(ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
         if args or not _is_plain(input, weight, settings):
             return super()._forward_impl(input, weight, *args, **settings)
-        return _product(input, weight)
+        return product(input, weight)
 
 
 class OneTokenRowLinear(RowParallelLinear):
@@ -29,17 +28,12 @@ class OneTokenRowLinear(RowParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
         if args or not _is_plain(input, weight, settings):
             return super()._forward_impl(input, weight, *args, **settings)
-        return _product(input, weight)
+        return product(input, weight)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, without the bookkeeping of a gradient: in Megatron's function it takes the host longest."""
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [..., inputs] @ weight [outputs, inputs].T; one token's by the kernel for it."""
     return multiply_one_token(x, weight) if can_multiply_one_token(x, weight) else F.linear(x, weight)
-
-
-def is_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> bool:
-    """Return whether the product is one token's without a gradient, which `multiply_one_token` then computes."""
-    return not wants_gradient(x, weight) and can_multiply_one_token(x, weight, activation)
 
 
 def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:

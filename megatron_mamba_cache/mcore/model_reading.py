@@ -88,11 +88,11 @@ def _part_of(model: Any) -> _Part:
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
     mixers = _mixer_shape(found[Symbols.MAMBA])
-    return _Part(layer_types, _num_weights(model), mixers, waits_for_experts(model), _fingerprint(model))
+    return _Part(layer_types, weights_of_token(model), mixers, waits_for_experts(model), _fingerprint(model))
 
 
-def _num_weights(model: Any) -> int:
-    """Return how many weights the layers multiply a token with; of experts, those that it chooses."""
+def weights_of_token(model: Any) -> int:
+    """Return how many weights of this rank's layers a token is multiplied with; of experts, those that it chooses."""
     stacked = [module for module in model.decoder.modules() if isinstance(module, StackedExperts)]
     of_experts = sum(weight[0].numel() for module in stacked for weight in module.parameters())
     others = sum(weight.numel() for weight in model.decoder.parameters() if weight.dim() == 2)

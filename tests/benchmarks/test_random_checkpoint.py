@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.models.architecture import HybridArchitecture
-from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
-from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
 from megatron_mamba_cache.models.part_shape import part_shape
 from tests.command_line.command_runs import REPOSITORY
@@ -35,19 +32,14 @@ def fields_of(name: str) -> dict[str, Any]:
     return import_module("loads.model_sizes").MODEL_FIELDS[name]
 
 
-def architecture_of(checkpoints: Any, fields: dict[str, Any]) -> HybridArchitecture:
-    config = checkpoints.complete(fields)
-    return FAMILIES[config["model_type"]].architecture_of(CheckpointConfig(config, "test"))
-
-
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
 def test_sizes_are_the_published_ones(checkpoints: Any, name: str, billions: float) -> None:
-    parameters = parameters_of(architecture_of(checkpoints, fields_of(name)))
+    parameters = parameters_of(checkpoints.described(fields_of(name))[1])
     assert sum(prod(whole.shape) for whole in parameters.values()) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 def test_granite_has_the_published_multipliers_and_shared_experts(checkpoints: Any) -> None:
-    small, tiny = (architecture_of(checkpoints, fields_of(f"granite-{size}")) for size in ("small", "tiny"))
+    small, tiny = (checkpoints.described(fields_of(f"granite-{size}"))[1] for size in ("small", "tiny"))
     for architecture in (small, tiny):
         assert (architecture.input_multiplier, architecture.residual_multiplier) == (12, 0.22)
         assert architecture.attention.scale == 1 / 128
@@ -58,8 +50,8 @@ def test_granite_has_the_published_multipliers_and_shared_experts(checkpoints: A
 
 def test_what_goes_into_the_residual_is_drawn_smaller_by_the_depth(checkpoints: Any) -> None:
     few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER["granite-tiny"]
-    architecture = architecture_of(checkpoints, fields_of("granite-tiny") | few)
-    for name, tensor in checkpoints.random_tensors("granitemoehybrid", architecture, "cpu"):
+    family, architecture = checkpoints.described(fields_of("granite-tiny") | few)
+    for name, tensor in checkpoints.random_tensors(family, architecture, "cpu"):
         if name.endswith(("input_linear.weight", "output_linear.weight", "in_proj.weight", "out_proj.weight")):
             smaller = 2 if "output_linear" in name or "out_proj" in name else 1  # four layers
             assert tensor.float().std().item() == pytest.approx(checkpoints.STD / smaller, rel=0.05), name
@@ -87,7 +79,7 @@ def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
 def test_graphs_go_beyond_4096_prompt_tokens_where_a_gpu_computes_them_soon(
     checkpoints: Any, name: str, num_tensor_ranks: int, tokens: int
 ) -> None:
-    architecture = architecture_of(checkpoints, fields_of(name))
+    architecture = checkpoints.described(fields_of(name))[1]
     shape = part_shape(architecture, torch.bfloat16, num_tensor_ranks=num_tensor_ranks)
     print(f"{name} on {num_tensor_ranks}: {shape.layer_weights / 1e6:.1f} million weights a layer")
     assert shape.resolved(CacheConfig()).most_graph_tokens == tokens

@@ -266,5 +266,5 @@ def _describe_gated(weight: Tensor) -> TensorDescriptor:
 
 @cache
 def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """Return how a box lies in shared memory; kept, as Triton makes it in longer than the description."""
+    """Return how a box lies in shared memory; kept, as Triton takes longer to make it than to describe a matrix."""
     return gl.NVMMASharedLayout(128, 16, rank=rank)

@@ -205,7 +205,7 @@ def describe(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 @cache
 def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return how a block lies in shared memory; kept, as Triton makes it in twice the time of all else here."""
+    """Return how a block lies in shared memory; kept, as Triton takes longer to make it than to describe a matrix."""
     if block[0] == 1:
         return gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
