@@ -4,7 +4,7 @@
 
 All products of the model's layers but those of routed experts and routers, one after another in a CUDA graph, each
 with its own weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of tokens: a
-smaller number need not take less time. `step/shapes.py` chooses what numbers captured steps have.
+smaller number need not take less time. `step/captured_shapes.py` chooses what numbers captured steps have.
 """
 
 import argparse

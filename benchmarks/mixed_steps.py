@@ -1,10 +1,10 @@
-"""How long does a step take that computes the next turn of a chat beside rows that decode?
+"""How long does a step take that computes the next turns of chats beside rows that decode?
 
-    PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape NAME] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape NAME] [--prompts N] [--json FILE]
 
-An engine has room for more rows than decode. Prompts of each length come, one at a time, and every one is computed in
-one step, beside all decoding rows. A line has the median step of a length, with its spread. A step of the decoding
-rows alone comes before the table.
+An engine has room for more rows than decode. Prompts of each length come, one at a time or several at once, and are
+computed in one step, beside all decoding rows. A line has the median step of a length, with its spread. A step of the
+decoding rows alone comes before the table.
 """
 
 import argparse
@@ -30,32 +30,40 @@ LIMITS = {
     "8b": {"state_gb": 12.0, "kv_gb": 6.0},
     "nano3": {"state_gb": 3.0, "kv_gb": 1.0},
     "super": {"state_gb": 8.0, "kv_gb": 3.0},
+    "granite-small": {"state_gb": 6.0, "kv_gb": 3.0},
+    "granite-tiny": {"state_gb": 6.0, "kv_gb": 3.0},
+    "bamba": {"state_gb": 6.0, "kv_gb": 3.0},
     "small": {"state_gb": 0.5, "kv_gb": 1.0},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MixedSteps:
-    """Milliseconds of steps that compute a prompt of some tokens beside rows that decode, ascending."""
+    """Milliseconds of steps that compute prompts of `length` tokens each beside rows that decode, ascending."""
 
     length: int
     ms: Sequence[float]
     graph_share: float
 
 
-def mixed_steps(model: Any, shape: ServedShape, rows: int, most_rows: int) -> tuple[float, list[MixedSteps]]:
+def mixed_steps(
+    model: Any, shape: ServedShape, rows: int, most_rows: int, prompts: int, lengths: Sequence[int]
+) -> tuple[float, list[MixedSteps]]:
     """Return the median milliseconds of a step of the rows alone, and the steps with prompts, by length.
 
+    Args:
+        prompts: How many of a length come at once.
+
     Raises:
-        RuntimeError: If a prompt was not computed in one step.
+        RuntimeError: If they were not computed in one step.
     """
     drawn = random.Random(0)
     shape = replace(shape, max_requests=most_rows)
-    schedule = [length for _ in range(REPEATED) for length in LENGTHS]
+    schedule = [length for _ in range(REPEATED) for length in lengths]
     drawn.shuffle(schedule)
     reply = 4 * len(schedule) + 2 * NUM_ALONE + rows + 16
-    times: dict[int, list[float]] = {length: [] for length in LENGTHS}
-    in_graphs = dict.fromkeys(LENGTHS, 0)
+    times: dict[int, list[float]] = {length: [] for length in lengths}
+    in_graphs = dict.fromkeys(lengths, 0)
     with serving_engine(model, shape, MODES["full"]) as engine:
         for index in range(rows):
             send(engine, index, some_tokens(drawn, shape, 50 + index), reply)
@@ -63,13 +71,14 @@ def mixed_steps(model: Any, shape: ServedShape, rows: int, most_rows: int) -> tu
             engine.step_modern()
         alone = [timed_step(engine) for _ in range(2 * NUM_ALONE)][NUM_ALONE:]
         for number, length in enumerate(schedule):
-            send(engine, rows + number, some_tokens(drawn, shape, length), 1)
+            for prompt in range(prompts):
+                send(engine, rows + prompts * number + prompt, some_tokens(drawn, shape, length), 1)
             seconds, in_graph = prompt_step(engine)
             times[length].append(1e3 * seconds)
             in_graphs[length] += in_graph
             engine.step_modern()
             if len(engine.context.rows) != rows:
-                raise RuntimeError(f"a prompt of {length} tokens took more than one step, or a row ended")
+                raise RuntimeError(f"prompts of {length} tokens took more than one step, or a row ended")
         while engine.has_unfinished_requests():
             engine.step_modern()
     found = [MixedSteps(length, sorted(ms), in_graphs[length] / REPEATED) for length, ms in times.items()]
@@ -77,7 +86,7 @@ def mixed_steps(model: Any, shape: ServedShape, rows: int, most_rows: int) -> tu
 
 
 def prompt_step(engine: Any) -> tuple[float, bool]:
-    """Step until a prompt is computed; return the seconds of that step, and whether it was a graph."""
+    """Step until prompts are computed; return the seconds of that step, and whether it was a graph."""
     counters = engine.context.counters
     before = counters.prefill_tokens_computed
     while True:  # a step that was launched ahead comes first
@@ -86,12 +95,13 @@ def prompt_step(engine: Any) -> tuple[float, bool]:
             return seconds, counters.graph_steps > graphs
 
 
-def table(rows: int, alone_ms: float, found: Sequence[MixedSteps]) -> str:
+def table(rows: int, prompts: int, alone_ms: float, found: Sequence[MixedSteps]) -> str:
     """Return the figures as Markdown."""
+    tokens = "prompt tokens" if prompts == 1 else f"tokens of each of {prompts} prompts"
     lines = [
         f"A step of {rows} rows alone takes {alone_ms:.2f} ms.",
         "",
-        "| prompt tokens | step, ms | fastest | slowest | graphs, % |",
+        f"| {tokens} | step, ms | fastest | slowest | graphs, % |",
         "|---:|---:|---:|---:|---:|",
     ]
     for one in found:
@@ -108,14 +118,21 @@ def main() -> None:
     parser.add_argument(
         "--most-rows", type=int, default=64, metavar="N", help="rows that there is room for; default: %(default)s"
     )
+    parser.add_argument(
+        "--prompts", type=int, default=1, metavar="N", help="prompts that come at once; default: %(default)s"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="tokens of a prompt; default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
-    if not 0 < arguments.rows < arguments.most_rows:
-        parser.error(f"--rows must be from 1 to --most-rows - 1 = {arguments.most_rows - 1}: a prompt needs a row too")
+    rows, most_rows, prompts = arguments.rows, arguments.most_rows, arguments.prompts
+    if rows < 1 or prompts < 1 or rows + prompts > most_rows:
+        parser.error(f"--rows and --prompts must be at least 1 each, and --most-rows = {most_rows} together at most")
     with quiet_libraries(), own_warnings_hidden():
-        alone_ms, found = mixed_steps(model_of(shape), shape, arguments.rows, arguments.most_rows)
-    print(table(arguments.rows, alone_ms, found))
+        alone_ms, found = mixed_steps(model_of(shape), shape, rows, most_rows, prompts, arguments.lengths)
+    print(table(rows, prompts, alone_ms, found))
     if arguments.json:
         figures = {"machine": describe_machine(), "alone_ms": alone_ms, "mixed": [asdict(one) for one in found]}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")

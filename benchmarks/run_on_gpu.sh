@@ -72,6 +72,8 @@ section dense_products "Dense products by the number of tokens" \
     python3 benchmarks/dense_products.py --json "$results/dense_products.json"
 section mixed_steps "Next turns beside rows that decode" \
     python3 benchmarks/mixed_steps.py --json "$results/mixed_steps.json"
+section many_prompts "Many turns at once beside rows that decode" python3 benchmarks/mixed_steps.py \
+    --prompts 8 --lengths 100 200 300 400 500 --json "$results/many_prompts.json"
 section long_context "Long contexts" python3 benchmarks/long_context.py --json "$results/long_context.json"
 section host_tier "Sessions that come back from the host" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
 section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \

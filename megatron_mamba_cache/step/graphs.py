@@ -21,6 +21,7 @@ from ..config import CacheConfig
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
+from .captured_shapes import decode_shapes, prefill_shapes
 from .captured_step import Capture
 from .decode_steps import LatestStep
 from .launched_step import LaunchedStep
@@ -28,7 +29,7 @@ from .memory import CacheMemory
 from .model import StepModel
 from .recorder import CudaRecorder, without_collections
 from .runner import StepRunner
-from .shapes import StepShape, decode_shapes, prefill_shapes, smallest_holding
+from .shapes import StepShape, smallest_holding
 from .step import any_drawn
 from .step_graph import StepGraph
 from .weight_places import WeightPlaces

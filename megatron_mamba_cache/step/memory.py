@@ -34,9 +34,9 @@ from ..state.rounded_pool import RoundedPool
 from ..state.state_pool import DraftWindow, RingState, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
+from .captured_shapes import most_padding_rows
 from .captured_step import Capture
 from .memory_below import AttachedTiers, MemoryBelow
-from .shapes import most_padding_rows
 
 
 class CacheMemory:

@@ -1,6 +1,6 @@
 """Steps that are padded to the shape of a captured graph."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,103 +93,12 @@ class StepShape:
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the narrowest shape that holds a step's, the smallest if several do; None if none does."""
+    """Return the narrowest shape that holds a step's, of these that of fewest prefill rows; None if none does.
+
+    If several do, the one of fewest tokens is returned.
+    """
     fitting = [shape for shape in shapes if shape.holds(step)]
-    return min(fitting, key=lambda shape: (shape.width, shape.num_tokens), default=None)
-
-
-def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, room: int = 0) -> list[StepShape]:
-    """Return shapes to capture: about `count` numbers of rows, each without drafts and with `max_drafts`.
-
-    Args:
-        max_rows: That requests can run.
-        room: Rows that a shape may have, if more than `max_rows`. A shape whose matrix products are slow for its number
-            of tokens gets a row of padding more.
-    """
-    shapes = []
-    for width in sorted({1, 1 + max_drafts}):
-        most = max_tokens // width
-        numbers = _row_numbers(count, min(max_rows, most))
-        adds_row = (num_rows < min(room, most) and _is_slow(num_rows * width) for num_rows in numbers)
-        shapes += sorted({StepShape(num_rows + adds, width) for num_rows, adds in zip(numbers, adds_row, strict=True)})
-    return shapes
-
-
-def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
-    """Return shapes of few prefill rows with up to `most_tokens` tokens: alone, after some decode rows and after all.
-
-    They have up to `most_padding_rows` more rows than requests can run. An odd number of decode rows is best: matrix
-    products of 447 tokens take two thirds of the time of 448, and those of 415 take 0.83 of that of 416 (8B model,
-    H100). "Some" are the largest odd number within an eighth, and all but one of an even number of requests are odd.
-    """
-    num_prefill = min(_PREFILL_ROWS, max_rows)
-    some = (max_rows // _PART - 1) | 1 if max_rows >= _PART * _PREFILL_ROWS else 0
-    return [
-        StepShape(num_decode, 1, num_prefill, size)
-        for num_decode in sorted({0, some, max_rows - 1})
-        for size in _prefill_sizes(min(most_tokens, max_tokens - num_decode), num_decode)
-        if size >= num_prefill
-    ]
-
-
-def most_padding_rows(max_rows: int) -> int:
-    """Return by how many rows a shape of `prefill_shapes` may exceed the rows of requests."""
-    return min(_PREFILL_ROWS, max_rows) - 1
-
-
-_PREFILL_ROWS = 4
-_PART = 8  # of many decode rows, "some" are one in so many
-_SMALL_PREFILLS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
-_PREFILL_STEP = 512
-_LEAST_WHOLE_STEP = 4096
-_FAST_TOTALS = (351, 447, 639, 895)
-_LEAST_LARGER = 24  # prompt tokens by which the next size is larger
-
-
-def _prefill_sizes(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: few for small steps, then 512 apart, and more from 4,096 on.
-
-    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
-    chosen so that the step has one of _FAST_TOTALS, decode rows included, unless another is little larger: matrix
-    products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
-    and 1,024 (8B model, H100). A step whose total is slow has a token less.
-    """
-    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP // 2, _LEAST_WHOLE_STEP, _PREFILL_STEP)
-    regular = [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens]
-    regular += [*_whole_steps(most_tokens), most_tokens]
-    between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
-    for size in between:
-        if min((other - size for other in regular if other >= size), default=0) >= _LEAST_LARGER:
-            regular.append(size)
-    return sorted({size - (size < most_tokens and _is_slow(num_decode + size)) for size in regular})
-
-
-def _whole_steps(most_tokens: int) -> Iterator[int]:
-    """Yield sizes of long prompts' steps below the most, each at most a quarter larger than the one before."""
-    size = _LEAST_WHOLE_STEP
-    while size < most_tokens:
-        yield size
-        size += 2 ** (size.bit_length() - 1) // 4
-
-
-def _is_slow(num_tokens: int) -> bool:
-    """Return whether matrix products of one token more or fewer take less time.
-
-    Those of 448 take 15.1 ms, of 447 9.8 and of 449 10.3 (8B model, H100).
-    From 320 on that holds of all multiples of 32 that were measured but those of 128, most of all of 416, 448 and 832.
-    """
-    return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0
-
-
-def _row_numbers(count: int, max_rows: int) -> list[int]:
-    """Return up to `count` numbers of rows that grow by a constant factor; the last is `max_rows`.
-
-    So no step computes many times the rows that it has. From 8 on, rounding up to multiples of 8 costs no time.
-    """
-    if not max_rows:
-        return []
-    numbers = [round(float(number)) for number in np.geomspace(1, max_rows, count)] if count > 1 else [max_rows]
-    return sorted({min(number if number <= 8 else -(-number // 8) * 8, max_rows) for number in numbers})
+    return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_rows, shape.num_tokens), default=None)
 
 
 def pad_tail(

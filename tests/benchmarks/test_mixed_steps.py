@@ -14,15 +14,15 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
 
 
-def test_every_turn_is_computed_in_one_step_beside_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_every_turn_is_computed_in_one_step_beside_all_rows(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, serving = import_module("mixed_steps"), import_module("loads.serving_engine")
-    monkeypatch.setattr(mixed, "LENGTHS", (40, 200))
     monkeypatch.setattr(mixed, "REPEATED", 2)
     monkeypatch.setattr(mixed, "NUM_ALONE", 3)
     shape = serving.SHAPES["tiny"]
-    alone_ms, found = mixed.mixed_steps(serving.model_of(shape), shape, 3, 6)
-    assert alone_ms > 0 and [(one.length, len(one.ms)) for one in found] == [(40, 2), (200, 2)]
-    assert "| 200 | " in mixed.table(3, alone_ms, found)
+    alone_ms, found = mixed.mixed_steps(serving.model_of(shape), shape, 3, 6, prompts, (40, 70))
+    assert alone_ms > 0 and [(one.length, len(one.ms)) for one in found] == [(40, 2), (70, 2)]
+    assert "| 70 | " in mixed.table(3, prompts, alone_ms, found)
 
 
 def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

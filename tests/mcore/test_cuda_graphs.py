@@ -17,7 +17,8 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.step import graphs, shapes
+from megatron_mamba_cache.step import captured_shapes, graphs
+from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -104,11 +105,11 @@ def test_random_workloads_with_drafts_match_the_oracle(
 def test_graphs_may_have_more_rows_than_requests_can_run(
     models: Any, replays: bool, num_drafts: int, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "_is_slow", lambda num_tokens: True)
+    monkeypatch.setattr(captured_shapes, "_is_slow", lambda num_tokens: True)
     most, rows_too_many = 0, []
 
     class NotedGraph(StepGraph):
-        def __init__(self, model: Any, runner: Any, shape: shapes.StepShape, *arguments: Any) -> None:
+        def __init__(self, model: Any, runner: Any, shape: StepShape, *arguments: Any) -> None:
             rows_too_many.append(0 if shape.num_prefill_rows else shape.num_rows - most)
             super().__init__(model, runner, shape, *arguments)
 
@@ -138,6 +139,33 @@ def test_every_step_that_a_shape_holds_replays_a_graph() -> None:
     run.finish()
     # Prompts of 30 tokens fit, the later two behind one and two rows that decode.
     assert run.counters.steps - run.counters.graph_steps == 1
+    run.assert_exact()
+
+
+@forms
+def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out = []
+
+    class NotedGraph(StepGraph):
+        def lay_out(self, rows: Any, **arguments: Any) -> Any:
+            laid_out.append((sum(row.is_prefilling for row in rows), self.shape.num_prefill_rows))
+            return super().lay_out(rows, **arguments)
+
+    monkeypatch.setattr(graphs, "StepGraph", NotedGraph)
+    subject = tiny_hybrid(**models[0])
+    settings = cache_config(subject.sizes, max_requests=40, max_tokens=256)
+    settings = replace(settings, draft_states="replay" if replays else "window")
+    run = EngineRun.start(subject, with_graphs(settings, prefill_tokens=200))
+    begun = 0
+    for count in (3, 5, 4, 28):
+        for request_id in range(begun, begun + count):
+            run.add(request_id, some_tokens(3 + request_id % 4, seed=request_id), 30 - request_id // 2)
+        begun += count
+        run.step()
+        run.step()
+    run.finish()
+    assert [found for found in laid_out if found[0]] == [(3, 4), (5, 32), (4, 4), (28, 32)]
+    assert run.counters.graph_steps == run.counters.steps
     run.assert_exact()
 
 

@@ -1,12 +1,10 @@
 """Steps that are padded to a shape: what the rows are given, what padding is given, and which shape is taken."""
 
 import random
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.policy.requests import RunningRequest
@@ -14,10 +12,6 @@ from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (
     StepShape,
-    decode_shapes,
-    most_padding_rows,
-    prefill_shapes,
-    smallest_holding,
 )
 from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, row_of
 
@@ -149,104 +143,3 @@ def test_views_of_a_shape_are_of_its_size_and_read_what_is_sent_later(device: st
     send(rows, buffers, shape)
     lengths = [row.scheduled for row in shape.pad(rows, GEOMETRY.dummy_block)]
     assert views.attention.cu_query.tolist() == [0, *accumulate(lengths)]
-
-
-@given(st.data())
-def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> None:
-    count, drafts = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 8))
-    max_rows = data.draw(st.integers(1, 80))
-    max_tokens = data.draw(st.integers(max_rows, 800))
-    most_prefilled = data.draw(st.integers(0, 300))
-    for_decode = decode_shapes(count, max_rows, drafts, max_tokens)
-    shapes = for_decode + prefill_shapes(most_prefilled, max_rows, max_tokens)
-    assert len(shapes) == len(set(shapes)) and len(for_decode) <= 2 * count
-    most_rows = max_rows + most_padding_rows(max_rows)
-    assert all(shape.num_tokens <= max_tokens and shape.num_rows <= most_rows for shape in shapes)
-    assert all(shape.num_prefill_tokens <= most_prefilled for shape in shapes)
-    assert max(shape.num_rows for shape in for_decode if shape.width == 1) == max_rows
-    num_rows = data.draw(st.integers(1, max_rows))
-    rows = [row_of(i, prompt_len=1, computed=1, scheduled=1, num_generated=1) for i in range(num_rows)]
-    shape = smallest_holding(StepShape.of(rows), shapes)
-    assert shape is not None and shape.width == 1 and not shape.num_prefill_rows
-    assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
-
-
-@pytest.mark.parametrize(
-    ("max_rows", "max_drafts", "total"),
-    [(64, 6, 65 * 7), (64, 4, 65 * 5), (104, 3, 105 * 4), (64, 7, 512), (64, 3, 256), (40, 15, 640), (63, 6, 441)],
-)
-def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
-    max_rows: int, max_drafts: int, total: int
-) -> None:
-    width = 1 + max_drafts
-
-    def most(room: int, max_tokens: int = 8192) -> int:
-        return max(shape.num_tokens for shape in decode_shapes(9, max_rows, max_drafts, max_tokens, room=room))
-
-    assert most(max_rows + 3) == total
-    assert most(0) == most(max_rows) == most(max_rows + 3, max_rows * width) == max_rows * width
-
-
-@pytest.mark.parametrize("max_rows", [32, 64, 72, 100, 256])
-def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
-    some, most = sorted({shape.num_decode_rows for shape in prefill_shapes(1024, max_rows, 8192)} - {0})
-    assert some % 2 == 1 and max_rows // 8 - 1 <= some <= max_rows // 8 and most == max_rows - 1
-
-
-@pytest.mark.parametrize("max_rows", [8, 32, 64, 256])
-def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int) -> None:
-    shapes = prefill_shapes(4096, max_rows, 8192)
-    for num_decode in {shape.num_decode_rows for shape in shapes}:
-        sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_rows == num_decode]
-        assert sizes == sorted(set(sizes)) and sizes[0] == 64 and sizes[-1] == 4096
-        totals = {num_decode + size for size in sizes}
-        assert {351, 447, 639, 895} <= totals and {num_decode + 512, num_decode + 1024} <= totals
-        assert all(after <= max(2 * size, 128) and after - size <= 512 for size, after in pairwise(sizes))
-
-
-@pytest.mark.parametrize("max_rows", [*range(1, 80), 127, 128, 129, 255, 256])
-def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_rows: int) -> None:
-    totals = {shape.num_tokens for shape in prefill_shapes(4096, max_rows, 8192)}
-    slow = [total for total in totals if 320 <= total <= 1056 and total % 32 == 0 and total % 128]
-    assert not slow and len(totals) >= 15
-    sizes = [shape.num_prefill_tokens for shape in prefill_shapes(4096, max_rows, 8192) if not shape.num_decode_rows]
-    assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
-
-
-def test_whole_steps_of_a_long_prompt_have_shapes_alone_and_beside_rows() -> None:
-    shapes = prefill_shapes(8192, 64, 8192)
-    largest = {shape.num_decode_rows: shape.num_prefill_tokens for shape in shapes}
-    assert largest == {0: 8192, 7: 8192 - 7, 63: 8192 - 63}
-    sizes = [shape.num_prefill_tokens for shape in shapes if not shape.num_decode_rows]
-    assert sizes[-6:] == [3584, 4096, 5120, 6144, 7168, 8192]
-    longer = [shape.num_prefill_tokens for shape in prefill_shapes(16_000, 64, 10**6) if not shape.num_decode_rows]
-    assert longer[-5:] == [8192, 10_240, 12_288, 14_336, 16_000]
-    assert prefill_shapes(3, 8, 64) == [] and prefill_shapes(64, 8, 3) == []  # four prompts have no room
-
-
-def test_sizes_that_are_little_smaller_than_others_are_left_out() -> None:
-    sizes = [shape.num_prefill_tokens for shape in prefill_shapes(4096, 72, 8192) if shape.num_decode_rows == 71]
-    assert 384 in sizes and 447 - 71 not in sizes and 351 - 71 in sizes
-    assert [shape.num_prefill_tokens for shape in prefill_shapes(360, 1, 8192)] == [64, 128, 256, 360]
-
-
-@pytest.mark.parametrize("most_tokens", [4, 64, 65, 351, 352, 1024, 1793, 2048, 2049])
-def test_no_step_has_more_prompt_tokens_than_asked_for(most_tokens: int) -> None:
-    sizes = [shape.num_prefill_tokens for shape in prefill_shapes(most_tokens, 4, 8192) if not shape.num_decode_rows]
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most_tokens
-
-
-def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
-    shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256)
-    decoding = row_of(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
-    drafting = row_of(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
-    prefilling = row_of(1, prompt_len=90, computed=1, scheduled=80)
-    wide = row_of(2, prompt_len=1, computed=1, scheduled=4, num_generated=1, num_drafts=3)
-    assert smallest_holding(StepShape.of([decoding]), shapes) == StepShape(1, 1)
-    assert smallest_holding(StepShape.of([decoding, drafting]), shapes) == StepShape(3, 3)
-    assert smallest_holding(StepShape.of([prefilling]), shapes) == StepShape(0, 1, 4, 100)
-    assert smallest_holding(StepShape.of([decoding, prefilling]), shapes) == StepShape(7, 1, 4, 100)
-    assert smallest_holding(StepShape.of([drafting, prefilling]), shapes) is None
-    assert smallest_holding(StepShape.of([prefilling, prefilling]), shapes) is None
-    assert smallest_holding(StepShape.of([wide]), shapes) is None
-    assert smallest_holding(StepShape.of([decoding] * 9), shapes) is None

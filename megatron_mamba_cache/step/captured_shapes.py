@@ -1,0 +1,141 @@
+"""Which shapes of steps are captured as graphs."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from .shapes import StepShape
+
+
+def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, room: int = 0) -> list[StepShape]:
+    """Return shapes to capture: about `count` numbers of rows, each without drafts and with `max_drafts`.
+
+    Args:
+        max_rows: That requests can run.
+        room: Rows that a shape may have, if more than `max_rows`. A shape whose matrix products are slow for its number
+            of tokens gets a row of padding more.
+    """
+    shapes = []
+    for width in sorted({1, 1 + max_drafts}):
+        most = max_tokens // width
+        numbers = _row_numbers(count, min(max_rows, most))
+        adds_row = (num_rows < min(room, most) and _is_slow(num_rows * width) for num_rows in numbers)
+        shapes += sorted({StepShape(num_rows + adds, width) for num_rows, adds in zip(numbers, adds_row, strict=True)})
+    return shapes
+
+
+def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
+    """Return shapes of up to `most_tokens` prompt tokens: of few prefill rows, and of many.
+
+    Those of few are captured alone, after some decode rows and after all. A scan of few rows is spread over more of the
+    device, so that they do not share the shapes of many. Many rows come in bursts: they have fewer sizes, and after no
+    decode rows take the shape after some. Shapes have up to `most_padding_rows` more rows than requests can run.
+
+    An odd number of decode rows is best: matrix products of 447 tokens take two thirds of the time of 448, and those of
+    415 take 0.83 of that of 416 (8B model, H100). "Some" are the largest odd number within an eighth, and "all", which
+    leave out the fewest prefill rows, are odd where requests are even.
+    """
+    few, many = _few_and_many(max_rows)
+    some = (max_rows // _PART - 1) | 1 if max_rows >= _PART * _FEW_ROWS else 0
+    shapes = list(_shapes_after((0, some, max_rows - 1), few, _sizes_of_few, most_tokens, max_tokens))
+    if many > few:
+        rest = max_rows - few - 1
+        shapes += _shapes_after((some or rest, rest), many, _sizes_of_many, most_tokens, max_tokens)
+    return shapes
+
+
+def most_padding_rows(max_rows: int) -> int:
+    """Return by how many rows a shape of `prefill_shapes` may exceed the rows of requests."""
+    few, many = _few_and_many(max_rows)
+    return max(few - 1, many - few - 1)
+
+
+_FEW_ROWS, _MANY_ROWS = 4, 32
+_PART = 8  # of many decode rows, "some" are one in so many
+_SMALL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
+_SMALL_SIZES_OF_MANY = (256,)
+_SIZE_STEP = 512
+_LEAST_WHOLE_STEP = 4096
+_FAST_TOTALS = (351, 447, 639, 895)
+_LEAST_LARGER = 24  # prompt tokens by which the next size is larger
+
+
+def _few_and_many(max_rows: int) -> tuple[int, int]:
+    """Return the prefill rows of either kind of shapes; they are the same where there are no more than few requests."""
+    return min(_FEW_ROWS, max_rows), min(_MANY_ROWS, max_rows)
+
+
+def _shapes_after(
+    decode_rows: Iterable[int],
+    num_prefill_rows: int,
+    sizes: Callable[[int, int], Iterable[int]],
+    most_tokens: int,
+    max_tokens: int,
+) -> Iterator[StepShape]:
+    """Yield the shapes of some prefill rows after each number of decode rows."""
+    for num_decode in sorted(set(decode_rows)):
+        for size in sizes(min(most_tokens, max_tokens - num_decode), num_decode):
+            if size >= num_prefill_rows:
+                yield StepShape(num_decode, 1, num_prefill_rows, size)
+
+
+def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
+    """Return numbers of prompt tokens up to the most: few for small steps, then 512 apart, and more from 4,096 on.
+
+    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
+    chosen so that the step has one of _FAST_TOTALS, decode rows included, unless another is little larger: matrix
+    products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
+    and 1,024 (8B model, H100).
+    """
+    regular = list(_regular_sizes(_SMALL_SIZES, most_tokens))
+    between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
+    for size in between:
+        if min((other - size for other in regular if other >= size), default=0) >= _LEAST_LARGER:
+            regular.append(size)
+    return _without_slow_totals(regular, most_tokens, num_decode)
+
+
+def _sizes_of_many(most_tokens: int, num_decode: int) -> list[int]:
+    """Return numbers of prompt tokens up to the most: 512 apart, and more from 4,096 on."""
+    return _without_slow_totals(_regular_sizes(_SMALL_SIZES_OF_MANY, most_tokens), most_tokens, num_decode)
+
+
+def _regular_sizes(small: Sequence[int], most_tokens: int) -> Iterator[int]:
+    """Yield small sizes, those between them and whole steps, sizes of whole steps, and the most."""
+    sizes = (*small, *range(small[-1] + _SIZE_STEP // 2, _LEAST_WHOLE_STEP, _SIZE_STEP))
+    yield from (size for size in sizes if size < most_tokens)
+    yield from _whole_steps(most_tokens)
+    yield most_tokens
+
+
+def _whole_steps(most_tokens: int) -> Iterator[int]:
+    """Yield sizes of long prompts' steps below the most, each at most a quarter larger than the one before."""
+    size = _LEAST_WHOLE_STEP
+    while size < most_tokens:
+        yield size
+        size += 2 ** (size.bit_length() - 1) // 4
+
+
+def _without_slow_totals(sizes: Iterable[int], most_tokens: int, num_decode: int) -> list[int]:
+    """Return sizes in order; a step whose total is slow has a prompt token less, unless it is the largest."""
+    return sorted({size - (size < most_tokens and _is_slow(num_decode + size)) for size in sizes})
+
+
+def _is_slow(num_tokens: int) -> bool:
+    """Return whether matrix products of one token more or fewer take less time.
+
+    Those of 448 take 15.1 ms, of 447 9.8 and of 449 10.3 (8B model, H100).
+    From 320 on that holds of all multiples of 32 that were measured but those of 128, most of all of 416, 448 and 832.
+    """
+    return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0
+
+
+def _row_numbers(count: int, max_rows: int) -> list[int]:
+    """Return up to `count` numbers of rows that grow by a constant factor; the last is `max_rows`.
+
+    So no step computes many times the rows that it has. From 8 on, rounding up to multiples of 8 costs no time.
+    """
+    if not max_rows:
+        return []
+    numbers = [round(float(number)) for number in np.geomspace(1, max_rows, count)] if count > 1 else [max_rows]
+    return sorted({min(number if number <= 8 else -(-number // 8) * 8, max_rows) for number in numbers})
