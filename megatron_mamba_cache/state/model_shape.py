@@ -152,7 +152,8 @@ class HybridModelShape:
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
         prefers_replay = is_larger and replays_fast(head_dim, d_state)
-        config = config.resolved(prefers_replay=prefers_replay, most_launched=self._most_launched)
+        launched = self.most_launched or 0
+        config = config.resolved(prefers_replay=prefers_replay, most_launched=launched // 1024 * 1024)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
         if not self.limits_requests(config):
             return config
@@ -162,9 +163,9 @@ class HybridModelShape:
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
 
     @property
-    def _most_launched(self) -> int:
-        """Prompt tokens, a multiple of 1,024, up to which launching takes longer than computing; 0 if not known."""
-        return _LAUNCHED_PRODUCTS // self.layer_weights // 1024 * 1024 if self.layer_weights else 0
+    def most_launched(self) -> int | None:
+        """Tokens of a step up to which the host launches longer than a GPU computes; None if that is not known."""
+        return _LAUNCHED_PRODUCTS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:

@@ -24,7 +24,7 @@ def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, r
     return shapes
 
 
-def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
+def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int, most_launched: int) -> list[StepShape]:
     """Return shapes of up to `most_tokens` prompt tokens: of few prefill rows, and of many.
 
     Those of few are captured alone, after some decode rows and after all. A scan of few rows is spread over more of the
@@ -34,13 +34,17 @@ def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[Ste
     An odd number of decode rows is best: matrix products of 447 tokens take two thirds of the time of 448, and those of
     415 take 0.83 of that of 416 (8B model, H100). "Some" are the largest odd number within an eighth, and "all", which
     leave out the fewest prefill rows, are odd where requests are even.
+
+    Args:
+        most_launched: Tokens of a step up to which the host takes longer to launch it than the GPU to compute it.
+            Beyond, padding costs more than a graph gains: shapes of many rows end there.
     """
     few, many = _few_and_many(max_rows)
     some = (max_rows // _PART - 1) | 1 if max_rows >= _PART * _FEW_ROWS else 0
     shapes = list(_shapes_after((0, some, max_rows - 1), few, _sizes_of_few, most_tokens, max_tokens))
     if many > few:
         rest = max_rows - few - 1
-        shapes += _shapes_after((some or rest, rest), many, _sizes_of_many, most_tokens, max_tokens)
+        shapes += _shapes_after((some or rest, rest), many, _sizes_of_many, min(most_tokens, most_launched), max_tokens)
     return shapes
 
 
@@ -52,8 +56,8 @@ def most_padding_rows(max_rows: int) -> int:
 
 _FEW_ROWS, _MANY_ROWS = 4, 32
 _PART = 8  # of many decode rows, "some" are one in so many
-_SMALL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
-_SMALL_SIZES_OF_MANY = (256,)
+_SMALL_SIZES_OF_FEW = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
+_SMALL_SIZES_OF_MANY = (256, 512, 768, 1024, 1280, 1536, 1792)
 _SIZE_STEP = 512
 _LEAST_WHOLE_STEP = 4096
 _FAST_TOTALS = (351, 447, 639, 895)
@@ -87,7 +91,7 @@ def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
     products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
     and 1,024 (8B model, H100).
     """
-    regular = list(_regular_sizes(_SMALL_SIZES, most_tokens))
+    regular = list(_regular_sizes(_SMALL_SIZES_OF_FEW, most_tokens))
     between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
     for size in between:
         if min((other - size for other in regular if other >= size), default=0) >= _LEAST_LARGER:
@@ -96,7 +100,7 @@ def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
 
 
 def _sizes_of_many(most_tokens: int, num_decode: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: 512 apart, and more from 4,096 on."""
+    """Return numbers of prompt tokens up to the most: 256 apart, 512 from 2,048 on, and more from 4,096 on."""
     return _without_slow_totals(_regular_sizes(_SMALL_SIZES_OF_MANY, most_tokens), most_tokens, num_decode)
 
 

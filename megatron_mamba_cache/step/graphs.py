@@ -118,7 +118,8 @@ def capture_graphs(
     began = time.perf_counter()
     limits = runner.memory.step_buffers.limits
     shapes = decode_shapes(count, config.max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
-    shapes += prefill_shapes(config.most_graph_tokens, config.max_requests, limits.max_tokens)
+    most_tokens, most_launched = config.most_graph_tokens, shape.most_launched
+    shapes += prefill_shapes(most_tokens, config.max_requests, limits.max_tokens, most_launched or most_tokens)
     recorder = CudaRecorder()
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)

@@ -13,7 +13,7 @@ from tests.step.test_batch import row_of
 
 def shapes_of_few(most_tokens: int, max_rows: int, max_tokens: int = 8192) -> list[StepShape]:
     """Return the shapes of few prompts."""
-    shapes = prefill_shapes(most_tokens, max_rows, max_tokens)
+    shapes = prefill_shapes(most_tokens, max_rows, max_tokens, most_tokens)
     return [shape for shape in shapes if shape.num_prefill_rows == min(4, max_rows)]
 
 
@@ -24,7 +24,7 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     max_tokens = data.draw(st.integers(max_rows, 800))
     most_prefilled = data.draw(st.integers(0, 300))
     for_decode = decode_shapes(count, max_rows, drafts, max_tokens)
-    shapes = for_decode + prefill_shapes(most_prefilled, max_rows, max_tokens)
+    shapes = for_decode + prefill_shapes(most_prefilled, max_rows, max_tokens, most_prefilled)
     assert len(shapes) == len(set(shapes)) and len(for_decode) <= 2 * count
     most_rows = max_rows + most_padding_rows(max_rows)
     assert all(shape.num_tokens <= max_tokens and shape.num_rows <= most_rows for shape in shapes)
@@ -55,7 +55,7 @@ def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
 
 @pytest.mark.parametrize("max_rows", [32, 64, 72, 100, 256])
 def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
-    shapes = prefill_shapes(1024, max_rows, 8192)
+    shapes = prefill_shapes(1024, max_rows, 8192, 1024)
     some, most = sorted({shape.num_decode_rows for shape in shapes if shape.num_prefill_rows == 4} - {0})
     assert some % 2 == 1 and max_rows // 8 - 1 <= some <= max_rows // 8 and most == max_rows - 1
     of_many = sorted({shape.num_decode_rows for shape in shapes if shape.num_prefill_rows == 32})
@@ -75,7 +75,7 @@ def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int
 
 @pytest.mark.parametrize("max_rows", [*range(1, 80), 127, 128, 129, 255, 256])
 def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_rows: int) -> None:
-    totals = {shape.num_tokens for shape in prefill_shapes(4096, max_rows, 8192)}
+    totals = {shape.num_tokens for shape in prefill_shapes(4096, max_rows, 8192, 4096)}
     slow = [total for total in totals if 320 <= total <= 1056 and total % 32 == 0 and total % 128]
     assert not slow and len(totals) >= 15
     sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, max_rows) if not shape.num_decode_rows]
@@ -90,7 +90,7 @@ def test_whole_steps_of_a_long_prompt_have_shapes_alone_and_beside_rows() -> Non
     assert sizes[-6:] == [3584, 4096, 5120, 6144, 7168, 8192]
     longer = [shape.num_prefill_tokens for shape in shapes_of_few(16_000, 64, 10**6) if not shape.num_decode_rows]
     assert longer[-5:] == [8192, 10_240, 12_288, 14_336, 16_000]
-    assert prefill_shapes(3, 8, 64) == [] and prefill_shapes(64, 8, 3) == []  # four prompts have no room
+    assert prefill_shapes(3, 8, 64, 3) == [] and prefill_shapes(64, 8, 3, 64) == []  # four prompts have no room
 
 
 def test_sizes_that_are_little_smaller_than_others_are_left_out() -> None:
@@ -106,7 +106,7 @@ def test_no_step_has_more_prompt_tokens_than_asked_for(most_tokens: int) -> None
 
 
 def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
-    shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256)
+    shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256, 100)
     decoding = row_of(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
     drafting = row_of(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
     prefilling = row_of(1, prompt_len=90, computed=1, scheduled=80)
@@ -130,22 +130,28 @@ def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
 def test_every_step_that_requests_can_form_has_a_shape(data: st.DataObject) -> None:
     max_rows = data.draw(st.integers(1, 300))
     most_tokens = data.draw(st.sampled_from([512, 1000, 4096, 8192]))
+    most_launched = data.draw(st.sampled_from([300, 1741, 4655, 21_600]))
     num_prefill = data.draw(st.integers(1, min(max_rows, 32)))
     num_decode = data.draw(st.integers(0, max_rows - num_prefill))
-    num_tokens = data.draw(st.integers(num_prefill, most_tokens))
-    shapes = prefill_shapes(most_tokens, max_rows, most_tokens + max_rows)
+    most = most_tokens if num_prefill <= 4 else min(most_tokens, most_launched)
+    num_tokens = data.draw(st.integers(num_prefill, most))
+    shapes = prefill_shapes(most_tokens, max_rows, most_tokens + max_rows, most_launched)
     step = StepShape(num_decode, 1, num_prefill, num_tokens)
     found = smallest_holding(step, shapes)
     assert found is not None and found.num_prefill_rows == min(max_rows, 4 if num_prefill <= 4 else 32)
     fuller = [shape for shape in shapes if shape.holds(step) and shape.num_prefill_rows == found.num_prefill_rows]
     assert found.num_tokens == min(shape.num_tokens for shape in fuller)
     assert smallest_holding(StepShape(0, 1, 33, 40), shapes) is None
+    assert smallest_holding(StepShape(0, 1, 5, min(most_tokens, most_launched) + 1), shapes) is None
 
 
 @pytest.mark.parametrize("max_rows", [5, 8, 31, 32, 64, 256])
-def test_many_prompts_have_few_sizes(max_rows: int) -> None:
-    shapes = [shape for shape in prefill_shapes(4096, max_rows, 8192) if shape.num_prefill_rows > 4]
+@pytest.mark.parametrize(("most_launched", "sizes"), [(1741, 7), (4655, 12), (200, 1)])
+def test_many_prompts_have_few_sizes(max_rows: int, most_launched: int, sizes: int) -> None:
+    shapes = prefill_shapes(4096, max_rows, 8192, most_launched)
+    shapes = [shape for shape in shapes if shape.num_prefill_rows > 4]
     by_decode_rows = {shape.num_decode_rows for shape in shapes}
     assert len(by_decode_rows) == (2 if max_rows >= 32 else 1) and max(by_decode_rows) == max_rows - 5
-    assert len(shapes) == 9 * len(by_decode_rows)
-    assert prefill_shapes(4096, 4, 8192) == shapes_of_few(4096, 4)
+    assert len(shapes) == sizes * len(by_decode_rows)
+    assert max(shape.num_prefill_tokens for shape in shapes) == min(most_launched, 4096)
+    assert prefill_shapes(4096, 4, 8192, most_launched) == shapes_of_few(4096, 4)
