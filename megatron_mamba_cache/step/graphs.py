@@ -27,6 +27,7 @@ from .decode_steps import LatestStep
 from .launched_step import LaunchedStep
 from .memory import CacheMemory
 from .model import StepModel
+from .output_memory import OutputMemory
 from .recorder import CudaRecorder, without_collections
 from .runner import StepRunner
 from .shapes import StepShape, smallest_holding
@@ -120,7 +121,7 @@ def capture_graphs(
     shapes = decode_shapes(count, config.max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
     most_tokens, most_launched = config.most_graph_tokens, shape.most_launched
     shapes += prefill_shapes(most_tokens, config.max_requests, limits.max_tokens, most_launched or most_tokens)
-    recorder = CudaRecorder()
+    recorder, outputs = CudaRecorder(), OutputMemory(shapes)
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)
     with (
@@ -130,7 +131,7 @@ def capture_graphs(
     ):
         latest = LatestStep()
         longest = config.max_sequence_length
-        graphs = [StepGraph(model, runner, step_shape, recorder, latest, longest) for step_shape in progress]
+        graphs = [StepGraph(model, runner, step_shape, recorder, outputs, latest, longest) for step_shape in progress]
     torch.cuda.synchronize()
-    capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes())
+    capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes() + outputs.num_bytes)
     return StepGraphs(graphs, capture, model.weight_places(), tables)

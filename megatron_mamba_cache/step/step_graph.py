@@ -21,6 +21,7 @@ from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_nex
 from .launched_step import LaunchedStep
 from .logits import Draws, StepLogits, any_changed, any_masked, logits_starts
 from .model import StepModel
+from .output_memory import OutputMemory
 from .recorder import Recorder
 from .runner import StepRunner
 from .shapes import StepShape
@@ -34,6 +35,7 @@ class StepGraph:
     Args:
         model: Reads the steps that the runner shows.
         recorder: Captures one computation after another.
+        outputs: Keeps the forward's output, until a graph's forward comes next.
         longest: The most tokens of a request.
     """
 
@@ -45,6 +47,7 @@ class StepGraph:
         runner: StepRunner,
         shape: StepShape,
         recorder: Recorder,
+        outputs: OutputMemory,
         latest: LatestStep,
         longest: int,
     ) -> None:
@@ -69,11 +72,11 @@ class StepGraph:
                 attend = self._attention.begin()
                 step = Step(self._views, attention_after(recorder.split, attend) if self._plans_inside else attend)
                 runner.show(step)
-                logits = model.compute_part()
-                return logits, step.wanted_outputs, *_computed_views(self._views.logits)
+                self.logits = outputs.keep(model.compute_part(), shape)
+                return step.wanted_outputs, *_computed_views(self._views.logits)
 
         found, self._replay_forward = recorder.record(forward, self._plan_attention)
-        self.logits, self.wanted_outputs, *computed = found
+        self.wanted_outputs, *computed = found
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
         self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
 

@@ -166,6 +166,8 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
     run.finish()
     assert [found for found in laid_out if found[0]] == [(3, 4), (5, 32), (4, 4), (28, 32)]
     assert run.counters.graph_steps == run.counters.steps
+    places = {run.context.graphs.fitting((), shape).logits.data_ptr() for shape in run.context.graphs.shapes}
+    assert len(places) == 1
     run.assert_exact()
 
 

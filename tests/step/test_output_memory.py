@@ -1,0 +1,33 @@
+"""Outputs of graphs lie in one memory."""
+
+import pytest
+import torch
+
+from megatron_mamba_cache.step.output_memory import OutputMemory
+from megatron_mamba_cache.step.shapes import StepShape
+
+# The first has the most tokens, as graphs are captured; the last has the most logits.
+SHAPES = (StepShape(3, 1, 4, 40), StepShape(0, 1, 4, 20), StepShape(6, 4))
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_all_outputs_lie_in_a_memory_of_the_largest(of_tokens: bool) -> None:
+    outputs = OutputMemory(SHAPES)
+    assert outputs.num_bytes == 0
+    places = set()
+    for shape in SHAPES:
+        num_rows = shape.num_tokens if of_tokens else shape.num_logits
+        output = torch.randn(num_rows, 1, 16) if of_tokens else torch.randn(1, num_rows, 16)
+        kept = outputs.keep(output, shape)
+        assert kept.shape == output.shape and torch.equal(kept, output)
+        again = outputs.keep(-output, shape)
+        assert torch.equal(kept, -output) and again.data_ptr() == kept.data_ptr()
+        places.add(kept.data_ptr())
+    most = 43 if of_tokens else 24
+    assert len(places) == 1 and outputs.num_bytes == most * 16 * 4
+
+
+def test_a_memory_of_shapes_that_only_decode_is_of_the_largest() -> None:
+    outputs = OutputMemory([StepShape(5, 1), StepShape(3, 3)])
+    kept = [outputs.keep(torch.ones(1, rows, 8), shape) for rows, shape in ((9, StepShape(3, 3)), (5, StepShape(5, 1)))]
+    assert outputs.num_bytes == 9 * 8 * 4 and kept[0].data_ptr() == kept[1].data_ptr()
