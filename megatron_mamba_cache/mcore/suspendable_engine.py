@@ -10,7 +10,8 @@ from megatron.core.utils import get_asyncio_loop, trace_async_exceptions
 from typing_extensions import override
 
 from ..kernels.compilation import WATCH, Compilations
-from ..step.graphs import capture_graphs
+from ..step.captured_shapes import engine_shapes
+from ..step.graphs import capture_graphs, reason_to_capture_again
 from ..step.warmup import compile_ahead, warm_up
 from .context import MambaCacheContext
 from .controller import MambaCacheController
@@ -73,7 +74,9 @@ class SuspendableEngine(DynamicInferenceEngine):
         runner.memory.below.drain()  # a capture allows no other thread to wait for the device
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
-        runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape, self._compile_ahead))
+        config, shape = context.cache_config, context.shape
+        shapes = engine_shapes(config, runner.memory.step_buffers.limits, shape.most_launched)
+        runner.adopt_graphs(capture_graphs(model, runner, config, shape, shapes, self._compile_ahead))
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.
@@ -135,6 +138,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         Requests that are left get no token: steps after this refuse those that wait. On several ranks, call it before
         `torch.distributed.destroy_process_group`: NCCL waits there forever for graphs that hold its collectives.
         """
+        self.context.planner.close()
         self.context.release_memory()
         gc.collect()  # graphs and what they remember refer to each other
 
@@ -188,14 +192,11 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def _recapture_if_moved(self) -> None:
         """Capture again if on any rank weights have moved from where the graphs read them."""
-        graphs, change = self.context.graphs, None
-        if graphs is not None:
-            change = graphs.weights.first_change(self.controller.inference_wrapped_model.weight_places())
-        changes = self.context.ranks.gather(change)
-        reasons = [f"on rank {rank} of the model, {found}" for rank, found in enumerate(changes) if found is not None]
-        if reasons:
+        model = self.controller.inference_wrapped_model
+        reason = reason_to_capture_again(self.context.graphs, model, self.context.ranks)
+        if reason is not None:
             advice = "weights that are loaded in place, with copy_, keep the graphs"
-            _LOG.warning("CUDA graphs are captured again: %s; %s", reasons[0], advice)
+            _LOG.warning("CUDA graphs are captured again: %s; %s", reason, advice)
             self.create_cuda_graphs()
 
     def _restart(self, request_id: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
-from .drafter import CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, ReadsHiddenStates
+from .drafter import CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, HoldsMemory, ReadsHiddenStates
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,6 +64,11 @@ class DraftPlanner:
         """Compile what the drafter launches, before the first request."""
         if isinstance(self._drafter, CompilesKernels):
             self._drafter.warmup()
+
+    def close(self) -> None:
+        """Free the memory that the drafter holds."""
+        if isinstance(self._drafter, HoldsMemory):
+            self._drafter.close()
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return how many drafts, at most `limit`, a row should get now."""
@@ -171,6 +176,9 @@ class NoDrafts:
 
     def warmup(self) -> None:
         """Compile nothing."""
+
+    def close(self) -> None:
+        """Free nothing."""
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return 0."""

@@ -94,3 +94,12 @@ class CompilesKernels(Protocol):
     def warmup(self) -> None:
         """Compile them all before the first request; nothing else changes."""
         ...
+
+
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """A drafter, such as a draft model, that holds memory of the device."""
+
+    def close(self) -> None:
+        """Free it: the engine is closed, and nothing is proposed any more."""
+        ...

@@ -89,9 +89,10 @@ def send_padded_step(
     shape: StepShape,
     *,
     draws_ratios: bool = False,
+    purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> None:
     """Write and send a step that is padded to a shape, see `StepShape.pad`; its views exist already."""
-    _write(padded, buffers, geometry, DrawPurpose.SAMPLE, draws_ratios=draws_ratios)
+    _write(padded, buffers, geometry, purpose, draws_ratios=draws_ratios)
     pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.ssm_chunk_size))
     buffers.send(len(padded))
 

@@ -4,7 +4,35 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ..config import CacheConfig
+from .buffers import StepLimits
 from .shapes import StepShape
+
+
+def engine_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
+    """Return the shapes of an engine's steps.
+
+    Args:
+        most_launched: See `HybridModelShape`.
+    """
+    count, max_rows, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
+    shapes = decode_shapes(count, max_rows, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
+    return shapes + prefill_shapes(most_tokens, max_rows, limits.max_tokens, most_launched or most_tokens)
+
+
+def draft_shapes(config: CacheConfig, limits: StepLimits) -> list[StepShape]:
+    """Return the shapes of a draft model's steps, whose rows all prefill.
+
+    A round begins with the tokens that each row has got since the last one, few as a rule, and goes on with one draft
+    of each row at a time. Prompts come in steps of many rows.
+    """
+    max_rows, most_tokens = config.max_requests, min(config.most_graph_tokens, limits.max_tokens)
+    numbers = _row_numbers(config.num_cuda_graphs, max_rows)
+    shapes = {
+        StepShape(0, 1, num_rows, num_rows * tokens_a_row) for num_rows in numbers for tokens_a_row in _TOKENS_A_ROUND
+    }
+    shapes |= set(_shapes_after((0,), min(_MANY_ROWS, max_rows), _sizes_of_many, most_tokens, limits.max_tokens))
+    return sorted(shape for shape in shapes if shape.num_tokens <= limits.max_tokens)
 
 
 def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, room: int = 0) -> list[StepShape]:
@@ -55,6 +83,7 @@ def most_padding_rows(max_rows: int) -> int:
 
 
 _FEW_ROWS, _MANY_ROWS = 4, 32
+_TOKENS_A_ROUND = (1, 4, 8)
 _PART = 8  # of many decode rows, "some" are one in so many
 _SMALL_SIZES_OF_FEW = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _SMALL_SIZES_OF_MANY = (256, 512, 768, 1024, 1280, 1536, 1792)

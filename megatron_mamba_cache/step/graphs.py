@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from ..config import CacheConfig
 from ..errors import CacheIntegrityError
+from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
+from ..ranks.group import Ranks
 from ..state.model_shape import HybridModelShape
-from .captured_shapes import decode_shapes, prefill_shapes
-from .captured_step import Capture
+from .captured_step import Capture, GraphsByShape
 from .decode_steps import LatestStep
 from .launched_step import LaunchedStep
 from .memory import CacheMemory
@@ -81,6 +82,13 @@ class StepGraphs:
         return graph if graph and graph.reads_blocks_of(rows) else None
 
 
+def reason_to_capture_again(graphs: GraphsByShape | None, model: StepModel, ranks: Ranks) -> str | None:
+    """Return which weights are not where the graphs read them, on the first rank of the model where any are not."""
+    change = None if graphs is None else graphs.weights.first_change(model.weight_places())
+    changes = enumerate(ranks.gather(change))
+    return next((f"on rank {rank} of the model, {found}" for rank, found in changes if found is not None), None)
+
+
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
     """Return why the steps of a model cannot be captured, None if they can."""
     if shape.waits_for_experts:
@@ -99,12 +107,15 @@ def capture_graphs(
     runner: StepRunner,
     config: CacheConfig,
     shape: HybridModelShape,
+    shapes: Sequence[StepShape],
     prepare: Callable[[], None] = lambda: None,
+    purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> StepGraphs | None:
     """Capture steps, between two steps; return None if nothing is to be or can be captured.
 
     Args:
         prepare: Is called before steps are captured.
+        purpose: What tokens are drawn for; of drafts, the forward is all that is captured.
     """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)
@@ -117,21 +128,17 @@ def capture_graphs(
         return None
     prepare()
     began = time.perf_counter()
-    limits = runner.memory.step_buffers.limits
-    shapes = decode_shapes(count, config.max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
-    most_tokens, most_launched = config.most_graph_tokens, shape.most_launched
-    shapes += prefill_shapes(most_tokens, config.max_requests, limits.max_tokens, most_launched or most_tokens)
     recorder, outputs = CudaRecorder(), OutputMemory(shapes)
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)
+    shared = recorder, outputs, LatestStep()
     with (
         without_collections(),
         model.tables_read() as tables,
         tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
     ):
-        latest = LatestStep()
         longest = config.max_sequence_length
-        graphs = [StepGraph(model, runner, step_shape, recorder, outputs, latest, longest) for step_shape in progress]
+        graphs = [StepGraph(model, runner, step_shape, *shared, longest, purpose) for step_shape in progress]
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes() + outputs.num_bytes)
     return StepGraphs(graphs, capture, model.weight_places(), tables)

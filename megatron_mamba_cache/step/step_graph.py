@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import CacheIntegrityError
 from ..kernels.attention.attention_rows import AttentionRows
 from ..kernels.attention.interface import attention_after
+from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from .batch import StepBatch, send_padded_step, view_step
 from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
@@ -37,6 +38,7 @@ class StepGraph:
         recorder: Captures one computation after another.
         outputs: Keeps the forward's output, until a graph's forward comes next.
         longest: The most tokens of a request.
+        purpose: What tokens are drawn for; of drafts, the forward is all that is captured.
     """
 
     can_verify = True
@@ -50,8 +52,10 @@ class StepGraph:
         outputs: OutputMemory,
         latest: LatestStep,
         longest: int,
+        purpose: DrawPurpose,
     ) -> None:
         self.shape = shape
+        self._purpose = purpose
         self._model = model
         self._memory = runner.memory
         buffers, geometry = self._memory.step_buffers, self._memory.geometry
@@ -79,18 +83,18 @@ class StepGraph:
         self.wanted_outputs, *computed = found
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
         self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
+        ways = () if purpose is DrawPurpose.DRAFT else tuple(Draws)
+        self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
-        def verify(draws: Draws) -> tuple[Tensor, ...]:
-            step = Step(self._views)
-            rows = replace(self._views.logits, draws=draws)
-            outcome = outcome_on_all_ranks(
-                runner.ranks, rows, lambda: verify_step(rows, runner.wanted_logits(step, self.logits), [])
-            )
-            copy_reached_boundaries(self._views, outcome, self._memory)
-            self.outcome.copy_(outcome)
-            return ()
-
-        self._replay_verify = {draws: recorder.record(partial(verify, draws))[1] for draws in Draws}
+    def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:
+        """Compute the outcome from the logits, and copy reached boundaries: what is captured behind the forward."""
+        step, rows = Step(self._views), replace(self._views.logits, draws=draws)
+        outcome = outcome_on_all_ranks(
+            runner.ranks, rows, lambda: verify_step(rows, runner.wanted_logits(step, self.logits), [])
+        )
+        copy_reached_boundaries(self._views, outcome, self._memory)
+        self.outcome.copy_(outcome)
+        return ()
 
     def reads_blocks_of(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether its attention can read the KV blocks of a step's prompts."""
@@ -107,7 +111,7 @@ class StepGraph:
             self._memory.prepare(())
             return self._note_next(before, send_again(before.step, rows, buffers, self.shape.num_rows))
         padded = self.shape.pad(rows, geometry.dummy_block)
-        send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
+        send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios, purpose=self._purpose)
         self._memory.prepare(rows[num_decoding(rows) :])
         self._replay_forward.begin()
         batch, step = self._batch_of(rows, padded), DecodeStep.sent(rows, buffers)

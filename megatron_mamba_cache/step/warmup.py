@@ -56,11 +56,15 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
             runner.planner.warmup()
 
 
-def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Do what `compile_ahead` and `warm_up` do, for steps without decode rows."""
+def compile_prefill_ahead(model: StepModel, runner: StepRunner) -> None:
+    """Do what `compile_ahead` does, for steps without decode rows."""
     if _may_compile_ahead(runner):
         with compiling_ahead(runner.memory.state_pool.device):
             rehearse_prefill(model, runner)
+
+
+def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
+    """Do what `warm_up` does, for steps without decode rows."""
     if runner.memory.state_pool.ssm.is_cuda:
         rehearse_prefill(model, runner)
 

@@ -17,8 +17,11 @@ from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest
 from ...speculation.drafter import Draft, DraftRequest
+from ...step.captured_shapes import draft_shapes
+from ...step.graphs import capture_graphs, reason_to_capture_again
 from ...step.logits import Draws
-from ...step.warmup import warm_up_prefill
+from ...step.step import Step
+from ...step.warmup import compile_prefill_ahead, warm_up_prefill
 from .draft_rows import DraftRow, DraftRows
 
 
@@ -37,7 +40,8 @@ class DraftModelDrafter:
         model: Any MambaModel that `build_engine` accepts, with the same vocabulary as the engine's model.
         config: Settings of the draft model's own cache; None takes the defaults. `block_size_tokens` need not be the
             engine's. Each request with more than one draft token uses one more state of `prefix_caching_mamba_gb`.
-            `num_speculative_tokens` and `decode_checkpoints` are ignored.
+            With `num_cuda_graphs`, forwards are captured when the drafter is built; without, the host takes many times
+            as long to launch one as a GPU to compute it. `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
     Raises:
         ValueError: If the model cannot be served, or the settings do not fit it.
@@ -53,6 +57,8 @@ class DraftModelDrafter:
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
         self._rows = DraftRows(self._context)
+        self._has_compiled = False
+        self._capture()
 
     @property
     def vocab_size(self) -> int:
@@ -78,12 +84,24 @@ class DraftModelDrafter:
 
     def warmup(self) -> None:
         """Compile all kernels that drafting launches; to a draft model every row is a prompt."""
+        self._compile_ahead()
         warm_up_prefill(self._model, self._context.runner)
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Drop everything the draft model has cached, because its weights changed; see `MambaCacheContext.flush`."""
+        """Drop everything the draft model has cached, because its weights changed; see `MambaCacheContext.flush`.
+
+        If they have moved, CUDA graphs are captured again.
+        """
         self._rows.drop_all()
         self._context.flush(weights_version)
+        if reason_to_capture_again(self._context.graphs, self._model, self._ranks) is not None:
+            self._capture()
+
+    def close(self) -> None:
+        """Free the memory and the CUDA graphs of a drafter that proposes nothing any more."""
+        if self._context.is_tensor_state_allocated:
+            self._rows.drop_all()
+            self._context.release_memory()
 
     def snapshot(self) -> CacheSnapshot:
         """Return the draft model's counters and the use of its slots and blocks.
@@ -121,14 +139,32 @@ class DraftModelDrafter:
 
     def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":
         """Compute scheduled rows and draw the token after each; reading them back is the forward's only host sync."""
-        runner = self._context.runner
-        step = runner.begin(runner.lay_out(rows, purpose=DrawPurpose.DRAFT))
-        logits = runner.logits_on_all_ranks(step, self._model.compute_step())
-        settings = step.batch.logits
+        runner, graphs = self._context.runner, self._context.graphs
+        graph = None if graphs is None else graphs.fitting(rows)
+        if graph is None:
+            step = runner.begin(runner.lay_out(rows, purpose=DrawPurpose.DRAFT))
+            output = self._model.compute_step()
+        else:
+            step = runner.begin(Step.of_graph(graph, rows, ()))
+            output = graph.forward()
+        logits = runner.logits_on_all_ranks(step, output)[: len(rows)]  # padding comes behind
+        settings = step.batch.logits.of_first_rows(len(rows))
         if settings.draws is Draws.BEST:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
         probabilities = token_probabilities(settings.sampling(logits))
         return _DrawnTokens(sample_weighted(probabilities, settings.uniforms).tolist(), probabilities)
+
+    def _capture(self) -> None:
+        runner, config = self._context.runner, self._context.cache_config
+        runner.drop_graphs()
+        shapes = draft_shapes(config, runner.memory.step_buffers.limits)
+        shape, prepare = self._context.shape, self._compile_ahead
+        runner.adopt_graphs(capture_graphs(self._model, runner, config, shape, shapes, prepare, DrawPurpose.DRAFT))
+
+    def _compile_ahead(self) -> None:
+        if not self._has_compiled:
+            self._has_compiled = True
+            compile_prefill_ahead(self._model, self._context.runner)
 
 
 @dataclass(frozen=True, slots=True)
