@@ -74,6 +74,8 @@ def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
         max_requests=max_requests,
         max_tokens=rng.choice([max_requests, 4 * block, 256]),
         max_sequence_length=work.config.max_sequence_length,
+        num_cuda_graphs=rng.choice([0, 3]),
+        cuda_graph_prefill_tokens=rng.choice([None, 40]),
         kv_blocks=rng.choice([2, 12, 200]),
         cached_states=rng.choice([1, 4, 40]),
         prefix_caching=rng.random() < 0.8,

@@ -1,5 +1,6 @@
 """Properties of a draft model: what it proposes is what it would generate, and what it holds goes back."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,21 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.speculation.request_rows import row_of
 
 BLOCK = 16
+
+
+@pytest.fixture(params=[0, 3], ids=["eager", "graphs"], autouse=True)
+def num_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Replay the forwards of all draft models, or launch them."""
+    capture_without_cuda(monkeypatch)
+    monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", request.param)
+    count: int = request.param
+    return count
+
+
 GREEDY = SamplingSettings(top_k=1)
 
 
@@ -200,6 +213,52 @@ def test_what_is_no_hybrid_model_is_refused() -> None:
         CheckedDraftModel.start(small_model(), block_size_tokens=12)
 
 
+# Its graphs.
+
+
+def test_every_forward_that_a_shape_holds_is_replayed(num_graphs: int) -> None:
+    drafter = CheckedDraftModel.start(small_model(), cuda_graph_prefill_tokens=48, max_tokens=128)
+    texts = {i: some_tokens(5 + i, seed=i) for i in range(4)}
+    for round_index in range(3):
+        drafts = propose(drafter, texts, 3)
+        texts = {i: [*text, *drafts[i].tokens[:i], round_index] for i, text in texts.items()}
+    counters, graphs = drafter.snapshot().counters, drafter.context.graphs
+    assert counters.steps == 9 and counters.graph_steps == (9 if num_graphs else 0)
+    propose(drafter, {9: some_tokens(70)}, 1)
+    assert drafter.snapshot().counters.graph_steps == counters.graph_steps, "70 tokens are more than any shape has"
+    if graphs is not None:
+        print(f"{len(graphs.shapes)} shapes: {sorted(graphs.shapes)}")
+        assert all(shape.num_decode_rows == 0 and shape.num_tokens <= 64 for shape in graphs.shapes)
+        assert {(1, 1), (1, 8), (8, 8), (8, 48)} <= {(s.num_prefill_rows, s.num_tokens) for s in graphs.shapes}
+
+
+def test_weights_that_move_are_captured_again(num_graphs: int) -> None:
+    subject, text = small_model(), some_tokens(20)
+    drafter = CheckedDraftModel.start(subject)
+    before, graphs = propose(drafter, {0: text})[0], drafter.context.graphs
+    drafter.flush("1")
+    assert drafter.context.graphs is graphs, "none has moved"
+    parameter = next(subject.model.parameters())
+    lay = parameter.data
+    parameter.data = lay.clone()
+    drafter.flush("2")
+    assert (drafter.context.graphs is graphs) == (not num_graphs)
+    assert propose(drafter, {0: text})[0].tokens == before.tokens
+    parameter.data = lay
+
+
+def test_a_closed_engine_frees_the_memory_of_its_drafter() -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    run = start_run(drafter)
+    run.add(0, some_tokens(20), 30)
+    for _ in range(4):
+        run.step()
+    memory = weakref.ref(drafter.context.memory)
+    run.engine.close()
+    run.engine.close()
+    assert memory() is None and drafter.context.graphs is None
+
+
 # Its cache.
 
 
@@ -340,7 +399,11 @@ def test_a_fault_leaves_the_drafter_usable(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("place", ["lay_out", "publish_prompts", "logits_on_all_ranks"])
-def test_an_engine_goes_on_after_a_fault_of_its_drafter(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_goes_on_after_a_fault_of_its_drafter(
+    place: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "lay_out" and num_graphs:
+        place = "begin"
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(3):
