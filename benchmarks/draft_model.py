@@ -1,0 +1,124 @@
+"""What does a draft model give at best, and what does it cost where nothing that it drafts is accepted?
+
+    PYTHONPATH=. python3 benchmarks/draft_model.py [--shape NAME] [--draft-shape NAME] [--json FILE]
+
+Both models have random weights that make each sure of the next token. The right draft model is sure of the same tokens
+as the model, so that every draft is accepted; the wrong one is not. Prompts are served together without drafts, with
+either draft model, and with the right one whose forwards are launched by the host in the place of CUDA graphs. A line
+has a median of runs by turns. `--shape tiny` runs on a CPU.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loads.serving_engine import (
+    MODES,
+    SHAPES,
+    ServedShape,
+    add_shape_arguments,
+    config_of,
+    model_of,
+    shape_of,
+)
+from loads.sure_model import make_sure
+from measuring.machine import describe_machine
+from step_cost import DraftSpeed, middle, record
+from turn_latency import rotated, some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.models import DraftModelDrafter
+
+ROWS = (1, 8, 32)
+NUM_ROUNDS = 3
+NUM_GRAPHS = 5
+PROMPT, REPLY = 288, 128
+DRAFT_MEMORY = {"state_gb": 2.0, "kv_gb": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpeeds:
+    """How fast some rows decode with each drafter, by its name."""
+
+    num_rows: int
+    speeds: dict[str, DraftSpeed]
+
+
+def draft_model_speeds(
+    model: Any, shape: ServedShape, draft_shape: ServedShape, row_counts: Sequence[int]
+) -> list[RowSpeeds]:
+    """Measure a model with draft models of another shape and the same vocabulary; all of them get `make_sure` weights.
+
+    Raises:
+        RuntimeError: If the right draft model's tokens were not accepted, or the wrong one's were.
+    """
+    make_sure(model)
+    right, wrong = model_of(draft_shape), model_of(draft_shape)
+    make_sure(right)
+    return [_speeds(model, replace(shape, max_requests=rows), draft_shape, right, wrong, rows) for rows in row_counts]
+
+
+def _speeds(model: Any, shape: ServedShape, draft_shape: ServedShape, right: Any, wrong: Any, rows: int) -> RowSpeeds:
+    shape = replace(shape, num_graphs=min(shape.num_graphs, NUM_GRAPHS), prefill_graph_tokens=0)  # decode steps only
+    num_graphs = min(draft_shape.num_graphs, NUM_GRAPHS)
+    draft_shape = replace(draft_shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=512)
+    launched = replace(draft_shape, num_graphs=0)
+    drafters = {
+        "no drafts": lambda: None,
+        "right drafts": lambda: DraftModelDrafter(right, config_of(draft_shape, MODES["full"])),
+        "wrong drafts": lambda: DraftModelDrafter(wrong, config_of(draft_shape, MODES["full"])),
+        "right drafts without graphs": lambda: DraftModelDrafter(right, config_of(launched, MODES["full"])),
+    }
+    drawn = random.Random(rows)
+    prompts = [some_tokens(drawn, shape, PROMPT) for _ in range(rows)]
+    found: dict[str, list[DraftSpeed]] = {name: [] for name in drafters}
+    for number in range(NUM_ROUNDS):
+        for name in rotated(list(drafters), number):
+            found[name].append(record(model, shape, prompts, REPLY, drafters[name]()).speed)
+    speeds = {name: middle(runs) for name, runs in found.items()}
+    if speeds["right drafts"].accepted < 0.9 or speeds["wrong drafts"].accepted > 0.1:
+        raise RuntimeError(f"drafts were not accepted as they should be: {speeds}")
+    return RowSpeeds(rows, speeds)
+
+
+def table(found: Sequence[RowSpeeds]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| rows | drafter | tokens/s | of no drafts | tokens a step | accepted, % |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for one in found:
+        without = one.speeds["no drafts"].tokens_per_s
+        for name, speed in one.speeds.items():
+            cells = f"{speed.tokens_per_s:,.1f} | {speed.tokens_per_s / without:.3f} | {speed.tokens_per_step:.2f}"
+            lines.append(f"| {one.num_rows} | {name} | {cells} | {100 * speed.accepted:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--draft-shape", choices=SHAPES, help="size of the draft model; default: that of the model")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    shape = shape_of(parser, arguments, {})
+    draft_shape = SHAPES[arguments.draft_shape or arguments.shape]
+    if draft_shape.vocab_size != shape.vocab_size:
+        parser.error(f"--draft-shape {arguments.draft_shape} has another vocabulary than --shape {arguments.shape}")
+    with quiet_libraries(), own_warnings_hidden():
+        model = model_of(shape)
+        found = draft_model_speeds(model, shape, replace(draft_shape, **DRAFT_MEMORY), arguments.rows)
+    print(table(found))
+    if arguments.json:
+        figures = {"machine": describe_machine(), "rows": [asdict(one) for one in found]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
