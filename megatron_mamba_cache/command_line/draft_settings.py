@@ -44,5 +44,4 @@ def card_draft_settings(
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
     length = min(max_length, engine.max_sequence_length)
-    fields = card_settings(shape, length, card.part(DRAFTER_SHARE), given | DRAFTER_STATES, ranks_of_process())
-    return fields | {"num_cuda_graphs": 0}
+    return card_settings(shape, length, card.part(DRAFTER_SHARE), given | DRAFTER_STATES, ranks_of_process())

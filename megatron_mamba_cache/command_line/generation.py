@@ -66,7 +66,11 @@ class Generation:
         settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
         self._drafter = drafter_maker(
-            arguments, self._model, lambda shape, length: default_draft_settings(shape, length, given_gb)
+            arguments,
+            self._model,
+            lambda shape, length: (
+                default_draft_settings(shape, length, given_gb) | {"num_cuda_graphs": config.num_cuda_graphs}
+            ),
         )
         self._seed = arguments.seed
         self._output_path = arguments.output_path

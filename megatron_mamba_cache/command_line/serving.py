@@ -162,9 +162,10 @@ def _draft_settings(
     Args:
         engine: The engine's settings.
     """
+    graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
-        return default_draft_settings(shape, max_length, _given_gb(arguments))
-    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments))
+        return default_draft_settings(shape, max_length, _given_gb(arguments)) | graphs
+    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments)) | graphs
 
 
 def _given_gb(arguments: Namespace) -> float | None:

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.command_line import model_choice
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.command_line import drafters, model_choice
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
 from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
 from tests.models.training_checkpoints import write_training_checkpoint
+from tests.server.running_server import made_server
 
 BLOCK = "--inference-dynamic-batching-block-size"
 LONG = [(7 * index) % 500 for index in range(200)]
@@ -269,6 +272,25 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert tokens[0] == tokens[1]
     summary = document["summary"]
     assert summary["accepted_tokens"] == summary["draft_tokens"] > 0 and summary["tokens_per_decode_row"] > 3
+
+
+def test_a_draft_model_is_captured_where_the_model_is(
+    lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+
+    def noted(model: Any, config: CacheConfig) -> PromptLookupDrafter:
+        counts.append(config.num_cuda_graphs)
+        return PromptLookupDrafter()
+
+    monkeypatch.setattr(drafters, "DraftModelDrafter", noted)
+    for count in (0, 3):
+        flags = ("--hf-model", nemotron, *DRAFTS, nemotron, "--cuda-graphs", count)
+        finished = run_here(capsys, *flags, "--prompts", lines_file, *GREEDY)
+        assert finished.status == 0, finished.stderr
+        made_server(*map(str, flags)).backend._engine.close()
+    half = len(counts) // 2
+    assert half >= 2 and set(counts[:half]) == {0} and set(counts[half:]) == {3}
 
 
 def test_a_draft_model_has_a_part_of_one_budget(
