@@ -114,7 +114,7 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
 def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield prefill rows, some of one token and some of more; the scan's form depends on how many rows there are."""
     longest = min(limits.max_blocks * block_size, limits.max_length or limits.max_tokens)
-    for num_rows in row_counts(limits.max_rows):
+    for num_rows in row_counts(min(limits.max_rows, limits.max_tokens)):  # graphs have room for more
         yield [prefill_padding_row(1, dummy_block) for _ in range(num_rows)]
     if limits.max_tokens > 1:
         yield [prefill_padding_row(2, dummy_block)]

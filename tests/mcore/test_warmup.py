@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
@@ -20,8 +22,9 @@ from megatron_mamba_cache.metrics import CacheSnapshot
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
 from megatron_mamba_cache.step import graphs, warmup
+from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
-from megatron_mamba_cache.step.warmup import rehearse, rehearse_prefill, row_counts
+from megatron_mamba_cache.step.warmup import decode_steps, prefill_steps, rehearse, rehearse_prefill, row_counts
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
@@ -322,6 +325,25 @@ def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     run = EngineRun.start(tiny_hybrid())
     monkeypatch.setattr(warmup, "rehearse", lambda *_: pytest.fail("computes"))
     assert run.engine.warmup() == Compilations()
+
+
+@given(st.data())
+def test_no_rehearsed_step_has_more_rows_or_tokens_than_there_is_room_for(data: st.DataObject) -> None:
+    max_rows, max_tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 600))
+    limits = StepLimits(
+        max_tokens=max_tokens,
+        max_rows=max_rows,
+        max_chunks=max_tokens // 8 + 2 * max_rows,
+        max_blocks=data.draw(st.integers(1, 20)),
+        max_drafts=data.draw(st.integers(0, 8)),
+        max_length=data.draw(st.integers(1, 300)),
+        marks_real_tokens=data.draw(st.booleans()),
+    )
+    prefilling, decoding = list(prefill_steps(limits, 16, 0)), list(decode_steps(limits, 0))
+    for rows in prefilling + decoding:
+        assert 0 < len(rows) <= max_rows and sum(row.scheduled for row in rows) <= max_tokens
+    most = min(max_rows, max_tokens)
+    assert {1, most} <= {len(rows) for rows in prefilling}
 
 
 def test_rehearsal_of_a_draft_model_changes_nothing() -> None:

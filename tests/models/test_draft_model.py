@@ -382,7 +382,9 @@ def test_text_beyond_the_draft_models_limit_is_not_drafted_for() -> None:
 # Faults.
 
 
-def test_a_fault_leaves_the_drafter_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_leaves_the_drafter_usable(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if num_graphs and torch.cuda.is_available():
+        pytest.skip("a replay calls no layer")
     subject = small_model()
     drafter, text = CheckedDraftModel.start(subject), some_tokens(20)
     mixer = next(module for module in subject.model.modules() if isinstance(module, CachingMambaMixer))
