@@ -111,6 +111,27 @@ def test_ranks_of_a_model_follow_grammars_alike(
 
 
 @pytest.mark.parametrize(
+    ("layout", "num_graphs"),
+    [
+        (TENSOR, 3),
+        pytest.param(TENSOR, 0, marks=pytest.mark.long),
+        pytest.param(PIPELINE, 0, marks=pytest.mark.long),
+        (PIPELINE, 3),
+    ],
+    ids=name_of,
+)
+def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
+    """It is shared as the model is, for which it drafts."""
+    outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, False, False, True)
+    first, *others = outcomes
+    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
+    _, drafted = first.seen
+    print({name: drafted[name] for name in ("draft_tokens", "accepted_tokens", "drafting_failures")})
+    assert drafted["accepted_tokens"] > 0.9 * drafted["draft_tokens"] > 0
+    totals.add(first)
+
+
+@pytest.mark.parametrize(
     ("layout", "flavour"),
     [pytest.param(TENSOR, "disturbed_tiers", marks=pytest.mark.long), (PIPELINE, "one_budget")],
     ids=name_of,

@@ -17,11 +17,13 @@ from megatron_mamba_cache.step.launched_step import LaunchedStep
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
+from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, LATENT_EXPERTS, MODELS, Workload, make_workload, run_workload
+from tests.mcore.test_speculative_workloads import start_draft_model
 
 NUM_DRAFTS = 3
 REPLAYED = ("disturbed", "one_budget", "strides")  # flavours whose states are replayed
@@ -63,6 +65,7 @@ def run_workloads(
     digest_steps: int,
     has_grammars: bool = False,
     rounds_states: bool = False,
+    drafts_with_model: bool = False,
 ) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
 
@@ -75,7 +78,7 @@ def run_workloads(
             patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
         forms = {"has_grammars": has_grammars, "rounds_states": rounds_states}
-        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **forms))
+        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **forms), drafts_with_model)
 
 
 def run_workloads_of_replicas(
@@ -167,10 +170,14 @@ def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **for
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 
 
-def _run_workloads(work: Workload) -> RankOutcome:
+def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutcome:
     with _counted_early_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
-        outcomes = plain, run_workload(work, _drafter(plain.texts, work))
+        drafter = _draft_model(work) if drafts_with_model else _drafter(plain.texts, work)
+        outcomes = plain, run_workload(work, drafter)
+        if isinstance(drafter, CheckedDraftModel):
+            drafter.assert_nothing_held()
+            assert bool(drafter.counters.graph_steps) is bool(work.config.num_cuda_graphs)
     compares = work.config.rank_digest_steps > 0
     logs = [outcome.run.engine.context.digest.log for outcome in outcomes] if compares else []
     return RankOutcome(
@@ -196,6 +203,13 @@ def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepGraph, "launch_next", noted)
         yield early
+
+
+def _draft_model(work: Workload) -> CheckedDraftModel:
+    """Return the ranks' model, which drafts for itself and has graphs if it has."""
+    return start_draft_model(
+        random.Random(7), work, work.subject, num_cuda_graphs=work.config.num_cuda_graphs, kv_blocks=200
+    )
 
 
 def _drafter(texts: dict[int, list[int]], work: Workload) -> Drafter:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.metrics import CacheSnapshot
+from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import Hybrid, cache_config
@@ -47,6 +47,11 @@ class CheckedDraftModel(DraftModelDrafter):
     def context(self) -> Any:
         """The draft model's inference context."""
         return self._context
+
+    @property
+    def counters(self) -> CacheCounters:
+        """What the draft model did so far, also once it is closed."""
+        return self._counters
 
     def assert_nothing_held(self) -> None:
         """Assert that no request is known and no block or slot is in use, or was when its engine was closed."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
-from tests.mcore.engine_runs import tiny_hybrid
+from tests.mcore.engine_runs import Hybrid, tiny_hybrid
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
@@ -66,20 +67,25 @@ def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
     sizes = work.subject.sizes
     unlike = {"pattern": "M*", "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "seed": 3}
     subject = rng.choice([work.subject, tiny_hybrid(**unlike, vocab_size=sizes.vocab_size)])
+    return start_draft_model(rng, work, subject)
+
+
+def start_draft_model(rng: random.Random, work: Workload, subject: Hybrid, **settings: Any) -> CheckedDraftModel:
+    """Return a model that drafts for a workload's, with random settings where none are given."""
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2])
     max_requests = rng.randrange(2, 9)
-    return CheckedDraftModel.start(
-        subject,
-        block_size_tokens=block,
-        max_requests=max_requests,
-        max_tokens=rng.choice([max_requests, 4 * block, 256]),
-        max_sequence_length=work.config.max_sequence_length,
-        num_cuda_graphs=rng.choice([0, 3]),
-        cuda_graph_prefill_tokens=rng.choice([None, 40]),
-        kv_blocks=rng.choice([2, 12, 200]),
-        cached_states=rng.choice([1, 4, 40]),
-        prefix_caching=rng.random() < 0.8,
-    )
+    drawn = {
+        "block_size_tokens": block,
+        "max_requests": max_requests,
+        "max_tokens": rng.choice([max_requests, 4 * block, 256]),
+        "max_sequence_length": work.config.max_sequence_length,
+        "num_cuda_graphs": rng.choice([0, 3]),
+        "cuda_graph_prefill_tokens": rng.choice([None, 40]),
+        "kv_blocks": rng.choice([2, 12, 200]),
+        "cached_states": rng.choice([1, 4, 40]),
+        "prefix_caching": rng.random() < 0.8,
+    }
+    return CheckedDraftModel.start(subject, **drawn | settings)
 
 
 @pytest.mark.parametrize(("replays", "seeds"), SEEDS)
