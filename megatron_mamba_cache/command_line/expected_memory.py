@@ -12,6 +12,7 @@ from ..errors import CacheBudgetError, CacheError
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.process_groups import initialize_single_process
 from ..models.checkpoints import hugging_face, megatron_checkpoint
+from ..models.drafting.draft_model import check_draft_experts
 from ..models.part_shape import rank_shape
 from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
@@ -60,6 +61,10 @@ def check_memory(
     draft = draft_directory(arguments)
     expected_draft = None if draft is None else _expected(draft, expected[0].params_dtype, ranks)
     if expected_draft is not None:
+        try:
+            check_draft_experts(expected_draft[0], ranks)
+        except ValueError as error:
+            raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: {error}") from error
         drafting = CacheConfig(**{**draft_settings(*expected_draft, config), **DRAFTER_STATES})
         refused.append(_refused(drafting, expected_draft[0], ranks, DRAFTER_SHARE, is_draft=True))
     budgets = [budget for budget in refused if budget is not None]

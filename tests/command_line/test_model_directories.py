@@ -16,6 +16,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
+from megatron_mamba_cache.models.drafting import draft_model
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
 from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
@@ -256,6 +257,23 @@ def test_a_draft_model_that_cannot_be_used_ends_with_one_line(
     assert ends_with_one_line(other_vocabulary, "--draft-hf-model", "of 512 tokens", "one of 256")
     missing = run_here(capsys, "--random-model", *DRAFTS, tmp_path / "nothing")
     assert ends_with_one_line(missing, "--draft-hf-model: ", "nothing is no directory")
+
+
+def test_a_draft_model_whose_experts_would_be_shared_is_refused_before_weights_are_read(
+    tmp_path: Path,
+    nemotron: Path,
+    lines_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_model("granite", tmp_path / "draft")
+    for directory in (nemotron, tmp_path / "draft"):
+        (directory / "model.safetensors").write_bytes(b"no weights")
+    monkeypatch.setattr(draft_model, "num_expert_ranks", lambda: 2)
+    finished = run_here(
+        capsys, "--hf-model", nemotron, "--prompts", lines_file, *DRAFTS, tmp_path / "draft", "--dtype", "fp32"
+    )
+    assert ends_with_one_line(finished, "--draft-hf-model ", "has experts, and 2 expert-parallel ranks", "take a draft")
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(

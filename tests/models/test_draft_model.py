@@ -10,6 +10,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.models.drafting import draft_model
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.policy.requests import SamplingSettings
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
@@ -17,6 +18,7 @@ from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.random_workloads import MODEL_FORMS
 from tests.speculation.request_rows import row_of
 
 BLOCK = 16
@@ -204,6 +206,15 @@ def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     config = cache_config(subject.sizes, num_speculative_tokens=2)
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, the model's has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
+
+
+def test_a_drafter_whose_experts_other_ranks_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = tiny_hybrid(**MODEL_FORMS["experts"][0])
+    assert len(propose(CheckedDraftModel.start(subject), {0: some_tokens(5)})[0].tokens) == 4
+    monkeypatch.setattr(draft_model, "num_expert_ranks", lambda: 2)
+    with pytest.raises(ValueError, match="has experts, and 2 expert-parallel ranks"):
+        CheckedDraftModel.start(subject)
+    assert propose(CheckedDraftModel.start(small_model()), {0: some_tokens(5)})[0].tokens
 
 
 def test_what_is_no_hybrid_model_is_refused() -> None:

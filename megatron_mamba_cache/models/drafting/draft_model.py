@@ -11,12 +11,14 @@ from ...config import CacheConfig
 from ...kernels.sampling.greedy_draws import greedy_tokens
 from ...kernels.sampling.sampling import sample_weighted, token_probabilities
 from ...mcore.context import MambaCacheContext
-from ...mcore.model_ranks import ranks_of_process
+from ...mcore.model_ranks import num_expert_ranks, ranks_of_process
 from ...mcore.served_model import check_served, wrap_model
 from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest
+from ...ranks.group import Ranks
 from ...speculation.drafter import Draft, DraftRequest
+from ...state.model_shape import HybridModelShape
 from ...step.captured_shapes import draft_shapes
 from ...step.graphs import capture_graphs, reason_to_capture_again
 from ...step.logits import Draws
@@ -44,13 +46,15 @@ class DraftModelDrafter:
             as long to launch one as a GPU to compute it. `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
     Raises:
-        ValueError: If the model cannot be served, or the settings do not fit it.
+        ValueError: If the model cannot be served, has experts that expert-parallel ranks share, or the settings do not
+            fit it.
         TypeError: If it is not a MambaModel.
     """
 
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
         self._ranks = ranks = ranks_of_process()
         shape = check_served(model, ranks)
+        check_draft_experts(shape, ranks)
         # One state beside the live one: the state after the newest draft.
         config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window", ring_len=None)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
@@ -165,6 +169,18 @@ class DraftModelDrafter:
         if not self._has_compiled:
             self._has_compiled = True
             compile_prefill_ahead(self._model, self._context.runner)
+
+
+def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
+    """Raise `ValueError` if expert-parallel ranks would share a draft model's experts; all ranks of the model call it.
+
+    In each layer of experts all of them would have to meet, and each drafts when its own requests need it.
+    """
+    if num_expert_ranks() > 1 and any(ranks.gather(shape.has_experts)):
+        raise ValueError(
+            f"the draft model has experts, and {num_expert_ranks()} expert-parallel ranks, which draft at different "
+            "times, cannot share them: take a draft model without experts, or tensor-parallel ranks"
+        )
 
 
 @dataclass(frozen=True, slots=True)
