@@ -20,13 +20,17 @@ def engine_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | 
     return shapes + prefill_shapes(most_tokens, max_rows, limits.max_tokens, most_launched or most_tokens)
 
 
-def draft_shapes(config: CacheConfig, limits: StepLimits) -> list[StepShape]:
+def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
     """Return the shapes of a draft model's steps, whose rows all prefill.
 
     A round begins with the tokens that each row has got since the last one, few as a rule, and goes on with one draft
-    of each row at a time. Prompts come in steps of many rows.
+    of each row at a time. Prompts take the shapes of many rows.
+
+    Args:
+        most_launched: See `HybridModelShape`.
     """
     max_rows, most_tokens = config.max_requests, min(config.most_graph_tokens, limits.max_tokens)
+    most_tokens = min(most_tokens, most_launched or most_tokens)
     numbers = _row_numbers(config.num_cuda_graphs, max_rows)
     shapes = {
         StepShape(0, 1, num_rows, num_rows * tokens_a_row) for num_rows in numbers for tokens_a_row in _TOKENS_A_ROUND

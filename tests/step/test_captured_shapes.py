@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.step.captured_shapes import decode_shapes, most_padding_rows, prefill_shapes
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.step.buffers import StepLimits
+from megatron_mamba_cache.step.captured_shapes import decode_shapes, draft_shapes, most_padding_rows, prefill_shapes
 from megatron_mamba_cache.step.shapes import StepShape, smallest_holding
 from tests.step.test_batch import row_of
 
@@ -155,3 +157,26 @@ def test_many_prompts_have_few_sizes(max_rows: int, most_launched: int, sizes: i
     assert len(shapes) == sizes * len(by_decode_rows)
     assert max(shape.num_prefill_tokens for shape in shapes) == min(most_launched, 4096)
     assert prefill_shapes(4096, 4, 8192, most_launched) == shapes_of_few(4096, 4)
+
+
+@given(st.data())
+def test_the_forwards_of_a_draft_model_have_shapes_without_decode_rows(data: st.DataObject) -> None:
+    max_rows = data.draw(st.integers(1, 300))
+    max_tokens = data.draw(st.sampled_from([max_rows, max_rows + 1, 4 * max_rows, 8192]))
+    config = CacheConfig(
+        max_requests=max_rows,
+        max_tokens=max_tokens,
+        num_cuda_graphs=data.draw(st.integers(1, 12)),
+        cuda_graph_prefill_tokens=data.draw(st.sampled_from([0, 1, 40, 4096, 8192])),
+    )
+    limits = StepLimits(max_tokens, max_rows + most_padding_rows(max_rows), max_chunks=1000, max_blocks=8)
+    most_launched = data.draw(st.sampled_from([None, 1741, 21_600]))
+    shapes = draft_shapes(config, limits, most_launched)
+    assert len(shapes) == len(set(shapes))
+    for shape in shapes:
+        assert shape.num_decode_rows == 0 and shape.num_prefill_rows <= min(max_rows, shape.num_tokens)
+        assert shape.num_tokens <= max(8 * max_rows, min(config.most_graph_tokens, most_launched or 8192))
+        assert shape.num_tokens <= max_tokens
+    num_rows = data.draw(st.integers(1, max_rows))
+    one_draft = smallest_holding(StepShape(0, 1, num_rows, num_rows), shapes)
+    assert one_draft is not None and (num_rows < max_rows or one_draft == StepShape(0, 1, max_rows, max_rows))

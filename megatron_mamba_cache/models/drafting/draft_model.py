@@ -161,8 +161,8 @@ class DraftModelDrafter:
     def _capture(self) -> None:
         runner, config = self._context.runner, self._context.cache_config
         runner.drop_graphs()
-        shapes = draft_shapes(config, runner.memory.step_buffers.limits)
         shape, prepare = self._context.shape, self._compile_ahead
+        shapes = draft_shapes(config, runner.memory.step_buffers.limits, shape.most_launched)
         runner.adopt_graphs(capture_graphs(self._model, runner, config, shape, shapes, prepare, DrawPurpose.DRAFT))
 
     def _compile_ahead(self) -> None:
