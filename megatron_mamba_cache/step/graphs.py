@@ -115,7 +115,7 @@ def capture_graphs(
 
     Args:
         prepare: Is called before steps are captured.
-        purpose: What tokens are drawn for; of drafts, the forward is all that is captured.
+        purpose: What tokens are drawn for; of drafts, only greedy draws are captured behind the forward.
     """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)

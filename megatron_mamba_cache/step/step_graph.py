@@ -38,7 +38,7 @@ class StepGraph:
         recorder: Captures one computation after another.
         outputs: Keeps the forward's output, until a graph's forward comes next.
         longest: The most tokens of a request.
-        purpose: What tokens are drawn for; of drafts, the forward is all that is captured.
+        purpose: What tokens are drawn for; of drafts, only greedy draws are captured behind the forward.
     """
 
     can_verify = True
@@ -83,7 +83,7 @@ class StepGraph:
         self.wanted_outputs, *computed = found
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
         self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
-        ways = () if purpose is DrawPurpose.DRAFT else tuple(Draws)
+        ways = (Draws.BEST,) if purpose is DrawPurpose.DRAFT else tuple(Draws)
         self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
     def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:

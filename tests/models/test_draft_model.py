@@ -14,6 +14,7 @@ from megatron_mamba_cache.models.drafting import draft_model
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.policy.requests import SamplingSettings
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
+from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
@@ -415,17 +416,18 @@ def test_a_fault_leaves_the_drafter_usable(num_graphs: int, monkeypatch: pytest.
 def test_an_engine_goes_on_after_a_fault_of_its_drafter(
     place: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if place == "lay_out" and num_graphs:
-        place = "begin"
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
     for request_id in range(3):
         run.add(request_id, some_tokens(20 + request_id), 40)
+    owner: Any = drafter.context.runner
+    if num_graphs and place != "publish_prompts":
+        owner, place = StepGraph, "verify" if place == "logits_on_all_ranks" else place
     while run.engine.has_unfinished_requests():
         num_failed = run.counters.drafting_failures
         with monkeypatch.context() as patch:
             if run.num_steps % 3 == 1 and num_failed < 5:
-                raise_once(patch, drafter.context.runner, place, call=1 + num_failed)
+                raise_once(patch, owner, place, call=1 + num_failed)
             run.step()
     assert run.counters.drafting_failures >= 1
     run.assert_exact()

@@ -151,7 +151,9 @@ class DraftModelDrafter:
         else:
             step = runner.begin(Step.of_graph(graph, rows, ()))
             output = graph.forward()
-        logits = runner.logits_on_all_ranks(step, output)[: len(rows)]  # padding comes behind
+            if step.batch.logits.draws is Draws.BEST:
+                return _DrawnTokens(graph.verify(Draws.BEST)[: len(rows), 1].tolist(), None)  # padding comes behind
+        logits = runner.logits_on_all_ranks(step, output)[: len(rows)]
         settings = step.batch.logits.of_first_rows(len(rows))
         if settings.draws is Draws.BEST:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
