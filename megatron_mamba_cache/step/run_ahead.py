@@ -53,7 +53,7 @@ def may_run_ahead(
 
     Args:
         num_running: Requests that have a row, paused ones included.
-        is_wanted: Whether the settings ask for it.
+        is_wanted: Whether the settings ask for it, and the step's graph computes its outcome.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for a row to end: it would be admitted a step later.
     """

@@ -421,7 +421,9 @@ class StepRunner:
         """
         if self.early_step is not None:
             return
-        wants = may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens, is_wanted=self._runs_ahead)
+        has_outcome = step.verifying_graph(only_last_logits=self.only_last_logits) is not None  # in the graph, to feed
+        is_wanted = self._runs_ahead and has_outcome
+        wants = may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens, is_wanted=is_wanted)
         if self.sharing.may_launch(step, self._queue, wants=wants, knows_tokens=tokens is not None):
             assert step.graph is not None
             self.early_steps.launch(step.graph, step.rows)

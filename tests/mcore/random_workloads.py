@@ -143,6 +143,7 @@ class Workload:
     has_log_probs: bool = False  # then reports may fail too
     disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
     disk_gb: float | None = None  # of a directory that `run_workload` makes
+    keeps_all_logits: bool = False  # as log-probs need; a graph's logits are then those of every token
 
     @property
     def has_grammars(self) -> bool:
@@ -444,7 +445,7 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
 
 
 def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
-    only_last = not work.has_log_probs
+    only_last = not (work.has_log_probs or work.keeps_all_logits)
     settings: dict[str, Any] = {"tokenizer": PieceTokenizer()} if work.has_grammars else {}
     run = EngineRun.start(
         work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last, **settings

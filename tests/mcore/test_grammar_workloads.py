@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload, undisturbed
 from tests.mcore.workload_totals import WorkloadTotals
@@ -43,3 +45,18 @@ def test_tokens_are_the_oracles_best_of_those_that_the_grammar_allows(
 
     exercises = ["ended by a grammar", *(["accepted_tokens"] if has_drafts else [])]
     totals.run_batch(name, seeds, run, exercises, enough=ENOUGH if seeds is SHORT else None)
+
+
+@pytest.mark.parametrize("keeps_all_logits", [False, True])
+@pytest.mark.parametrize("name", ["roomy", "disturbed"])
+def test_rows_that_follow_grammars_and_rows_beside_them_are_right_in_graphs(
+    name: str, keeps_all_logits: bool, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_without_cuda(monkeypatch)
+
+    def run(seed: int) -> WorkloadOutcome:
+        work = make_workload(FLAVOURS[name], 5000 + seed, has_grammars=True)
+        config = replace(work.config, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
+        return run_workload(replace(work, config=config, keeps_all_logits=keeps_all_logits))
+
+    totals.run_batch(f"{name}, graphs", range(4), run, ["ended by a grammar", "graph_steps"])
