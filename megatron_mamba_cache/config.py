@@ -103,9 +103,10 @@ class CacheConfig:
             "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that supports the model.
         num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs, with and
             without drafts; 0 captures none.
-        cuda_graph_prefill_tokens: With CUDA graphs, steps with up to 32 prompts and this many of their tokens are
-            captured too. None: 4096, and up to 8192 and `max_tokens` for a model so small that the host takes longer to
-            launch such a step than a GPU to compute it.
+        cuda_graph_prefill_tokens: With CUDA graphs, steps with up to four prompts and this many of their tokens are
+            captured too, and with up to 32 as far as the host takes longer to launch a step than a GPU to compute it.
+            None: 4096, and up to 8192 and `max_tokens` for a model so small that this holds for such steps. A draft
+            model captures rounds of few tokens a row besides.
         run_ahead: Whether a captured step that depends only on the tokens of the step before is launched before they
             are read, or with drafts before they are reported, so that the GPU waits less for the host; live states
             are then ahead of the rows.

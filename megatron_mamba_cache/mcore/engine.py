@@ -237,6 +237,8 @@ class MambaCacheEngine(SuspendableEngine):
         num_before = counters.prefill_tokens_computed, counters.decode_tokens_computed
         if self.context.is_tensor_state_allocated:
             self.context.runner.sharing.begin()
+            if not self.is_suspended:  # else weights may be away
+                self.context.planner.capture_if_wanted(self.context.runner.memory.below.drain)
         try:
             result, state, seconds, number = await super().async_forward()
             self._step_ended = time.perf_counter()

@@ -64,10 +64,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         if self._has_compiled:
             return
         self._has_compiled = True
-        try:
-            compile_ahead(self.controller.inference_wrapped_model, self.context.runner)
-        except Exception as error:  # steps work without it
-            _LOG.warning("kernels are compiled one after another: a rehearsal without launches raised %r", error)
+        compile_ahead(self.controller.inference_wrapped_model, self.context.runner)
 
     def _capture(self) -> None:
         context, runner = self.context, self.context.runner
@@ -87,6 +84,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         self.context.flush(weights_version)
         if not self.is_suspended:
             self._recapture_if_moved()
+            self.context.planner.check_weights()
 
     @override
     def suspend(self) -> None:
@@ -131,6 +129,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         self._runs_in.wake()
         if self.persist_cuda_graphs:
             self._recapture_if_moved()
+        self.context.planner.check_weights()
 
     def close(self) -> None:
         """Free the memory and the CUDA graphs of an engine that computes nothing any more.
@@ -138,7 +137,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         Requests that are left get no token: steps after this refuse those that wait. On several ranks, call it before
         `torch.distributed.destroy_process_group`: NCCL waits there forever for graphs that hold its collectives.
         """
-        self.context.planner.close()
+        self.context.planner.drop_graphs()
         self.context.release_memory()
         gc.collect()  # graphs and what they remember refer to each other
 

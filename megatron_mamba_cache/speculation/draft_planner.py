@@ -1,7 +1,7 @@
 """Plan how many drafts each row of a step gets: ask the drafter where drafts pay, and check its answer."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
-from .drafter import CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, HoldsMemory, ReadsHiddenStates
+from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, ReadsHiddenStates
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class DraftPlanner:
         self._max_drafts = max_drafts
         self._vocab_size = vocab_size
         self._reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # a protocol is slow to ask in every step
+        self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._lengths: dict[int, DraftLength] = {}
         self._hidden_states: dict[int, Tensor] = {}
 
@@ -65,10 +66,29 @@ class DraftPlanner:
         if isinstance(self._drafter, CompilesKernels):
             self._drafter.warmup()
 
-    def close(self) -> None:
-        """Free the memory that the drafter holds."""
-        if isinstance(self._drafter, HoldsMemory):
-            self._drafter.close()
+    def capture_if_wanted(self, prepare: Callable[[], None]) -> None:
+        """Let the drafter capture the graphs that it lacks, before a step.
+
+        Args:
+            prepare: Called before; no other thread may wait for the device meanwhile.
+        """
+        if self._graphs is None or not self._graphs.wants_graphs:
+            return
+        prepare()
+        try:
+            self._graphs.capture()
+        except Exception as error:  # what a drafter lacks must not fail a step
+            _LOG.warning("%s runs without CUDA graphs: %r", type(self._drafter).__name__, error)
+
+    def check_weights(self) -> None:
+        """Let the drafter drop graphs whose weights have moved."""
+        if self._graphs is not None:
+            self._graphs.check_weights()
+
+    def drop_graphs(self) -> None:
+        """Let the drafter drop its graphs."""
+        if self._graphs is not None:
+            self._graphs.drop_graphs()
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return how many drafts, at most `limit`, a row should get now."""
@@ -177,8 +197,14 @@ class NoDrafts:
     def warmup(self) -> None:
         """Compile nothing."""
 
-    def close(self) -> None:
-        """Free nothing."""
+    def capture_if_wanted(self, prepare: Callable[[], None]) -> None:
+        """Capture nothing."""
+
+    def check_weights(self) -> None:
+        """Look at nothing."""
+
+    def drop_graphs(self) -> None:
+        """Drop nothing."""
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return 0."""

@@ -97,9 +97,22 @@ class CompilesKernels(Protocol):
 
 
 @runtime_checkable
-class HoldsMemory(Protocol):
-    """A drafter, such as a draft model, that holds memory of the device."""
+class CapturesGraphs(Protocol):
+    """A drafter, such as a draft model, with CUDA graphs; all ranks that share a model call each method together."""
 
-    def close(self) -> None:
-        """Free it: the engine is closed, and nothing is proposed any more."""
+    @property
+    def wants_graphs(self) -> bool:
+        """True when the settings ask for graphs that were dropped; the engine then calls `capture` before its step."""
+        ...
+
+    def capture(self) -> None:
+        """Capture the graphs again, or do without for good."""
+        ...
+
+    def check_weights(self) -> None:
+        """Drop graphs that read weights where these no longer are; an engine that is flushed or resumes calls it."""
+        ...
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs, since the engine is closed; an engine that steps has them captured again."""
         ...

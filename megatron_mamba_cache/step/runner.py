@@ -421,12 +421,11 @@ class StepRunner:
         """
         if self.early_step is not None:
             return
-        has_outcome = step.verifying_graph(only_last_logits=self.only_last_logits) is not None  # in the graph, to feed
-        is_wanted = self._runs_ahead and has_outcome
+        graph = step.verifying_graph(only_last_logits=self.only_last_logits)  # another has no outcome to feed
+        is_wanted = self._runs_ahead and graph is not None
         wants = may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens, is_wanted=is_wanted)
-        if self.sharing.may_launch(step, self._queue, wants=wants, knows_tokens=tokens is not None):
-            assert step.graph is not None
-            self.early_steps.launch(step.graph, step.rows)
+        if self.sharing.may_launch(step, self._queue, wants=wants, knows_tokens=tokens is not None) and graph:
+            self.early_steps.launch(graph, step.rows)
 
     def _launch_drafts(self, step: Step) -> None:
         """Launch the step after this one, which has landed, unless it is launched or `may_launch_drafts` forbids it."""

@@ -8,7 +8,8 @@ KV goes to the dummy block. They are never admitted, so there is nothing to undo
 Before that, `compile_ahead` makes the same calls without launching Triton's kernels, and threads compile them at once.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -27,6 +28,7 @@ from .padding_rows import decode_padding_row, prefill_padding_row
 from .runner import StepRunner
 from .verify import copy_reached_boundaries, verify_step
 
+_LOG = logging.getLogger(__name__)
 _COMPILES = "Triton compiles the kernels of this model, which it does once on a machine"
 _LAUNCHES = "Each kernel of this model is launched once, and compiled if it has not been"
 _MOST_RESIDUES = 8
@@ -40,9 +42,7 @@ def compile_ahead(model: StepModel, runner: StepRunner) -> None:
 
     Call it between steps only. On a CPU, and in float64, which some ops compute without kernels, it does nothing.
     """
-    if _may_compile_ahead(runner):
-        with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
-            rehearse(model, runner)
+    _compile_ahead(runner, lambda: rehearse(model, runner))
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:
@@ -58,15 +58,23 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
 def compile_prefill_ahead(model: StepModel, runner: StepRunner) -> None:
     """Do what `compile_ahead` does, for steps without decode rows."""
-    if _may_compile_ahead(runner):
-        with compiling_ahead(runner.memory.state_pool.device):
-            rehearse_prefill(model, runner)
+    _compile_ahead(runner, lambda: rehearse_prefill(model, runner))
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
     """Do what `warm_up` does, for steps without decode rows."""
     if runner.memory.state_pool.ssm.is_cuda:
         rehearse_prefill(model, runner)
+
+
+def _compile_ahead(runner: StepRunner, rehearse_steps: Callable[[], None]) -> None:
+    if not _may_compile_ahead(runner):
+        return
+    try:
+        with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
+            rehearse_steps()
+    except Exception as error:  # steps work without it
+        _LOG.warning("kernels are compiled one after another: a rehearsal without launches raised %r", error)
 
 
 def _may_compile_ahead(runner: StepRunner) -> bool:

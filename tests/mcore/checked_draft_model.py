@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
+from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import Hybrid, cache_config
@@ -17,7 +17,6 @@ class CheckedDraftModel(DraftModelDrafter):
     """
 
     num_cuda_graphs = 0
-    _closed_with: CacheSnapshot | None = None
 
     @classmethod
     def start(cls, subject: Hybrid, config: CacheConfig | None = None, **settings: Any) -> "CheckedDraftModel":
@@ -37,12 +36,6 @@ class CheckedDraftModel(DraftModelDrafter):
         super().forget(request_id)
         self.check_integrity()
 
-    def close(self) -> None:
-        """Free the memory, whose use is remembered."""
-        if self.context.is_tensor_state_allocated:
-            self._closed_with = self.snapshot()
-        super().close()
-
     @property
     def context(self) -> Any:
         """The draft model's inference context."""
@@ -50,13 +43,12 @@ class CheckedDraftModel(DraftModelDrafter):
 
     @property
     def counters(self) -> CacheCounters:
-        """What the draft model did so far, also once it is closed."""
+        """What the draft model did so far."""
         return self._counters
 
     def assert_nothing_held(self) -> None:
-        """Assert that no request is known and no block or slot is in use, or was when its engine was closed."""
-        assert not self._rows._held and not self._rows._waits_since
-        snapshot = self._closed_with or self.snapshot()
-        assert self._closed_with or not self.context.rows
+        """Assert that no request is known and no block or slot is in use."""
+        assert not self.context.rows and not self._rows._held and not self._rows._waits_since
+        snapshot = self.snapshot()
         assert snapshot.state_slots["live"] == snapshot.state_slots["draft"] == snapshot.state_slots["reserved"] == 0
         assert snapshot.kv_blocks["in_use"] == 0

@@ -17,9 +17,11 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
+from megatron_mamba_cache.state import model_shape
 from megatron_mamba_cache.step import captured_shapes, graphs
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
+from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
@@ -167,8 +169,28 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
     assert [found for found in laid_out if found[0]] == [(3, 4), (5, 32), (4, 4), (28, 32)]
     assert run.counters.graph_steps == run.counters.steps
     places = {run.context.graphs.fitting((), shape).logits.data_ptr() for shape in run.context.graphs.shapes}
+    most_logits = max(shape.num_logits for shape in run.context.graphs.shapes)
     assert len(places) == 1
+    if not torch.cuda.is_available():  # else graphs hold more
+        assert run.context.snapshot().graph_bytes == most_logits * subject.sizes.vocab_size * 4
     run.assert_exact()
+
+
+def test_shapes_of_many_prompts_end_where_computing_takes_as_long_as_launching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_shape, "_LAUNCHED_PRODUCTS", 100 * tiny_hybrid().shape.layer_weights)
+    subject = tiny_hybrid()
+    settings = cache_config(subject.sizes, max_requests=8, max_tokens=512, num_speculative_tokens=1)
+    settings = with_graphs(settings, prefill_tokens=200)
+    run = EngineRun.start(subject, settings, drafter=CheckedDraftModel.start(subject, settings))
+    most = {}
+    for context in (run.context, run.context.planner._drafter.context):
+        for shape in context.graphs.shapes:
+            kind = context is run.context, shape.num_prefill_rows
+            most[kind] = max(most.get(kind, 0), shape.num_prefill_tokens)
+    print(most)
+    assert most[True, 4] == 200 and most[True, 8] == 100 and most[False, 8] == 100
 
 
 def test_capturing_touches_no_state_and_takes_nothing() -> None:

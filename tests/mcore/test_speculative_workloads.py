@@ -11,6 +11,7 @@ from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, tiny_hybrid
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
@@ -86,6 +87,12 @@ def start_draft_model(rng: random.Random, work: Workload, subject: Hybrid, **set
         "prefix_caching": rng.random() < 0.8,
     }
     return CheckedDraftModel.start(subject, **drawn | settings)
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let draft models that want graphs capture them on any machine."""
+    capture_without_cuda(monkeypatch)
 
 
 @pytest.mark.parametrize(("replays", "seeds"), SEEDS)

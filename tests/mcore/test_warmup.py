@@ -271,18 +271,27 @@ def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypa
     assert events.count("compile") == 1
 
 
+@pytest.mark.parametrize("has_draft_model", [False, True])
 def test_an_engine_works_where_kernels_cannot_be_compiled_ahead(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    has_draft_model: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("an op has no kernel")
 
-    monkeypatch.setattr(suspendable_engine, "compile_ahead", fail)
-    run = EngineRun.start(tiny_hybrid())
+    monkeypatch.setattr(warmup, "_may_compile_ahead", lambda _: True)
+    monkeypatch.setattr(warmup, "compiling_ahead", fail)
+    subject = tiny_hybrid()
+    drafter = DraftModelDrafter(subject.model, cache_config(subject.sizes)) if has_draft_model else None
+    config = cache_config(subject.sizes, num_speculative_tokens=3 if has_draft_model else 0)
+    run = EngineRun.start(subject, config, drafter=drafter)
     run.engine.warmup()
     run.engine.warmup()
+    if drafter is not None:
+        drafter.warmup()
+        drafter.warmup()
     said = [record.getMessage() for record in caplog.records if "one after another" in record.getMessage()]
-    assert len(said) == 1 and said[0].endswith("raised RuntimeError('an op has no kernel')")
+    assert len(said) == 1 + has_draft_model
+    assert all(line.endswith("raised RuntimeError('an op has no kernel')") for line in said)
     run.run(0, some_tokens(20))
     run.assert_exact()
 

@@ -12,6 +12,7 @@ from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, cache_config, tiny_hybrid
+from tests.mcore.graph_stand_ins import capture_without_cuda
 
 VOCAB, NUM_TOKENS, NUM_REQUESTS, BATCH = 8, 6, 600, 300
 SETTINGS = (
@@ -96,13 +97,19 @@ def p_values(first: Tensor, second: Tensor) -> list[float]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("num_graphs", [0, 9])
 @pytest.mark.parametrize("num_requests", [NUM_REQUESTS, pytest.param(2 * NUM_REQUESTS, marks=pytest.mark.slow)])
-def test_a_draft_model_changes_no_distribution(num_requests: int) -> None:
+def test_a_draft_model_changes_no_distribution(
+    num_requests: int, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_without_cuda(monkeypatch)
+    monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", num_graphs)
     subject, drafter = tiny_hybrid(**SIZES), start_drafter()
     drafted, accepted = sampled_texts(subject, drafter, num_requests, first_seed=90_000)
     assert drafted.numel() >= 20_000 * num_requests // (2 * NUM_REQUESTS) and 0.1 < accepted < 0.9
     assert min(p_values(plain_texts(num_requests), drafted)) > 0.001
     drafter.assert_nothing_held()
+    assert bool(drafter.counters.graph_steps) == bool(num_graphs)
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """Properties of a draft model: what it proposes is what it would generate, and what it holds goes back."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -241,34 +240,111 @@ def test_every_forward_that_a_shape_holds_is_replayed(num_graphs: int) -> None:
     if graphs is not None:
         print(f"{len(graphs.shapes)} shapes: {sorted(graphs.shapes)}")
         assert all(shape.num_decode_rows == 0 and shape.num_tokens <= 64 for shape in graphs.shapes)
-        assert {(1, 1), (1, 8), (8, 8), (8, 48)} <= {(s.num_prefill_rows, s.num_tokens) for s in graphs.shapes}
+        assert {(1, 1), (1, 4), (1, 8), (8, 8), (8, 48)} <= {(s.num_prefill_rows, s.num_tokens) for s in graphs.shapes}
 
 
-def test_weights_that_move_are_captured_again(num_graphs: int) -> None:
-    subject, text = small_model(), some_tokens(20)
+def moved(model: Any) -> None:
+    """Put all weights elsewhere, and what lay there out of reach."""
+    for parameter in model.parameters():
+        lay, parameter.data = parameter.data, parameter.data.clone()
+        lay.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("flushed", ["drafter", "engine", "both"])
+def test_weights_that_move_are_captured_again(flushed: str, num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = tiny_hybrid(seed=8)
+    capture_without_cuda(monkeypatch, subject.model)
     drafter = CheckedDraftModel.start(subject)
-    before, graphs = propose(drafter, {0: text})[0], drafter.context.graphs
+    run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=4), drafter=drafter)
+    graphs = drafter.context.graphs
     drafter.flush("1")
+    run.engine.flush("1")
+    run.run(0, some_tokens(20), 30)
     assert drafter.context.graphs is graphs, "none has moved"
-    parameter = next(subject.model.parameters())
-    lay = parameter.data
-    parameter.data = lay.clone()
-    drafter.flush("2")
-    assert (drafter.context.graphs is graphs) == (not num_graphs)
-    assert propose(drafter, {0: text})[0].tokens == before.tokens
-    parameter.data = lay
+    moved(subject.model)
+    for owner in {"both": [run.engine, drafter]}.get(flushed, [drafter if flushed == "drafter" else run.engine]):
+        owner.flush("2")
+    assert drafter.context.graphs is None, "nothing is replayed from where they were"
+    run.run(1, some_tokens(25), 30)
+    assert (drafter.context.graphs is not None) == bool(num_graphs)
+    run.assert_exact()
+    assert acceptance(run) > 0.95
 
 
-def test_a_closed_engine_frees_the_memory_of_its_drafter() -> None:
-    drafter = CheckedDraftModel.start(tiny_hybrid())
-    run = start_run(drafter)
-    run.add(0, some_tokens(20), 30)
+def test_weights_that_move_while_the_engine_is_suspended_are_captured_again(
+    num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = tiny_hybrid(seed=8)
+    capture_without_cuda(monkeypatch, subject.model)
+    drafter = CheckedDraftModel.start(subject)
+    run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=4), drafter=drafter)
+    run.add(0, some_tokens(20), 60)
     for _ in range(4):
         run.step()
-    memory = weakref.ref(drafter.context.memory)
-    run.engine.close()
-    run.engine.close()
-    assert memory() is None and drafter.context.graphs is None
+    run.engine.suspend()
+    places = [parameter.data for parameter in subject.model.parameters()]
+    for parameter in subject.model.parameters():
+        parameter.data = parameter.data[:0]
+    drafter.flush("1")
+    for parameter, data in zip(subject.model.parameters(), places, strict=True):
+        parameter.data = data.clone()
+    run.engine.resume()
+    run.finish()
+    assert (drafter.context.graphs is not None) == bool(num_graphs)
+    run.assert_exact()
+    assert acceptance(run) > 0.95
+
+
+def test_a_closed_engine_leaves_a_drafter_that_another_one_can_use(num_graphs: int) -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    for number in range(2):
+        run = start_run(drafter)
+        run.add(0, some_tokens(20), 30)
+        for _ in range(4):
+            run.step()
+        assert (drafter.context.graphs is not None) == bool(num_graphs)
+        run.engine.close()
+        run.engine.close()
+        assert drafter.context.graphs is None, "they may hold collectives of groups that are to be destroyed"
+        drafter.assert_nothing_held()
+        assert acceptance(run) > 0.95 and not run.counters.drafting_failures, number
+
+
+def test_a_drafter_that_cannot_capture_again_drafts_without_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    run = start_run(drafter)
+    wanted = drafter.context.graphs is not None
+    drafter.drop_graphs()
+    monkeypatch.setattr(draft_model, "capture_graphs", _fail)
+    run.run(0, some_tokens(20), 30)
+    assert acceptance(run) > 0.95 and drafter.context.graphs is None
+    assert ("runs without CUDA graphs: InjectedFault" in caplog.text) == wanted
+
+
+def _fail(*_: Any) -> None:
+    raise InjectedFault
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
+def test_replayed_drafts_are_drawn_as_others(settings: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for count in (0, 3):
+        monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", count)
+        drafter = CheckedDraftModel.start(small_model())
+        texts = {seed: some_tokens(5 + seed, seed=seed) for seed in range(5)}
+        samplings = [SamplingSettings(seed=seed, **settings) for seed in texts]
+        for _ in range(2):
+            rows = [row_of(texts[seed], request_id=seed, sampling=samplings[seed]) for seed in texts]
+            drafts = drafter.propose([DraftRequest(row, 3) for row in rows])
+            texts = {seed: [*texts[seed], *draft.tokens[:1], 2] for seed, draft in enumerate(drafts)}
+            found.append([(draft.tokens, draft.distributions) for draft in drafts])
+        assert bool(drafter.counters.graph_steps) == bool(count)
+    for before, after in zip(found[:2], found[2:], strict=True):
+        for (tokens, distributions), (again, distributions_again) in zip(before, after, strict=True):
+            assert tokens == again
+            torch.testing.assert_close(distributions, distributions_again, rtol=1e-5, atol=1e-6)
 
 
 # Its cache.

@@ -1,5 +1,6 @@
 """A drafter that runs a smaller model and caches its states as an engine would."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,8 @@ from ...step.logits import Draws
 from ...step.step import Step
 from ...step.warmup import compile_prefill_ahead, warm_up_prefill
 from .draft_rows import DraftRow, DraftRows
+
+_LOG = logging.getLogger(__name__)
 
 
 class DraftModelDrafter:
@@ -62,7 +65,8 @@ class DraftModelDrafter:
         self._model = wrap_model(model, self._context)
         self._rows = DraftRows(self._context)
         self._has_compiled = False
-        self._capture()
+        self._wants_graphs = False
+        self.capture()
 
     @property
     def vocab_size(self) -> int:
@@ -94,18 +98,37 @@ class DraftModelDrafter:
     def flush(self, weights_version: str | None = None) -> None:
         """Drop everything the draft model has cached, because its weights changed; see `MambaCacheContext.flush`.
 
-        If they have moved, CUDA graphs are captured again.
+        If they have moved, CUDA graphs are dropped, and captured again before the engine's next step.
         """
         self._rows.drop_all()
         self._context.flush(weights_version)
-        if reason_to_capture_again(self._context.graphs, self._model, self._ranks) is not None:
-            self._capture()
+        self.check_weights()
 
-    def close(self) -> None:
-        """Free the memory and the CUDA graphs of a drafter that proposes nothing any more."""
-        if self._context.is_tensor_state_allocated:
-            self._rows.drop_all()
-            self._context.release_memory()
+    def check_weights(self) -> None:
+        """See `CapturesGraphs`."""
+        reason = reason_to_capture_again(self._context.graphs, self._model, self._ranks)
+        if reason is not None:
+            _LOG.warning("a draft model's CUDA graphs are captured again: %s", reason)
+            self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """See `CapturesGraphs`."""
+        runner = self._context.runner
+        self._wants_graphs = self._wants_graphs or runner.graphs is not None
+        runner.drop_graphs()
+
+    @property
+    def wants_graphs(self) -> bool:
+        """See `CapturesGraphs`."""
+        return self._wants_graphs
+
+    def capture(self) -> None:
+        """See `CapturesGraphs`."""
+        self._wants_graphs = False  # they are captured once, or cannot be
+        runner, config = self._context.runner, self._context.cache_config
+        shape, prepare = self._context.shape, self._compile_ahead
+        shapes = draft_shapes(config, runner.memory.step_buffers.limits, shape.most_launched)
+        runner.adopt_graphs(capture_graphs(self._model, runner, config, shape, shapes, prepare, DrawPurpose.DRAFT))
 
     def snapshot(self) -> CacheSnapshot:
         """Return the draft model's counters and the use of its slots and blocks.
@@ -159,13 +182,6 @@ class DraftModelDrafter:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
         probabilities = token_probabilities(settings.sampling(logits))
         return _DrawnTokens(sample_weighted(probabilities, settings.uniforms).tolist(), probabilities)
-
-    def _capture(self) -> None:
-        runner, config = self._context.runner, self._context.cache_config
-        runner.drop_graphs()
-        shape, prepare = self._context.shape, self._compile_ahead
-        shapes = draft_shapes(config, runner.memory.step_buffers.limits, shape.most_launched)
-        runner.adopt_graphs(capture_graphs(self._model, runner, config, shape, shapes, prepare, DrawPurpose.DRAFT))
 
     def _compile_ahead(self) -> None:
         if not self._has_compiled:
