@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python3 benchmarks/draft_model.py [--shape NAME] [--draft-shape NAME] [--json FILE]
 
-Both models have random weights that make each sure of the next token. The right draft model is sure of the same tokens
-as the model, so that every draft is accepted; the wrong one is not. Prompts are served together without drafts, with
+The model has random weights that make it sure of the next token. The right draft model is sure of the same tokens, so
+that every draft is accepted; the wrong one has other random weights. Prompts are served together without drafts, with
 either draft model, and with the right one whose forwards are launched by the host in the place of CUDA graphs. A line
 has a median of runs by turns. `--shape tiny` runs on a CPU.
 """
@@ -16,15 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loads.serving_engine import (
-    MODES,
-    SHAPES,
-    ServedShape,
-    add_shape_arguments,
-    config_of,
-    model_of,
-    shape_of,
-)
+from loads.serving_engine import MODES, SHAPES, ServedShape, add_shape_arguments, config_of, model_of, shape_of
 from loads.sure_model import make_sure
 from measuring.machine import describe_machine
 from step_cost import DraftSpeed, middle, record
@@ -51,7 +43,7 @@ class RowSpeeds:
 def draft_model_speeds(
     model: Any, shape: ServedShape, draft_shape: ServedShape, row_counts: Sequence[int]
 ) -> list[RowSpeeds]:
-    """Measure a model with draft models of another shape and the same vocabulary; all of them get `make_sure` weights.
+    """Measure a model with draft models of one vocabulary; it and the right one get `make_sure` weights.
 
     Raises:
         RuntimeError: If the right draft model's tokens were not accepted, or the wrong one's were.

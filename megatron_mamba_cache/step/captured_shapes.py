@@ -29,7 +29,7 @@ def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | N
     Args:
         most_launched: See `HybridModelShape`.
     """
-    max_rows, most_tokens = config.max_requests, min(config.most_graph_tokens, limits.max_tokens)
+    max_rows, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
     numbers = _row_numbers(config.num_cuda_graphs, max_rows)
     shapes = {

@@ -131,14 +131,15 @@ def capture_graphs(
     recorder, outputs = CudaRecorder(), OutputMemory(shapes)
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)
-    shared = recorder, outputs, LatestStep()
     with (
         without_collections(),
         model.tables_read() as tables,
         tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
     ):
-        longest = config.max_sequence_length
-        graphs = [StepGraph(model, runner, step_shape, *shared, longest, purpose) for step_shape in progress]
+        latest, longest = LatestStep(), config.max_sequence_length
+        graphs = [
+            StepGraph(model, runner, step_shape, recorder, outputs, latest, longest, purpose) for step_shape in progress
+        ]
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes() + outputs.num_bytes)
     return StepGraphs(graphs, capture, model.weight_places(), tables)

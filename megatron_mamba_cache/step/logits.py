@@ -70,23 +70,10 @@ class StepLogits:
             residual_uniforms=self.residual_uniforms.clone(),
         )
 
-    def of_first_rows(self, num_rows: int) -> "StepLogits":
-        """Return those of the first rows, each of which has one; what `verify` reads is left as it is."""
-        return replace(
-            self,
-            tokens=self.tokens[:num_rows],
-            starts=self.starts[: num_rows + 1],
-            temperature=self.temperature[:num_rows],
-            top_k=self.top_k[:num_rows],
-            top_p=self.top_p[:num_rows],
-            uniforms=self.uniforms[:num_rows],
-            accept_uniforms=self.accept_uniforms[:num_rows],
-            residual_uniforms=self.residual_uniforms[:num_rows],
-        )
-
     def sampling(self, logits: Tensor) -> SamplingRows:
-        """Return logits, [logits, vocab], as tokens are drawn from them."""
-        return SamplingRows(logits, self.temperature, self.top_k, self.top_p)
+        """Return the first n logits, [n, vocab], as tokens are drawn from them; what is left out is padding."""
+        settings = (setting[: len(logits)] for setting in (self.temperature, self.top_k, self.top_p))
+        return SamplingRows(logits, *settings)
 
 
 def write_logits(

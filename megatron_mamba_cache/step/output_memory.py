@@ -1,6 +1,6 @@
 """One memory for the outputs of graphs, which are replayed one after another."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -17,9 +17,8 @@ class OutputMemory:
         shapes: The shapes of all graphs.
     """
 
-    def __init__(self, shapes: Iterable[StepShape]) -> None:
+    def __init__(self, shapes: Sequence[StepShape]) -> None:
         self._memory: Tensor | None = None
-        shapes = list(shapes)
         self._most_logits = max((shape.num_logits for shape in shapes), default=0)
         self._most_tokens = max((shape.num_tokens for shape in shapes), default=0)
 

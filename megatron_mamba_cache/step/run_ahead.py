@@ -42,6 +42,7 @@ class QueueState:
 
 def may_run_ahead(
     step: Step,
+    graph: CapturedStep | None,
     num_running: int,
     queue: QueueState,
     planner: DraftPlanner | NoDrafts,
@@ -52,19 +53,20 @@ def may_run_ahead(
     """Return whether the step after this one may be launched now; changes nothing.
 
     Args:
+        graph: The step's, if it verifies the step; otherwise it has no outcome that the next step could be fed with.
         num_running: Requests that have a row, paused ones included.
-        is_wanted: Whether the settings ask for it, and the step's graph computes its outcome.
+        is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for a row to end: it would be admitted a step later.
     """
     return (
         is_wanted
-        and step.graph is not None
+        and graph is not None
         and queue.is_settled
         and (tokens is not None or not queue.has_waiting)
         and len(step.rows) == num_running
         and planner.rest(step.rows)
-        and step.graph.can_launch_next(step.rows, tokens)
+        and graph.can_launch_next(step.rows, tokens)
     )
 
 

@@ -421,10 +421,10 @@ class StepRunner:
         """
         if self.early_step is not None:
             return
-        graph = step.verifying_graph(only_last_logits=self.only_last_logits)  # another has no outcome to feed
-        is_wanted = self._runs_ahead and graph is not None
-        wants = may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens, is_wanted=is_wanted)
-        if self.sharing.may_launch(step, self._queue, wants=wants, knows_tokens=tokens is not None) and graph:
+        graph = step.verifying_graph(only_last_logits=self.only_last_logits)
+        num_running, queue, is_wanted = len(self.requests), self._queue, self._runs_ahead
+        wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, is_wanted=is_wanted)
+        if self.sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
             self.early_steps.launch(graph, step.rows)
 
     def _launch_drafts(self, step: Step) -> None:

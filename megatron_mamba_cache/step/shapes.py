@@ -93,10 +93,7 @@ class StepShape:
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the narrowest shape that holds a step's, of these that of fewest prefill rows; None if none does.
-
-    If several do, the one of fewest tokens is returned.
-    """
+    """Return the shape that holds a step's with the least width, then prefill rows, then tokens; None if none does."""
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_rows, shape.num_tokens), default=None)
 

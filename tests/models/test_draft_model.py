@@ -243,7 +243,7 @@ def test_every_forward_that_a_shape_holds_is_replayed(num_graphs: int) -> None:
         assert {(1, 1), (1, 4), (1, 8), (8, 8), (8, 48)} <= {(s.num_prefill_rows, s.num_tokens) for s in graphs.shapes}
 
 
-def moved(model: Any) -> None:
+def move_weights(model: Any) -> None:
     """Put all weights elsewhere, and what lay there out of reach."""
     for parameter in model.parameters():
         lay, parameter.data = parameter.data, parameter.data.clone()
@@ -261,8 +261,8 @@ def test_weights_that_move_are_captured_again(flushed: str, num_graphs: int, mon
     run.engine.flush("1")
     run.run(0, some_tokens(20), 30)
     assert drafter.context.graphs is graphs, "none has moved"
-    moved(subject.model)
-    for owner in {"both": [run.engine, drafter]}.get(flushed, [drafter if flushed == "drafter" else run.engine]):
+    move_weights(subject.model)
+    for owner in {"drafter": [drafter], "engine": [run.engine], "both": [run.engine, drafter]}[flushed]:
         owner.flush("2")
     assert drafter.context.graphs is None, "nothing is replayed from where they were"
     run.run(1, some_tokens(25), 30)
@@ -310,23 +310,25 @@ def test_a_closed_engine_leaves_a_drafter_that_another_one_can_use(num_graphs: i
         assert acceptance(run) > 0.95 and not run.counters.drafting_failures, number
 
 
+@pytest.mark.parametrize("num_graphs", [3], indirect=True)
 def test_a_drafter_that_cannot_capture_again_drafts_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
-    wanted = drafter.context.graphs is not None
+    assert drafter.context.graphs is not None
     drafter.drop_graphs()
     monkeypatch.setattr(draft_model, "capture_graphs", _fail)
     run.run(0, some_tokens(20), 30)
     assert acceptance(run) > 0.95 and drafter.context.graphs is None
-    assert ("runs without CUDA graphs: InjectedFault" in caplog.text) == wanted
+    assert "runs without CUDA graphs: InjectedFault" in caplog.text
 
 
 def _fail(*_: Any) -> None:
     raise InjectedFault
 
 
+@pytest.mark.parametrize("num_graphs", [3], indirect=True)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
 def test_replayed_drafts_are_drawn_as_others(settings: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []

@@ -86,6 +86,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
     planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100)
     is_allowed = may_run_ahead(
         step,
+        step.graph,
         conditions.num_running,
         QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
         planner,

@@ -174,14 +174,14 @@ class DraftModelDrafter:
         else:
             step = runner.begin(Step.of_graph(graph, rows, ()))
             output = graph.forward()
-            if step.batch.logits.draws is Draws.BEST:
-                return _DrawnTokens(graph.verify(Draws.BEST)[: len(rows), 1].tolist(), None)  # padding comes behind
-        logits = runner.logits_on_all_ranks(step, output)[: len(rows)]
-        settings = step.batch.logits.of_first_rows(len(rows))
+        settings, num_rows = step.batch.logits, len(rows)  # padding comes behind
+        if settings.draws is Draws.BEST and graph is not None:
+            return _DrawnTokens(graph.verify(Draws.BEST)[:num_rows, 1].tolist(), None)
+        logits = runner.logits_on_all_ranks(step, output)[:num_rows]
         if settings.draws is Draws.BEST:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
         probabilities = token_probabilities(settings.sampling(logits))
-        return _DrawnTokens(sample_weighted(probabilities, settings.uniforms).tolist(), probabilities)
+        return _DrawnTokens(sample_weighted(probabilities, settings.uniforms[:num_rows]).tolist(), probabilities)
 
     def _compile_ahead(self) -> None:
         if not self._has_compiled:
