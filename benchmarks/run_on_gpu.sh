@@ -72,6 +72,8 @@ section dense_products "Dense products by the number of tokens" \
     python3 benchmarks/dense_products.py --json "$results/dense_products.json"
 section draft_model "A model that drafts for another" python3 benchmarks/draft_model.py \
     --shape granite-small --draft-shape granite-tiny --state-gb 4 --kv-gb 2 --json "$results/draft_model.json"
+section draft_chances "Drafts that are right more or less often" \
+    python3 benchmarks/draft_chances.py --json "$results/draft_chances.json"
 section mixed_steps "Next turns beside rows that decode" \
     python3 benchmarks/mixed_steps.py --json "$results/mixed_steps.json"
 section many_prompts "Many turns at once beside rows that decode" python3 benchmarks/mixed_steps.py \

@@ -201,21 +201,28 @@ def record(
     """Serve the prompts together and time the decode-only steps."""
     num_drafts = NUM_DRAFTS if drafter else 0
     with serving_engine(model, shape, MODES["full"], num_drafts, drafter) as engine:
-        for index, prompt in enumerate(prompts):
-            send(engine, index, prompt, num_reply)
-        while engine.waiting_request_ids or not engine.context.is_decode_only():
-            engine.step_modern()
-        counters = engine.context.counters
-        num_before, seconds, num_steps = counters.decode_rows + counters.accepted_tokens, 0.0, 0
-        replies: dict[int, list[int]] = {}
-        while engine.has_unfinished_requests():
-            began = time.perf_counter()
-            records = engine.step_modern()["finished_request_records"]
-            seconds += time.perf_counter() - began
-            num_steps += 1
-            replies |= {request.request_id: list(request.generated_tokens) for request in map(_merged, records)}
-        num_tokens = counters.decode_rows + counters.accepted_tokens - num_before
-        return Recording(replies, DraftSpeed(num_tokens / seconds, num_tokens / num_steps, counters.acceptance_rate))
+        return record_on(engine, prompts, num_reply)
+
+
+def record_on(engine: Any, prompts: Sequence[Sequence[int]], num_reply: int, first_id: int = 0) -> Recording:
+    """Serve the prompts together and time the decode-only steps; requests are numbered from `first_id` on."""
+    for index, prompt in enumerate(prompts):
+        send(engine, first_id + index, prompt, num_reply)
+    while engine.waiting_request_ids or not engine.context.is_decode_only():
+        engine.step_modern()
+    counters = engine.context.counters
+    before, drafted = counters.decode_rows + counters.accepted_tokens, counters.draft_tokens
+    accepted, seconds, num_steps = counters.accepted_tokens, 0.0, 0
+    replies: dict[int, list[int]] = {}
+    while engine.has_unfinished_requests():
+        began = time.perf_counter()
+        records = engine.step_modern()["finished_request_records"]
+        seconds += time.perf_counter() - began
+        num_steps += 1
+        replies |= {request.request_id - first_id: list(request.generated_tokens) for request in map(_merged, records)}
+    num_tokens = counters.decode_rows + counters.accepted_tokens - before
+    drafted, accepted = counters.draft_tokens - drafted, counters.accepted_tokens - accepted
+    return Recording(replies, DraftSpeed(num_tokens / seconds, num_tokens / num_steps, accepted / max(drafted, 1)))
 
 
 def _merged(record: Any) -> Any:

@@ -9,12 +9,16 @@ from .mcore.context import MambaCacheContext
 from .mcore.controller import MambaCacheController
 from .mcore.engine import MambaCacheEngine
 from .mcore.model_ranks import expert_peers_of_process, ranks_of_process
+from .mcore.model_reading import step_time_of
 from .mcore.served_model import check_served, wrap_model
 from .ranks.group import on_all_ranks
 from .replicas.engine import ReplicaEngine
 from .speculation.draft_planner import DraftPlanner, NoDrafts
-from .speculation.drafter import Drafter, ReadsHiddenStates
+from .speculation.draft_policy import AllDrafts, DraftPolicy
+from .speculation.drafter import Drafter, ReadsHiddenStates, TakesTime
 from .speculation.prompt_lookup import PromptLookupDrafter
+from .speculation.step_time import StepTime
+from .state.model_shape import HybridModelShape
 from .tiers.weights_digest import weights_digest
 
 
@@ -70,8 +74,7 @@ def build_engine(
             see `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:
-        ValueError: If the model is not a hybrid, lacks the caching modules, or the settings do not fit it, here or on
-            another of its ranks.
+        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, on any rank.
         TypeError: If it is not a MambaModel, or the settings are not a CacheConfig.
     """
     if not isinstance(config, CacheConfig | None):
@@ -79,10 +82,11 @@ def build_engine(
     config, ranks = config or CacheConfig(), ranks_of_process()
     shape = check_served(model, ranks)
     _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
+    step_time = step_time_of(model, shape, config, ranks)
     context = MambaCacheContext(
         config,
         shape,
-        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape.vocab_size)),
+        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape, step_time)),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
         scores_prompts=scores_prompts,
         ranks=ranks,
@@ -97,16 +101,25 @@ def _digest_of(model: Any) -> bytes:
     return weights_digest((name, found) for name, found in model.state_dict().items() if isinstance(found, Tensor))
 
 
-def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:
+def _planner(
+    config: CacheConfig, drafter: Drafter | None, shape: HybridModelShape, time: StepTime
+) -> DraftPlanner | NoDrafts:
     if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
         needed = "an object with propose() and forget(), such as PromptLookupDrafter()"
         raise TypeError(f"drafter is {drafter!r:.100}; it must be {needed}")
     max_drafts = config.num_speculative_tokens
     if max_drafts:
-        return DraftPlanner(drafter or PromptLookupDrafter(), max_drafts, vocab_size)
+        drafter = drafter or PromptLookupDrafter()
+        return DraftPlanner(drafter, max_drafts, shape.vocab_size, _policy(config, drafter, time))
     if drafter is not None:
         raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
     return NoDrafts()
+
+
+def _policy(config: CacheConfig, drafter: Drafter, time: StepTime) -> DraftPolicy | AllDrafts:
+    if not config.adaptive_drafts:
+        return AllDrafts()
+    return DraftPolicy(time, drafter.draft_seconds) if isinstance(drafter, TakesTime) else DraftPolicy(time)
 
 
 def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: bool, num_stages: int) -> None:

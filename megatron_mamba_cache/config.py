@@ -80,6 +80,8 @@ class CacheConfig:
         eviction: "cost" evicts the state expected to save the fewest tokens for the bytes that it and its KV keep,
             "lru" the least recently used one.
         num_speculative_tokens: Most draft tokens that a step verifies per request, 0 to 8.
+        adaptive_drafts: Whether steps have only those drafts that are likely to bring more tokens a second, by how many
+            were accepted lately and by what a step of the model reads [--no-adaptive-drafts turns it off].
         draft_states: How a decode step keeps states, with drafts or without. "replay": a step reads each state once
             and writes none; the inputs of the tokens since then wait in a ring of the request. "window": a step writes
             the state after each of its tokens; those after drafts take slots of `prefix_caching_mamba_gb` or of
@@ -134,6 +136,7 @@ class CacheConfig:
     decode_checkpoints: Literal["rolling", "all", "none"] = "rolling"
     eviction: Literal["cost", "lru"] = "cost"
     num_speculative_tokens: int = 0
+    adaptive_drafts: bool = True
     draft_states: Literal["auto", "replay", "window"] = "auto"
     ring_len: int | None = None
     align_prefill_chunks: bool = True
@@ -345,6 +348,8 @@ class CacheConfig:
         stored = "how cached states are stored: as live ones, or rounded to 8 bits (default: live)"
         add("cached_state_dtype", stored, choices=CACHED_STATE_DTYPES)
         add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
+        always = "draft in every step, whether it pays or not"
+        parser.add_argument("--no-adaptive-drafts", action="store_true", help=always)
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 
     @staticmethod
@@ -366,6 +371,7 @@ def given_settings(arguments: Namespace) -> dict[str, object]:
     """Return the fields of `CacheConfig` that parsed flags set."""
     given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
     given["prefix_caching"] = False if arguments.no_prefix_caching else None
+    given["adaptive_drafts"] = False if arguments.no_adaptive_drafts else None
     return {name: value for name, value in given.items() if value is not None}
 
 

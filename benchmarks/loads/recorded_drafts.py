@@ -1,5 +1,6 @@
-"""Drafters that know what will be generated: one is always right, the other always wrong."""
+"""Drafters that know what will be generated: one is always right, one always wrong, one right by chance."""
 
+import random
 from collections.abc import Mapping, Sequence
 
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
@@ -24,6 +25,35 @@ class RightDrafter:
 
     def _known(self, request: DraftRequest) -> Sequence[int]:
         return self._replies[request.row.request_id][len(request.row.generated) :][: request.num_tokens]
+
+
+class ChanceDrafter:
+    """Proposes each token of the recorded replies with some chance, and else another.
+
+    Attributes:
+        replies: The tokens that will be generated, by the request's number in its run.
+        chance: Of each token being right.
+    """
+
+    def __init__(self, vocab_size: int, run_length: int) -> None:
+        self.replies: Mapping[int, Sequence[int]] = {}
+        self.chance = 0.0
+        self._vocab_size, self._run_length = vocab_size, run_length
+        self._drawn = random.Random(1)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return as many tokens as the request asks for, or as are left."""
+        return [Draft(tuple(map(self._token, self._known(request)))) for request in requests]
+
+    def forget(self, request_id: int) -> None:
+        """Do nothing."""
+
+    def _known(self, request: DraftRequest) -> Sequence[int]:
+        reply = self.replies.get(request.row.request_id % self._run_length, ())
+        return reply[len(request.row.generated) :][: request.num_tokens]
+
+    def _token(self, right: int) -> int:
+        return right if self._drawn.random() < self.chance else (right + 1) % self._vocab_size
 
 
 class WrongDrafter(RightDrafter):

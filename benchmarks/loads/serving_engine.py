@@ -28,6 +28,7 @@ class ServedShape:
         prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
         prompt_tokens_beside: Most prompt tokens of a step in which rows decode; None: no limit.
         draft_states: How decode steps keep states.
+        adaptive_drafts: Whether steps have only drafts that are likely to pay.
     """
 
     fields: dict[str, Any]
@@ -43,6 +44,7 @@ class ServedShape:
     cache_gb: float | None = None
     host_cache_gb: float | None = None
     draft_states: Literal["auto", "replay", "window"] = "auto"
+    adaptive_drafts: bool = True
 
     @property
     def vocab_size(self) -> int:
@@ -128,6 +130,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         decode_checkpoints=mode.decode_checkpoints,
         num_speculative_tokens=num_drafts,
         draft_states=shape.draft_states,
+        adaptive_drafts=shape.adaptive_drafts,
         align_prefill_chunks=mode.prefix_caching,
         max_requests=shape.max_requests,
         max_tokens=shape.max_tokens,

@@ -3,15 +3,19 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 
+from ..config import CacheConfig
 from ..ranks.group import OneRank, Ranks, on_all_ranks
+from ..speculation.step_time import CPU, GPU, StepReads, StepTime
 from ..state.model_facts import facts_of
 from ..state.model_shape import HybridModelShape
 from .expert_layer import waits_for_experts
 from .mamba_mixer import CachingMambaMixer
+from .model_ranks import num_expert_ranks
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
 from .stacked_experts import StackedExperts
@@ -93,10 +97,46 @@ def _part_of(model: Any) -> _Part:
 
 def weights_of_token(model: Any) -> int:
     """Return how many weights of this rank's layers a token is multiplied with; of experts, those that it chooses."""
+    others, of_expert = _weights_of(model)
+    return others + (of_expert * model.config.moe_router_topk if of_expert else 0)
+
+
+def _weights_of(model: Any) -> tuple[int, int]:
+    """Return the weights of this rank's layers that all tokens are multiplied with, and of one expert of each layer."""
     stacked = [module for module in model.decoder.modules() if isinstance(module, StackedExperts)]
-    of_experts = sum(weight[0].numel() for module in stacked for weight in module.parameters())
-    others = sum(weight.numel() for weight in model.decoder.parameters() if weight.dim() == 2)
-    return others + (of_experts * model.config.moe_router_topk if stacked else 0)
+    of_expert = sum(weight[0].numel() for module in stacked for weight in module.parameters())
+    return sum(weight.numel() for weight in model.decoder.parameters() if weight.dim() == 2), of_expert
+
+
+def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
+    """Return how to reckon the time of a model's steps; all its ranks call it, and get the same."""
+    on_gpu = next(model.parameters()).is_cuda
+    return StepTime(_reads_of(model, shape, config, ranks), GPU if on_gpu else CPU, 1 + config.num_speculative_tokens)
+
+
+def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepReads:
+    num_tensor_ranks, settings = ranks.num_ranks // ranks.num_stages, model.config
+    stages = ranks.gather((*_weights_of(model), "".join(shape.layer_types)))[::num_tensor_ranks]
+    layers, expert = sum(weights for weights, _, _ in stages), sum(weights for _, weights, _ in stages)
+    pattern = "".join(symbols for _, _, symbols in stages)
+    output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
+    num_experts = settings.num_moe_experts if expert else 0
+    top_k = settings.moe_router_topk if expert else 0
+    itemsize, state_itemsize = shape.params_dtype.itemsize, shape.state_layout(config.resolved()).ssm_dtype.itemsize
+    state = pattern.count(Symbols.MAMBA) * prod(shape.ssm_shape) * state_itemsize
+    has_windows = config.draft_states == "window"
+    return StepReads(
+        num_layers=len(pattern),
+        weights=(layers + output) * itemsize,
+        expert=expert * itemsize,
+        num_experts=num_experts // num_expert_ranks(),
+        chosen=top_k / num_experts if num_experts else 0.0,
+        num_expert_ranks=num_expert_ranks(),
+        row=2 * state if has_windows else state,
+        draft=state if has_windows else 0,
+        cached_token=2 * pattern.count(Symbols.ATTENTION) * shape.num_kv_heads * shape.kv_channels * itemsize,
+        products=layers + output + expert * top_k,
+    )
 
 
 def _mean_of_layers(stages: Sequence[_Part]) -> int:

@@ -1,4 +1,4 @@
-"""Plan how many drafts each row of a step gets: ask the drafter where drafts pay, and check its answer."""
+"""Plan the drafts of each step: ask the drafter where drafts pay, and check its answer."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,15 +8,23 @@ from numbers import Integral
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from .draft_length import DraftLength
-from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, ReadsHiddenStates
+from .draft_policy import AllDrafts, DraftPolicy
+from .drafter import (
+    CapturesGraphs,
+    CompilesKernels,
+    Draft,
+    Drafter,
+    DraftRequest,
+    HasVocabulary,
+    ReadsHiddenStates,
+)
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimit:
-    """A row of the next step and how many drafts it has room for; 0 if none."""
+    """A row of the next step and how many drafts are wanted for it; 0 if none."""
 
     row: RunningRequest
     limit: int
@@ -29,12 +37,13 @@ class DraftPlanner:
         drafter: Proposes the tokens.
         max_drafts: The most drafts of a row in a step, at least 1; `NoDrafts` stands for 0.
         vocab_size: Bound of token ids, and the width of distributions.
+        policy: Says how many drafts each row gets.
 
     Raises:
         ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has another vocabulary.
     """
 
-    def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int, policy: DraftPolicy | AllDrafts) -> None:
         for name, value in (("max_drafts", max_drafts), ("vocab_size", vocab_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
@@ -48,7 +57,8 @@ class DraftPlanner:
         self._vocab_size = vocab_size
         self._reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # a protocol is slow to ask in every step
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
-        self._lengths: dict[int, DraftLength] = {}
+        self._policy = policy
+        self._asked: set[int] = set()  # requests of the step that is planned whose drafts were asked for
         self._hidden_states: dict[int, Tensor] = {}
 
     @property
@@ -90,18 +100,14 @@ class DraftPlanner:
         if self._graphs is not None:
             self._graphs.drop_graphs()
 
-    def wanted(self, row: RunningRequest, limit: int) -> int:
-        """Return how many drafts, at most `limit`, a row should get now."""
-        if limit <= 0:
-            return 0
-        if row.request_id not in self._lengths:
-            self._lengths[row.request_id] = DraftLength(self._max_drafts)
-        return self._lengths[row.request_id].wanted(limit)
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+        """Return how many drafts each row of the next step should get; see `DraftPolicy`."""
+        self._asked.clear()
+        return self._policy.counts(rows, rooms)
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether rows whose step has no drafts will all want none in the next step either."""
-        lengths = [self._lengths.get(row.request_id) for row in rows]
-        return all(length is not None and length.rests for length in lengths)
+        return self._policy.rests(rows)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each row, in order, at most its limit long; the drafter is called at most once.
@@ -112,26 +118,35 @@ class DraftPlanner:
             ValueError: If the drafter's answer breaks its contract; the message names the drafter.
         """
         drafts = [Draft()] * len(limits)
-        wanted = {index: self.wanted(entry.row, entry.limit) for index, entry in enumerate(limits)}
-        asked = [index for index, num_tokens in wanted.items() if num_tokens]
+        asked = [index for index, entry in enumerate(limits) if entry.limit > 0]
+        self._asked = {limits[index].row.request_id for index in asked}
         if not asked:
             return drafts
-        requests = [self._request(limits[index].row, wanted[index]) for index in asked]
+        requests = [self._request(limits[index]) for index in asked]
         for index, draft in zip(asked, self._propose(requests), strict=True):
             drafts[index] = draft
-        return drafts
+        lengths = [len(draft.tokens) for draft in drafts]
+        if all(length == entry.limit for length, entry in zip(lengths, limits, strict=True)):
+            return drafts
+        counts = self._policy.of_proposed([entry.row for entry in limits], lengths)
+        return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def note(self, row: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a finished step of a row; call it once for each planned row, drafted or not.
+        """Learn from a finished step of a row; call it once for each row of a step that may have had drafts.
 
         Args:
             num_drafted: Drafts that were verified, after any cut by the caller.
             num_accepted: How many of them were accepted; the base token does not count.
 
-        A request that was forgotten meanwhile is ignored.
+        A request whose drafts were not asked for, or that was forgotten meanwhile, is ignored.
         """
-        if length := self._lengths.get(row.request_id):
-            length.note(num_drafted, num_accepted)
+        if row.request_id in self._asked:
+            self._policy.note(row.request_id, num_drafted, num_accepted)
+
+    def note_step(self) -> None:
+        """Count a step that has landed; call it once for each, after its rows are noted."""
+        self._policy.note_step(drafted=bool(self._asked))
+        self._asked.clear()
 
     def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:
         """Keep the last hidden state [hidden] that a row's newest token was chosen from, for its next draft."""
@@ -142,15 +157,16 @@ class DraftPlanner:
 
         A drafter that raises here fails no request: its drafts are still verified.
         """
-        self._lengths.pop(request_id, None)
+        self._asked.discard(request_id)
+        self._policy.forget(request_id)
         self._hidden_states.pop(request_id, None)
         try:
             self._drafter.forget(request_id)
         except Exception as error:  # a drafter is user code, and requests are being released
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
-    def _request(self, row: RunningRequest, num_tokens: int) -> DraftRequest:
-        return DraftRequest(row, num_tokens, self._hidden_states.get(row.request_id))
+    def _request(self, limit: DraftLimit) -> DraftRequest:
+        return DraftRequest(limit.row, limit.limit, self._hidden_states.get(limit.row.request_id))
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = self._drafter.propose(requests)
@@ -206,9 +222,9 @@ class NoDrafts:
     def drop_graphs(self) -> None:
         """Drop nothing."""
 
-    def wanted(self, row: RunningRequest, limit: int) -> int:
-        """Return 0."""
-        return 0
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+        """Return 0 for each row."""
+        return [0] * len(rows)
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
         """Return True."""
@@ -220,6 +236,9 @@ class NoDrafts:
 
     def note(self, row: RunningRequest, num_drafted: int, num_accepted: int) -> None:
         """Learn nothing."""
+
+    def note_step(self) -> None:
+        """Count nothing."""
 
     def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:
         """Keep nothing."""

@@ -38,6 +38,12 @@ class Draft:
     tokens: tuple[int, ...] = ()
     distributions: Tensor | None = None
 
+    def first(self, count: int) -> "Draft":
+        """Return the first tokens, `count` at most."""
+        if count >= len(self.tokens):
+            return self
+        return Draft(self.tokens[:count], None if self.distributions is None else self.distributions[:count])
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -84,6 +90,15 @@ class ReadsHiddenStates(Protocol):
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states that it reads; the model's."""
+        ...
+
+
+@runtime_checkable
+class TakesTime(Protocol):
+    """A drafter, such as a draft model, whose proposals take so long that a step may be faster without them."""
+
+    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Return about how long it takes to propose for some rows, `num_drafts` at most each; the same on all ranks."""
         ...
 
 

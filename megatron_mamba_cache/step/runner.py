@@ -32,7 +32,7 @@ from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
-from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape
+from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape, draft_budget
 from .changed_logits import LogitsChanges
 from .grammar_masks import GrammarMasks
 from .host_copy import HostCopy
@@ -136,7 +136,7 @@ class StepRunner:
         else:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
-            budget = 0 if shape is not None and shape.width == 1 else self.requests.budget
+            budget = draft_budget(self._at_work, self.requests.budget, self._graphs, shape)
             distributions = self._schedule_decode(decoding, budget)
             graph = None if self._graphs is None else self._graphs.fitting(self._at_work, shape)
         if graph is None:

@@ -24,6 +24,7 @@ from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.test_log_probs import assert_log_probs
 from tests.mcore.test_speculative_workloads import make_drafter
@@ -173,6 +174,33 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
     assert len(places) == 1
     if not torch.cuda.is_available():  # else graphs hold more
         assert run.context.snapshot().graph_bytes == most_logits * subject.sizes.vocab_size * 4
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("beside", [10, 60])
+def test_rows_beside_a_prompt_draft_only_where_no_graph_is_lost(beside: int) -> None:
+    """Graphs hold up to 40 prompt tokens beside rows, and none of their drafts: only longer prompts have drafts too."""
+    subject = tiny_hybrid()
+    plain = EngineRun.start(subject, cache_config(subject.sizes))
+    plain.add(0, some_tokens(20), greedy(40))
+    plain.finish()
+    texts = {0: [*some_tokens(20), *plain.tokens(0)], 1: []}
+    drafter = NoisyDrafter(texts, accuracy=1.0, vocab_size=subject.sizes.vocab_size)
+    settings = cache_config(subject.sizes, num_speculative_tokens=3, adaptive_drafts=False)
+    run = EngineRun.start(subject, with_graphs(settings), drafter=drafter)
+    run.add(0, some_tokens(20), greedy(40))
+    while run.counters.draft_tokens == 0:
+        run.step()
+    run.add(1, some_tokens(beside, seed=1), greedy(2))
+    before = replace(run.counters)
+    run.step()
+    while run.counters.prefill_tokens_computed == before.prefill_tokens_computed:
+        before = replace(run.counters)
+        run.step()
+    found = run.counters.graph_steps - before.graph_steps, run.counters.draft_tokens - before.draft_tokens
+    print(f"beside {beside} prompt tokens: {found[0]} graph steps and {found[1]} drafts of one step")
+    assert found == ((1, 0) if beside < 40 else (0, 3))
+    run.finish()
     run.assert_exact()
 
 

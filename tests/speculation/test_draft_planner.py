@@ -1,13 +1,16 @@
 """Properties of the plan of a step's drafts: which requests get some, what is refused, and what is remembered."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_mamba_cache.speculation.draft_planner import DraftLimit, DraftPlanner, NoDrafts
+from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.speculation.request_rows import row_of
+from tests.speculation.simulated_steps import DENSE_8B, time_of
 
 VOCAB = 10
 
@@ -38,6 +41,11 @@ class BrokenDrafter(CountingDrafter):
         return self.answer
 
 
+def planner_of(drafter: Any, max_drafts: int, vocab_size: int = VOCAB) -> DraftPlanner:
+    """Return a planner whose policy drafts while drafts are right."""
+    return DraftPlanner(drafter, max_drafts, vocab_size, DraftPolicy(time_of(DENSE_8B, max_drafts)))
+
+
 def limits_of(*limits: int) -> list[DraftLimit]:
     """Return rows 1, 2, ... with these limits."""
     return [DraftLimit(row_of([0], request_id=index + 1), limit) for index, limit in enumerate(limits)]
@@ -45,54 +53,93 @@ def limits_of(*limits: int) -> list[DraftLimit]:
 
 def test_drafter_is_asked_once_for_the_rows_that_want_drafts() -> None:
     drafter = CountingDrafter()
-    drafts = DraftPlanner(drafter, 3, VOCAB).plan(limits_of(2, 0, 5, -1))
+    drafts = planner_of(drafter, 3).plan(limits_of(2, 0, 3, 0))
     assert drafter.calls == [[(1, 2), (3, 3)]]
     assert [draft.tokens for draft in drafts] == [(1, 1), (), (3, 3, 3), ()]
 
 
 def test_drafter_is_left_alone_where_nothing_is_wanted() -> None:
     drafter = CountingDrafter()
-    planner = DraftPlanner(drafter, 3, VOCAB)
+    planner = planner_of(drafter, 3)
     assert planner.plan([]) == [] and planner.plan(limits_of(0, 0)) == [Draft(), Draft()]
     assert drafter.calls == []
 
 
 def test_each_request_learns_from_its_own_steps() -> None:
-    drafter = CountingDrafter()
-    planner = DraftPlanner(drafter, 8, VOCAB)
-    limits = limits_of(9, 9)
-    for _ in range(3):
-        drafts = planner.plan(limits)
-        planner.note(limits[0].row, len(drafts[0].tokens), 0)
-        planner.note(limits[1].row, len(drafts[1].tokens), len(drafts[1].tokens))
-    assert [len(draft.tokens) for draft in planner.plan(limits)] == [0, 8]
+    planner = planner_of(CountingDrafter(), 8)
+    limits = limits_of(4, 4)
+    rows = [entry.row for entry in limits]
+    for _ in range(20):
+        for entry, draft in zip(limits, planner.plan(limits), strict=True):
+            planner.note(entry.row, len(draft.tokens), 4 * (entry.row is rows[1]))
+        planner.note_step()
+    assert planner.counts(rows, [8, 8])[1] == 8 > 2 >= planner.counts(rows, [8, 8])[0]
+
+
+def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
+    planner = planner_of(CountingDrafter(), 4)
+    limits = limits_of(4, 0)
+    rows = [entry.row for entry in limits]
+    for _ in range(20):
+        planner.plan(limits)
+        planner.note(rows[0], 4, 4)
+        planner.note(rows[1], 0, 0)
+        planner.note_step()
+        planner.note(rows[0], 0, 0)  # of a step that was not planned
+    assert planner.counts(rows, [4, 4]) == [4, 4]
 
 
 def test_planning_again_gives_the_same_drafts() -> None:
-    planner = DraftPlanner(CountingDrafter(), 8, VOCAB)
-    assert planner.plan(limits_of(9, 3)) == planner.plan(limits_of(9, 3))
+    planner = planner_of(CountingDrafter(), 8)
+    assert planner.plan(limits_of(8, 3)) == planner.plan(limits_of(8, 3))
+
+
+def test_few_proposed_drafts_are_left_out_if_the_step_is_faster_without() -> None:
+    """A captured step pads all rows to the most drafts: for those of one row it computes five times the tokens."""
+
+    class OneDraft(CountingDrafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            drafts = [Draft((1, 2)), *[Draft()] * (len(requests) - 1)]
+            return drafts
+
+    for num_rows, kept in ((4, 2), (200, 0)):
+        planner = planner_of(OneDraft(), 4)
+        drafts = planner.plan(limits_of(*[4] * num_rows))
+        assert [len(draft.tokens) for draft in drafts] == [kept, *[0] * (num_rows - 1)]
+    planner = DraftPlanner(OneDraft(), 4, VOCAB, AllDrafts())
+    assert len(planner.plan(limits_of(*[4] * 200))[0].tokens) == 2
+
+
+def test_a_cut_draft_keeps_the_distributions_of_its_tokens() -> None:
+    draft = Draft((1, 2, 3), torch.eye(3, VOCAB))
+    assert draft.first(3) is draft and draft.first(2).tokens == (1, 2)
+    assert torch.equal(draft.first(2).distributions, torch.eye(3, VOCAB)[:2])  # type: ignore[arg-type]
 
 
 def test_forgotten_request_starts_anew() -> None:
     drafter = CountingDrafter()
-    planner = DraftPlanner(drafter, 8, VOCAB)
-    (entry,) = limits_of(9)
-    for _ in range(3):
-        planner.note(entry.row, len(planner.plan([entry])[0].tokens), 0)
-    assert planner.plan([entry]) == [Draft()]
+    planner = planner_of(drafter, 8)
+    limits = limits_of(4, 4)
+    rows = [entry.row for entry in limits]
+    for _ in range(20):
+        planner.plan(limits)
+        planner.note(rows[0], 4, 0)
+        planner.note(rows[1], 4, 4)
+        planner.note_step()
+    before = planner.counts(rows[:1], [8])
     planner.forget(1)
     assert drafter.forgotten == [1]
-    assert len(planner.plan([entry])[0].tokens) == 4
+    assert planner.counts(rows[:1], [8]) > before
 
 
 def test_note_after_forget_remembers_nothing() -> None:
-    planner = DraftPlanner(CountingDrafter(), 8, VOCAB)
-    (entry,) = limits_of(9)
-    planner.plan([entry])
-    planner.forget(1)
+    planner = planner_of(CountingDrafter(), 8)
+    (entry,) = limits_of(4)
     for _ in range(3):
+        planner.plan([entry])
+        planner.forget(1)
         planner.note(entry.row, 4, 0)
-    assert len(planner.plan([entry])[0].tokens) == 4
+    assert planner.counts([entry.row], [4]) == [4]
 
 
 BROKEN = {
@@ -112,27 +159,27 @@ BROKEN = {
 @pytest.mark.parametrize("message", BROKEN)
 def test_answer_that_breaks_the_contract_names_the_drafter(message: str) -> None:
     with pytest.raises(ValueError, match=f"drafter BrokenDrafter returned {message}"):
-        DraftPlanner(BrokenDrafter(BROKEN[message]), 8, VOCAB).plan(limits_of(2))
+        planner_of(BrokenDrafter(BROKEN[message]), 8).plan(limits_of(2))
 
 
 def test_drafts_within_the_contract_pass() -> None:
     drafts = [Draft((0, 9), torch.ones(2, 10)), Draft(), Draft((4,))]
-    assert DraftPlanner(BrokenDrafter(drafts), 8, VOCAB).plan(limits_of(2, 2, 2)) == drafts
+    assert planner_of(BrokenDrafter(drafts), 8).plan(limits_of(2, 2, 2)) == drafts
 
 
 @pytest.mark.parametrize(("max_drafts", "vocab_size"), [(0, 5), (1, 0)])
 def test_sizes_below_one_are_refused(max_drafts: int, vocab_size: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1, found 0"):
-        DraftPlanner(CountingDrafter(), max_drafts, vocab_size)
+        planner_of(CountingDrafter(), max_drafts, vocab_size)
 
 
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     class OwnVocabulary(CountingDrafter):
         vocab_size = VOCAB
 
-    DraftPlanner(OwnVocabulary(), 2, VOCAB)
+    planner_of(OwnVocabulary(), 2)
     with pytest.raises(ValueError, match=f"OwnVocabulary drafts from a vocabulary of {VOCAB} tokens, .* has 12"):
-        DraftPlanner(OwnVocabulary(), 2, 12)
+        planner_of(OwnVocabulary(), 2, 12)
 
 
 def test_no_drafts_answers_every_row_with_an_empty_draft() -> None:
@@ -140,4 +187,6 @@ def test_no_drafts_answers_every_row_with_an_empty_draft() -> None:
     limits = limits_of(2, 3)
     assert planner.max_drafts == 0 and planner.plan(limits) == [Draft(), Draft()]
     planner.note(limits[0].row, 0, 0)
+    planner.note_step()
     planner.forget(1)
+    assert planner.rest([entry.row for entry in limits])

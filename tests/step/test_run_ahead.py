@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDrafts
+from megatron_mamba_cache.speculation.draft_policy import AllDrafts
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.captured_step import EarlyStep
@@ -82,8 +83,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
     graph = Graph(conditions.can_launch)
     batch = lay_out([decoding(0), decoding(1)], "cpu")
     step = Step(batch, graph=graph if conditions.is_captured else None)
-    # A planner rests only once it has learned that drafts of these rows fail.
-    planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100)
+    planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts())
     is_allowed = may_run_ahead(
         step,
         step.graph,
@@ -159,7 +159,7 @@ def may_draft(conditions: DraftConditions) -> bool:
         step,
         [*rows[: conditions.num_left], *(decoding(2, prompt_len=2) for _ in range(conditions.num_others))],
         QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
-        DraftPlanner(PromptLookupDrafter(), 3, 100) if conditions.has_drafter else NoDrafts(),
+        DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts()) if conditions.has_drafter else NoDrafts(),
         BLOCK,
         is_wanted=conditions.is_wanted,
     )

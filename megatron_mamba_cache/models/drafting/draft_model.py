@@ -13,6 +13,7 @@ from ...kernels.sampling.greedy_draws import greedy_tokens
 from ...kernels.sampling.sampling import sample_weighted, token_probabilities
 from ...mcore.context import MambaCacheContext
 from ...mcore.model_ranks import num_expert_ranks, ranks_of_process
+from ...mcore.model_reading import step_time_of
 from ...mcore.served_model import check_served, wrap_model
 from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
@@ -61,6 +62,7 @@ class DraftModelDrafter:
         # One state beside the live one: the state after the newest draft.
         config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window", ring_len=None)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
+        self._time = step_time_of(model, shape, self._context.cache_config, ranks)
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
         self._rows = DraftRows(self._context)
@@ -72,6 +74,10 @@ class DraftModelDrafter:
     def vocab_size(self) -> int:
         """Width of the distributions, padding included."""
         return self._context.shape.vocab_size
+
+    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """See `TakesTime`: a forward a draft, each of which is read before the next is launched."""
+        return num_drafts * (self._time.seconds(num_rows, 0) + self._time.device.drafts_s)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:

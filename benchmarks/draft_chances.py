@@ -1,0 +1,112 @@
+"""What do drafts bring that are right more or less often, if all are verified and if only those are that seem to pay?
+
+    PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--json FILE]
+
+A drafter knows each reply, and each token that it drafts is right with a given chance, independently. The model has
+random weights that make it sure of the next token (see `loads/sure_model.py`). The same prompts are served together
+without drafts, with four drafts of each row in every step, and with those that the engine's policy takes. Decode steps
+are timed. `--shape tiny` runs on a CPU.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loads.recorded_drafts import ChanceDrafter
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
+from loads.sure_model import make_sure
+from measuring.machine import describe_machine
+from step_cost import DraftSpeed, record_on
+from turn_latency import some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+ROWS = (1, 8, 32)
+CHANCES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
+NUM_DRAFTS, NUM_GRAPHS = 4, 5
+PROMPT, REPLY = 288, 160
+RUN_LENGTH = 10_000
+"""Numbers of requests in a run; each has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChanceSpeeds:
+    """How fast some rows decode with drafts that are right with some chance."""
+
+    num_rows: int
+    chance: float
+    without: DraftSpeed
+    always: DraftSpeed
+    adaptive: DraftSpeed
+
+
+def chance_speeds(
+    model: Any, shape: ServedShape, row_counts: Sequence[int], chances: Sequence[float]
+) -> list[ChanceSpeeds]:
+    """Measure a model, which gets `make_sure` weights, with each number of rows."""
+    make_sure(model)
+    return [found for rows in row_counts for found in _speeds(model, shape, rows, chances)]
+
+
+def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float]) -> list[ChanceSpeeds]:
+    num_graphs = min(shape.num_graphs, NUM_GRAPHS)
+    shape = replace(shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=0)  # decode steps only
+    drawn = random.Random(rows)
+    prompts = [some_tokens(drawn, shape, PROMPT) for _ in range(rows)]
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        record_on(engine, prompts, REPLY)  # the clock falls within its first second
+        recorded = record_on(engine, prompts, REPLY, RUN_LENGTH)
+    found: dict[bool, list[DraftSpeed]] = {False: [], True: []}
+    for adaptive, speeds in found.items():
+        drafter, served = ChanceDrafter(shape.vocab_size, RUN_LENGTH), replace(shape, adaptive_drafts=adaptive)
+        drafter.replies = recorded.replies
+        with serving_engine(model, served, MODES["full"], NUM_DRAFTS, drafter) as engine:
+            for number, drafter.chance in enumerate(chances):
+                run = record_on(engine, prompts, REPLY, RUN_LENGTH * number)
+                if run.replies != recorded.replies:
+                    raise RuntimeError(f"drafts changed a reply of {rows} rows at a chance of {drafter.chance}")
+                speeds.append(run.speed)
+    return [
+        ChanceSpeeds(rows, chance, recorded.speed, always, adaptive)
+        for chance, always, adaptive in zip(chances, found[False], found[True], strict=True)
+    ]
+
+
+def table(found: Sequence[ChanceSpeeds]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| rows | right | no drafts, tokens/s | always, of it | tokens a step | adaptive, of it | tokens a step |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in found:
+        without = one.without.tokens_per_s
+        cells = [
+            f"{speed.tokens_per_s / without:.3f} | {speed.tokens_per_step:.2f}" for speed in (one.always, one.adaptive)
+        ]
+        lines.append(f"| {one.num_rows} | {one.chance:.0%} | {without:,.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--chances", type=float, nargs="+", default=CHANCES, metavar="P", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    shape = shape_of(parser, arguments, {})
+    with quiet_libraries(), own_warnings_hidden():
+        found = chance_speeds(model_of(shape), shape, arguments.rows, arguments.chances)
+    print(table(found))
+    if arguments.json:
+        figures = {"machine": describe_machine(), "rows": [asdict(one) for one in found]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

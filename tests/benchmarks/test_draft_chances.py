@@ -1,0 +1,27 @@
+"""The benchmark of drafts that are right by chance runs with a tiny model."""
+
+from importlib import import_module
+from itertools import product
+
+import pytest
+
+from tests.command_line.command_runs import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+
+
+def test_more_drafts_are_accepted_the_likelier_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark, serving = import_module("draft_chances"), import_module("loads.serving_engine")
+    monkeypatch.setattr(benchmark, "REPLY", 48)
+    shape = serving.SHAPES["tiny"]
+    found = benchmark.chance_speeds(serving.model_of(shape), shape, (1, 3), (0.0, 0.5, 1.0))
+    print(benchmark.table(found))
+    assert [(one.num_rows, one.chance) for one in found] == [*product((1, 3), (0.0, 0.5, 1.0))]
+    for one in found:
+        for speed in (one.always, one.adaptive):
+            assert 0.1 * one.chance <= speed.accepted <= one.chance + 0.25  # of drafts behind a wrong one, none is
+            assert (speed.tokens_per_step > 1.2 * one.num_rows) == (one.chance > 0)
+    assert "| 3 | 50% | " in benchmark.table(found)

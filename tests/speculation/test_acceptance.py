@@ -1,0 +1,51 @@
+"""Properties of the estimated chance that a draft is right."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.speculation.acceptance import REQUEST_WINDOW, Acceptance
+
+STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=40)
+
+
+@given(STEPS, st.floats(0, 1))
+def test_an_estimate_is_a_chance(steps: list[tuple[int, int]], expected: float) -> None:
+    found = Acceptance(REQUEST_WINDOW, 2.0)
+    assert found.chance(expected) == pytest.approx(expected)
+    for drafted, accepted in steps:
+        found.note(drafted, min(drafted, accepted))
+        assert -1e-9 <= found.chance(expected) <= found.hoped(expected) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.4, 0.7, 0.95])
+def test_an_estimate_comes_near_the_chance_and_follows_it(chance: float) -> None:
+    drawn, found, seen = random.Random(0), Acceptance(REQUEST_WINDOW, 2.0), []
+    for step in range(3000):
+        kept = 0
+        while kept < 4 and drawn.random() < chance:
+            kept += 1
+        found.note(4, kept)
+        if step > 50:
+            seen.append(found.chance(0.5))
+    mean = sum(seen) / len(seen)
+    print(f"{mean:.3f} of {chance}")
+    assert mean == pytest.approx(chance, abs=0.06)
+    for _ in range(6):
+        found.note(4, 4)
+    assert found.chance(0.5) > 0.5
+
+
+def test_a_draft_that_was_not_to_be_had_counts_as_wrong() -> None:
+    nothing, wrong = Acceptance(REQUEST_WINDOW, 2.0), Acceptance(REQUEST_WINDOW, 2.0)
+    nothing.note(0, 0)
+    wrong.note(3, 0)
+    assert nothing.chance(0.8) == wrong.chance(0.8) < 0.8
+
+
+@pytest.mark.parametrize(("num_drafted", "num_accepted"), [(1, 2), (0, 1), (1, -1), (-1, -1)])
+def test_impossible_counts_are_refused(num_drafted: int, num_accepted: int) -> None:
+    with pytest.raises(ValueError, match="num_accepted"):
+        Acceptance(REQUEST_WINDOW, 2.0).note(num_drafted, num_accepted)

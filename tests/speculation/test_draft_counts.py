@@ -1,0 +1,64 @@
+"""Properties of the numbers of drafts that bring most tokens a second."""
+
+import math
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.speculation.draft_counts import LEAST_GAIN, best_counts, expected_tokens
+
+CHANCES = st.floats(0.0, 1.0)
+ROWS = st.lists(st.tuples(CHANCES, st.integers(0, 4)), min_size=1, max_size=4)
+
+
+def brute_expected(chances: list[float], counts: list[int]) -> float:
+    return sum(chance**number for chance, count in zip(chances, counts, strict=True) for number in range(count + 1))
+
+
+@given(ROWS)
+def test_expected_tokens_are_a_sum_of_chances(rows: list[tuple[float, int]]) -> None:
+    chances, counts = [min(chance, 0.999) for chance, _ in rows], [count for _, count in rows]
+    assert expected_tokens(chances, counts) == pytest.approx(brute_expected(chances, counts))
+
+
+@given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
+def test_counts_keep_their_bounds_and_beat_a_plain_step(
+    rows: list[tuple[float, int]], plain: float, once: float, each: float
+) -> None:
+    chances, rooms = [chance for chance, _ in rows], [room for _, room in rows]
+    counts = best_counts(chances, rooms, lambda total, most: plain + once + each * total, plain)
+    assert all(0 <= count <= room for count, room in zip(counts, rooms, strict=True))
+    if any(counts):
+        rate = expected_tokens([min(chance, 0.999) for chance in chances], counts) / (plain + once + each * sum(counts))
+        assert rate > LEAST_GAIN * len(rows) / plain
+
+
+@given(ROWS, st.floats(0, 1), st.floats(0, 0.5))
+def test_counts_are_nearly_the_best_of_all(rows: list[tuple[float, int]], once: float, each: float) -> None:
+    chances, rooms = [chance for chance, _ in rows], [room for _, room in rows]
+
+    def rate(counts: list[int]) -> float:
+        total = sum(counts)
+        return brute_expected(chances, counts) / (1 + (once + each * total if total else 0))
+
+    best = max(rate(list(counts)) for counts in product(*(range(room + 1) for room in rooms)))
+    found = best_counts(chances, rooms, lambda total, most: 1 + once + each * total, 1.0)
+    assert rate(found) >= 0.93 * best
+
+
+def test_a_row_gets_more_drafts_the_likelier_they_are() -> None:
+    counts = best_counts([0.95, 0.6, 0.05], [4, 4, 4], lambda total, most: 1.1 + 0.05 * total, 1.0)
+    assert counts[0] == 4 > counts[1] > counts[2] == 0
+
+
+def test_the_drafter_is_paid_for_the_longest_draft() -> None:
+    seconds = {0: 1.0, 1: 1.3, 2: 1.6, 3: 9.0, 4: 9.0}
+    assert max(best_counts([0.9] * 3, [4] * 3, lambda total, most: seconds[most], 1.0)) == 2
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0, math.nextafter(1.0, 0.0)])
+def test_certain_chances_are_no_special_case(chance: float) -> None:
+    expected = [0] if chance == 0 else [3]
+    assert best_counts([chance], [3], lambda total, most: 1.2, 1.0) == expected

@@ -1,0 +1,137 @@
+"""What drafts bring and cost by the policy, in simulated steps of dense models and of models with experts."""
+
+from itertools import pairwise
+
+import pytest
+
+from megatron_mamba_cache.speculation.draft_policy import (
+    LONGEST_REST,
+    PROBE_DRAFTS,
+    SHORTEST_REST,
+    AllDrafts,
+    DraftPolicy,
+)
+from tests.speculation.request_rows import row_of
+from tests.speculation.simulated_steps import (
+    MODELS,
+    MOST,
+    NANO_30B,
+    FixedCounts,
+    plain_steps,
+    simulate,
+    time_of,
+    wider,
+)
+
+NUM_STEPS = 1500
+ROWS = [1, 8, 32, 128]
+
+
+def gain(model: str, num_rows: int, chance: float, policy: DraftPolicy | AllDrafts | None = None) -> float:
+    """Return the tokens a second with drafts, of those without."""
+    time = time_of(MODELS[model])
+    with_drafts = simulate(policy or DraftPolicy(time), time, num_rows, lambda _id: chance, num_steps=NUM_STEPS)
+    return with_drafts.speed / plain_steps(time, num_rows, NUM_STEPS).speed
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_useless_drafts_cost_2_percent_at_most(model: str, num_rows: int) -> None:
+    for chance in (0.0, 0.02, 0.05):
+        found = gain(model, num_rows, chance)
+        print(f"{model}, {num_rows} rows, right {chance:.0%}: {found:.4f} of no drafts")
+        assert found >= 0.98
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("chance", [0.15, 0.3, 0.5, 0.7, 0.9])
+def test_drafts_bring_nearly_what_the_best_fixed_number_brings(model: str, num_rows: int, chance: float) -> None:
+    fixed = max(gain(model, num_rows, chance, FixedCounts(number)) for number in range(1, MOST + 1))
+    found = gain(model, num_rows, chance)
+    print(f"{model}, {num_rows} rows, right {chance:.0%}: {found:.3f} of no drafts, the best fixed number {fixed:.3f}")
+    assert found >= 0.92 * max(1.0, fixed) and found >= 0.97
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_row_that_repeats_itself_drafts_beside_others_that_do_not(model: str) -> None:
+    time = time_of(MODELS[model])
+    policy = DraftPolicy(time)
+    found = simulate(policy, time, 8, lambda request_id: 0.97 if request_id % 8 == 0 else 0.03, num_steps=NUM_STEPS)
+    plain = plain_steps(time, 8, NUM_STEPS)
+    print(f"{model}: {found.speed / plain.speed:.3f} of no drafts")
+    assert found.speed > (1.03 if model == "8b" else 0.98) * plain.speed
+
+
+@pytest.mark.parametrize("offers", [0.0, 0.1])
+def test_a_drafter_that_finds_nothing_costs_hardly_anything(offers: float) -> None:
+    time = time_of(MODELS["8b"])
+    found = simulate(DraftPolicy(time), time, 1, lambda _id: 0.3, num_steps=NUM_STEPS, offers=offers)
+    plain = plain_steps(time, 1, NUM_STEPS)
+    print(f"{offers:.0%} offered: {found.speed / plain.speed:.3f} of no drafts")
+    assert found.speed > 0.97 * plain.speed
+
+
+def test_a_drafter_that_takes_longer_than_the_model_is_asked_by_probes_only() -> None:
+    time = time_of(MODELS["8b"])
+    policy = DraftPolicy(time, lambda num_rows, most: most * time.seconds(num_rows, 0))
+    found = simulate(policy, time, 4, lambda _id: 0.9, num_steps=NUM_STEPS)
+    probes = found.num_drafted / (4 * PROBE_DRAFTS)
+    assert NUM_STEPS / LONGEST_REST - 1 <= probes <= NUM_STEPS / LONGEST_REST + 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_rows_begin_to_draft_again_once_it_pays(num_rows: int) -> None:
+    time = time_of(MODELS["nano"])
+    policy = DraftPolicy(time)
+    useless = simulate(policy, time, num_rows, lambda _id: 0.0, num_steps=400)
+    useful = simulate(policy, time, num_rows, lambda _id: 0.95, num_steps=400)
+    print(f"{useless.num_drafted / num_rows} drafts, then {useful.num_drafted / num_rows} of a row")
+    assert useless.num_drafted < 60 * num_rows and useful.num_drafted > 200 * num_rows
+
+
+def test_experts_shared_by_ranks_are_read_for_the_tokens_of_all() -> None:
+    alone, shared = time_of(NANO_30B), wider(time_of(NANO_30B), 2)
+    assert shared.reads.experts_hit(8) == pytest.approx(alone.reads.experts_hit(16) / 2)
+
+
+def test_nothing_is_decided_for_rows_without_room() -> None:
+    policy = DraftPolicy(time_of(MODELS["8b"]))
+    rows = [row_of([0], request_id=index) for index in range(3)]
+    assert policy.counts(rows, [0, 0, 0]) == [0, 0, 0] and not policy.rests(rows)
+    assert policy.counts(rows, [0, 4, 1]) == [0, 4, 1]
+
+
+def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
+    time = time_of(MODELS["nano"])
+    policy = DraftPolicy(time)
+    rows = [row_of([0], request_id=index) for index in range(2)]
+    asked: list[bool] = []
+    for _ in range(3000):
+        counts = policy.counts(rows, [MOST] * 2)
+        assert policy.counts(rows, [MOST] * 2) == counts  # planned again
+        rested = policy.rests(rows)
+        for row, number in zip(rows, counts, strict=True):
+            if number:
+                policy.note(row.request_id, number, 0)
+        policy.note_step(drafted=any(counts))
+        asked.append(any(counts))
+        if rested:
+            assert not any(counts) and policy.counts(rows, [MOST] * 2) == [0, 0]
+    steps = [step for step, drafts in enumerate(asked) if drafts]
+    rests = [later - earlier for earlier, later in pairwise(steps)][5:]
+    print(f"steps with drafts: {steps}")
+    assert rests and len(set(rests)) == 1 and SHORTEST_REST <= rests[0] <= LONGEST_REST
+    assert policy.rests(rows[:1]) == policy.rests(rows)  # rows that leave end no rest
+    assert not policy.rests([*rows, row_of([0], request_id=9)])
+
+
+def test_a_forgotten_request_is_new() -> None:
+    policy = DraftPolicy(time_of(MODELS["8b"]))
+    row = row_of([0], request_id=5)
+    for _ in range(30):
+        policy.note(5, 4, 0)
+        policy.note(6, 4, 4)
+    assert policy.counts([row], [4]) == [0]
+    policy.forget(5)
+    assert policy.counts([row], [4]) == [4]
