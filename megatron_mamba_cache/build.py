@@ -11,7 +11,7 @@ from .mcore.engine import MambaCacheEngine
 from .mcore.model_ranks import expert_peers_of_process, ranks_of_process
 from .mcore.model_reading import step_time_of
 from .mcore.served_model import check_served, wrap_model
-from .ranks.group import on_all_ranks
+from .ranks.group import Ranks, on_all_ranks
 from .replicas.engine import ReplicaEngine
 from .speculation.draft_planner import DraftPlanner, NoDrafts
 from .speculation.draft_policy import AllDrafts, DraftPolicy
@@ -86,7 +86,7 @@ def build_engine(
     context = MambaCacheContext(
         config,
         shape,
-        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape, step_time)),
+        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape, step_time, ranks)),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
         scores_prompts=scores_prompts,
         ranks=ranks,
@@ -102,7 +102,7 @@ def _digest_of(model: Any) -> bytes:
 
 
 def _planner(
-    config: CacheConfig, drafter: Drafter | None, shape: HybridModelShape, time: StepTime
+    config: CacheConfig, drafter: Drafter | None, shape: HybridModelShape, time: StepTime, ranks: Ranks
 ) -> DraftPlanner | NoDrafts:
     if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
         needed = "an object with propose() and forget(), such as PromptLookupDrafter()"
@@ -110,16 +110,20 @@ def _planner(
     max_drafts = config.num_speculative_tokens
     if max_drafts:
         drafter = drafter or PromptLookupDrafter()
-        return DraftPlanner(drafter, max_drafts, shape.vocab_size, _policy(config, drafter, time))
+        return DraftPlanner(drafter, max_drafts, shape.vocab_size, _policy(config, drafter, time, ranks))
     if drafter is not None:
         raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
     return NoDrafts()
 
 
-def _policy(config: CacheConfig, drafter: Drafter, time: StepTime) -> DraftPolicy | AllDrafts:
+def _policy(config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks) -> DraftPolicy | AllDrafts:
     if not config.adaptive_drafts:
         return AllDrafts()
-    return DraftPolicy(time, drafter.draft_seconds) if isinstance(drafter, TakesTime) else DraftPolicy(time)
+    if not isinstance(drafter, TakesTime):
+        return DraftPolicy(time)
+    # A drafter that failed on one of several ranks would teach them different things: there it is asked by steps only.
+    watches = ranks.num_ranks == 1 and drafter.draft_seconds(1, 1) == 0
+    return DraftPolicy(time, drafter.draft_seconds, watches=watches)
 
 
 def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: bool, num_stages: int) -> None:

@@ -110,8 +110,9 @@ def _weights_of(model: Any) -> tuple[int, int]:
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
     """Return how to reckon the time of a model's steps; all its ranks call it, and get the same."""
-    on_gpu = next(model.parameters()).is_cuda
-    return StepTime(_reads_of(model, shape, config, ranks), GPU if on_gpu else CPU, 1 + config.num_speculative_tokens)
+    device = GPU if next(model.parameters()).is_cuda else CPU
+    width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
+    return StepTime(_reads_of(model, shape, config, ranks), device, width)
 
 
 def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepReads:

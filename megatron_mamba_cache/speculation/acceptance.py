@@ -27,11 +27,15 @@ class Acceptance:
         self._weight = weight
         self._right = self._tried = 0.0
 
+    def is_known(self, num_tried: int, num_wrong: int) -> bool:
+        """Return whether the estimate rests on so many drafts, or on so many that were wrong."""
+        return self._tried >= num_tried or self._tried - self._right >= num_wrong
+
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a step.
 
         Args:
-            num_drafted: Drafts that were verified; 0: a draft was wanted and none was to be had, which counts as wrong.
+            num_drafted: Drafts that were verified; 0 teaches nothing.
             num_accepted: How many of them were accepted; the base token does not count.
 
         Raises:
@@ -39,8 +43,7 @@ class Acceptance:
         """
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(f"need 0 <= num_accepted <= num_drafted, found {num_accepted} of {num_drafted}")
-        was_wrong = num_drafted == 0 or num_accepted < num_drafted
-        num_tried = num_accepted + was_wrong
+        num_tried = min(num_accepted + 1, num_drafted)
         kept = self._keep**num_tried
         self._right = kept * self._right + num_accepted
         self._tried = kept * self._tried + num_tried

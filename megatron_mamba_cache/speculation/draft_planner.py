@@ -18,6 +18,7 @@ from .drafter import (
     HasVocabulary,
     ReadsHiddenStates,
 )
+from .watched_drafts import WatchedDrafts
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class DraftPlanner:
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._policy = policy
         self._asked: set[int] = set()  # requests of the step that is planned whose drafts were asked for
+        self._has_drafts = False  # of the step that lands
+        self._watched = WatchedDrafts()
         self._hidden_states: dict[int, Tensor] = {}
 
     @property
@@ -140,13 +143,19 @@ class DraftPlanner:
 
         A request whose drafts were not asked for, or that was forgotten meanwhile, is ignored.
         """
-        if row.request_id in self._asked:
+        if row.request_id in self._asked and num_drafted:
+            self._has_drafts = True
             self._policy.note(row.request_id, num_drafted, num_accepted)
 
-    def note_step(self) -> None:
-        """Count a step that has landed; call it once for each, after its rows are noted."""
-        self._policy.note_step(drafted=bool(self._asked))
+    def note_step(self, rows: Sequence[RunningRequest]) -> None:
+        """Count a step that has landed; call it once for each, after its rows are noted and have their tokens."""
+        self._policy.note_step(rows, asked=bool(self._asked), drafted=self._has_drafts)
         self._asked.clear()
+        self._has_drafts = False
+        if watched := self._policy.watched(rows):
+            self._watch(watched)
+        else:
+            self._watched.clear()
 
     def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:
         """Keep the last hidden state [hidden] that a row's newest token was chosen from, for its next draft."""
@@ -158,12 +167,30 @@ class DraftPlanner:
         A drafter that raises here fails no request: its drafts are still verified.
         """
         self._asked.discard(request_id)
+        self._watched.forget(request_id)
         self._policy.forget(request_id)
         self._hidden_states.pop(request_id, None)
         try:
             self._drafter.forget(request_id)
         except Exception as error:  # a drafter is user code, and requests are being released
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
+
+    def _watch(self, rows: Sequence[RunningRequest]) -> None:
+        """Learn from what the drafter would have proposed for rows that rest; while the next step runs, if it may."""
+        for outcome in self._watched.ended(rows):
+            self._policy.note(*outcome)
+        asked = [row for row in rows if self._watched.num_tokens(row) == 0]
+        try:
+            drafts = self._propose([DraftRequest(row, self._max_drafts) for row in asked]) if asked else []
+        except Exception as error:  # a drafter is user code, and no step needs these drafts
+            _LOG.warning("%s cannot be watched: %r", type(self._drafter).__name__, error)
+            return
+        for row, draft in zip(asked, drafts, strict=True):
+            if draft.tokens:
+                self._watched.watch(row, draft.tokens)
+        offered = [self._watched.num_tokens(row) for row in rows]
+        if any(offered):
+            self._policy.reconsider(rows, offered)
 
     def _request(self, limit: DraftLimit) -> DraftRequest:
         return DraftRequest(limit.row, limit.limit, self._hidden_states.get(limit.row.request_id))
@@ -237,7 +264,7 @@ class NoDrafts:
     def note(self, row: RunningRequest, num_drafted: int, num_accepted: int) -> None:
         """Learn nothing."""
 
-    def note_step(self) -> None:
+    def note_step(self, rows: Sequence[RunningRequest]) -> None:
         """Count nothing."""
 
     def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:

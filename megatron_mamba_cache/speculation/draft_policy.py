@@ -6,16 +6,23 @@ from dataclasses import dataclass
 
 from ..policy.requests import RunningRequest
 from .acceptance import DRAFTER_WINDOW, REQUEST_WINDOW, Acceptance
-from .draft_counts import best_counts
+from .draft_counts import LEAST_GAIN, best_counts
 from .step_time import StepTime
 
-FIRST_CHANCE = 0.8
+FIRST_CHANCE = 0.7
 """Of a draft, before any was verified."""
+NUM_TRIED, NUM_WRONG = 16, 4
+"""Drafts that are tried at first whatever they cost, or wrong ones, before a drafter is known."""
 PROBE_DRAFTS = 4
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.0075
 """Of the time, what probes may take."""
+RESUME_GAIN = 1.1
+"""What drafts must seem to bring before a rest ends for them: more than what goes on, so that luck alone ends none."""
 SHORTEST_REST, LONGEST_REST = 8, 256
-_REQUEST_WEIGHT, _DRAFTER_WEIGHT = 3.0, 4.0
+PATIENCE = 4
+"""Steps in a row without any drafts to be had, before rows rest for that."""
+_REQUEST_WEIGHT, _DRAFTER_WEIGHT = 3.0, 2.0
+_NEVER = 1 << 62
 
 
 class AllDrafts:
@@ -32,12 +39,19 @@ class AllDrafts:
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
         """Learn nothing."""
 
-    def note_step(self, *, drafted: bool) -> None:
+    def note_step(self, rows: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Count nothing."""
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:
         """Return False."""
         return False
+
+    def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Return no row: none rests."""
+        return []
+
+    def reconsider(self, rows: Sequence[RunningRequest], offered: Sequence[int]) -> None:
+        """Do nothing."""
 
     def forget(self, request_id: int) -> None:
         """Forget nothing."""
@@ -56,22 +70,32 @@ class DraftPolicy:
 
     A step gets the drafts with which it is likely to bring most tokens a second, by how many drafts were accepted
     lately, of each request and of all, and by how long steps take. Where none pay, all rows rest together, and steps
-    may be launched ahead of their tokens. After a rest one step probes: every row drafts a few tokens. Rests are so
-    long that probes take at most PROBE_SHARE of the time.
+    may be launched ahead of their tokens. A rest ends when drafts seem to pay again. A drafter that takes no time is
+    asked meanwhile, and its drafts are compared with what the rows write. After another's rest one step probes: every
+    row drafts a few tokens. Such rests are so long that probes take about PROBE_SHARE of the time.
 
     Args:
         time: Of steps.
         drafter_seconds: Returns how long the drafter takes, by rows and drafts of the row that gets most.
+        watches: Whether drafts of rows that rest are compared, see `watched`, so that no step need probe.
     """
 
-    def __init__(self, time: StepTime, drafter_seconds: Callable[[int, int], float] = lambda _rows, _most: 0.0) -> None:
+    def __init__(
+        self,
+        time: StepTime,
+        drafter_seconds: Callable[[int, int], float] = lambda _rows, _most: 0.0,
+        *,
+        watches: bool = False,
+    ) -> None:
         self._time = time
         self._drafter_seconds = drafter_seconds
+        self._watches = watches
         self._overall = Acceptance(DRAFTER_WINDOW, _DRAFTER_WEIGHT)
         self._of_requests: dict[int, Acceptance] = {}
         self._step = 0  # steps that have landed
         self._drafted_at = 0  # the last of them that was to have drafts
         self._rest: _Rest | None = None
+        self._num_empty = 0  # steps in a row that were to have drafts and had none
         self._probes = False
 
     def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
@@ -83,19 +107,14 @@ class DraftPolicy:
         none = [0] * len(rows)
         if not any(rooms) or self._holds(rows, self._step):
             return none
-        num_cached = _num_cached(rows)
-        plain = self._time.seconds(len(rows), 0, num_cached)
-
-        def seconds(num_drafts: int, most: int) -> float:
-            return self._time.seconds(len(rows), num_drafts, num_cached) + self._drafter_seconds(len(rows), most)
-
         self._rest, self._probes = None, False
-        found = best_counts(self._chances(rows), rooms, seconds, plain)
+        found = self._best(rows, rooms)
         if any(found):
             return found
-        probe = [min(PROBE_DRAFTS, room) for room in rooms]
-        more = seconds(sum(probe), max(probe)) + self._time.device.drafts_s - plain  # the step behind it waits, too
-        end = self._drafted_at + _rest_between(more / plain)
+        probe, end = [min(PROBE_DRAFTS, room) for room in rooms], _NEVER
+        if not self._watches:
+            is_known = self._overall.is_known(NUM_TRIED, NUM_WRONG)
+            end = self._drafted_at + self._steps_between_probes(rows, probe) if is_known else self._step
         if self._step >= end:
             self._probes = True
             return probe
@@ -111,31 +130,54 @@ class DraftPolicy:
             return list(proposed)
         num_cached = _num_cached(rows)
         plain = self._time.seconds(len(rows), 0, num_cached) + self._time.device.drafts_s
-        chances = self._chances(rows)
         return best_counts(
-            chances, proposed, lambda count, _most: self._time.seconds(len(rows), count, num_cached), plain
+            self._chances(rows),
+            proposed,
+            lambda count, _most: self._time.seconds(len(rows), count, num_cached),
+            plain,
         )
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a row that was to have drafts; 0 drafted where none was to be had, or none paid."""
+        """Learn from the drafts of a row that were verified or watched; none teach nothing."""
         if request_id not in self._of_requests:
             self._of_requests[request_id] = Acceptance(REQUEST_WINDOW, _REQUEST_WEIGHT)
         self._of_requests[request_id].note(num_drafted, num_accepted)
         self._overall.note(num_drafted, num_accepted)
 
-    def note_step(self, *, drafted: bool) -> None:
+    def note_step(self, rows: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Count a step that has landed, once each.
 
+        Where nothing that was asked for was to be had or paid, rows rest: until something does, if drafts are watched,
+        and else longer each time, but for the first PATIENCE times: a draft model may still be reading a prompt.
+
         Args:
-            drafted: Whether any row was to have drafts.
+            asked: Whether any row was to have drafts.
+            drafted: Whether any had some.
         """
-        if drafted:
+        if asked:
             self._drafted_at = self._step
+            self._num_empty = 0 if drafted else self._num_empty + 1
         self._step += 1
+        if asked and not drafted:
+            self._rest = _Rest({row.request_id for row in rows}, _NEVER if self._watches else self._end_of_patience())
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether rows whose step has no drafts will all get none in the step after it either."""
         return self._holds(rows, self._step + 1)
+
+    def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Return the rows that rest, if drafts are to be compared with what they write; `note` their outcomes."""
+        rest = self._rest
+        return [] if rest is None or not self._watches else [row for row in rows if row.request_id in rest.request_ids]
+
+    def reconsider(self, rows: Sequence[RunningRequest], offered: Sequence[int]) -> None:
+        """End the rest of rows if drafts seem to pay by now.
+
+        Args:
+            offered: [rows] drafts that there are of each.
+        """
+        if any(self._best(rows, offered, RESUME_GAIN)):
+            self._rest = None
 
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request."""
@@ -148,6 +190,34 @@ class DraftPolicy:
         rest = self._rest
         return rest is not None and step < rest.end and all(row.request_id in rest.request_ids for row in rows)
 
+    def _end_of_patience(self) -> int:
+        """Return before which step nothing is asked for again."""
+        num_rests = self._num_empty - PATIENCE
+        return self._step + (min(SHORTEST_REST << (num_rests - 1), LONGEST_REST) if num_rests > 0 else 0)
+
+    def _best(self, rows: Sequence[RunningRequest], rooms: Sequence[int], least_gain: float = LEAST_GAIN) -> list[int]:
+        """Return the drafts of each row that are likely to pay, asked of a drafter now."""
+        num_cached = _num_cached(rows)
+        plain = self._time.seconds(len(rows), 0, num_cached)
+        return best_counts(
+            self._chances(rows),
+            rooms,
+            lambda count, most: self._seconds(rows, count, most, num_cached),
+            plain,
+            least_gain,
+        )
+
+    def _seconds(self, rows: Sequence[RunningRequest], num_drafts: int, most: int, num_cached: int) -> float:
+        """Return how long a step takes with its drafter."""
+        return self._time.seconds(len(rows), num_drafts, num_cached) + self._drafter_seconds(len(rows), most)
+
+    def _steps_between_probes(self, rows: Sequence[RunningRequest], probe: Sequence[int]) -> int:
+        num_cached = _num_cached(rows)
+        plain = self._time.seconds(len(rows), 0, num_cached)
+        waits = 2 * self._time.device.drafts_s  # of the steps before and behind it
+        cost = self._seconds(rows, sum(probe), max(probe), num_cached) + waits - plain
+        return min(max(math.ceil(cost / plain / PROBE_SHARE), SHORTEST_REST), LONGEST_REST)
+
     def _chances(self, rows: Sequence[RunningRequest]) -> list[float]:
         expected, found = self._overall.chance(FIRST_CHANCE), []
         for row in rows:
@@ -158,8 +228,3 @@ class DraftPolicy:
 
 def _num_cached(rows: Sequence[RunningRequest]) -> int:
     return sum(row.computed for row in rows)
-
-
-def _rest_between(cost: float) -> int:
-    """Return how many steps lie from one probe to the next, by how many plain steps' time a probe costs."""
-    return min(max(math.ceil(cost / PROBE_SHARE), SHORTEST_REST), LONGEST_REST)

@@ -95,7 +95,11 @@ class ReadsHiddenStates(Protocol):
 
 @runtime_checkable
 class TakesTime(Protocol):
-    """A drafter, such as a draft model, whose proposals take so long that a step may be faster without them."""
+    """A drafter that knows how long its proposals take: a draft model so long that a step may be faster without them.
+
+    One that says 0 may be asked in any step, also where its drafts are not verified but only compared with what the
+    model writes. Another's drafts are tried in a step now and then.
+    """
 
     def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Return about how long it takes to propose for some rows, `num_drafts` at most each; the same on all ranks."""

@@ -37,6 +37,10 @@ class PromptLookupDrafter:
         """Return a copied draft for each request, in order, empty where the text's end is new; see `Drafter`."""
         return [Draft(self._current_index(request.row).continuation(request.num_tokens)) for request in requests]
 
+    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """See `TakesTime`: none, next to a step."""
+        return 0.0
+
     def forget(self, request_id: int) -> None:
         """Free the index of a request; an unknown one is ignored."""
         self._indices.pop(request_id, None)

@@ -39,7 +39,7 @@ def advance_one_token_rows(
         row.generated.extend(new)
         row.computed += 1
         row.scheduled = 0
-    planner.note_step()
+    planner.note_step(rows)
     counters.decode_rows += len(rows)
     counters.decode_tokens_computed += len(rows)
 
@@ -64,4 +64,4 @@ def advance_rows(
         cache.publish(row, num_kept)
         planner.note(row, len(row.drafts), num_kept - 1)
         cache.advance(row, num_kept)
-    planner.note_step()
+    planner.note_step(rows)

@@ -28,7 +28,7 @@ class DeviceSpeed:
 
 GPU = DeviceSpeed(4.3e12, 3.4e14, 12e-6, 0.9e-3)
 """An H200; see `benchmarks/results/draft_chances.md`."""
-CPU = DeviceSpeed(1e10, 2e9, 7e-4, 5e-4)
+CPU = DeviceSpeed(1e10, 3e9, 7e-4, 5e-4)
 """Two cores, whose steps take as long as their calls and their products."""
 
 
@@ -72,12 +72,13 @@ class StepTime:
     Args:
         reads: Of the model.
         device: That it runs on.
-        width: Tokens of a row that a step computes if any row has drafts: a captured step pads every row to it.
+        width: Tokens of each row that a step computes if any row has drafts, as captured steps are padded to it; 0: a
+            step computes the tokens that it has.
     """
 
     reads: StepReads
     device: DeviceSpeed
-    width: int = 1
+    width: int = 0
 
     def seconds(self, num_rows: int, num_drafts: int, num_cached: int = 0) -> float:
         """Return the seconds of a step.
@@ -89,6 +90,6 @@ class StepTime:
         reads, device = self.reads, self.device
         num_bytes = reads.weights + reads.expert * reads.experts_hit(num_rows + num_drafts)
         num_bytes += num_rows * reads.row + num_drafts * reads.draft + num_cached * reads.cached_token
-        num_computed = num_rows * (self.width if num_drafts else 1)
+        num_computed = num_rows * self.width if self.width and num_drafts else num_rows + num_drafts
         busy = max(num_bytes / device.bytes_per_s, num_computed * reads.products / device.products_per_s)
         return busy + reads.num_layers * device.layer_s + (device.drafts_s if num_drafts else 0.0)

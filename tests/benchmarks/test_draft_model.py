@@ -23,6 +23,6 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(monkeypatch: pytest.Mo
     print(benchmark.table(found))
     assert [one.num_rows for one in found] == [1, 3]
     for one in found:
-        assert one.speeds["right drafts"].tokens_per_step > 2 * one.num_rows
+        assert one.speeds["right drafts, always"].tokens_per_step > 2 * one.num_rows
         assert one.speeds["wrong drafts"].tokens_per_step < 1.1 * one.num_rows
     assert "| 3 | wrong drafts | " in benchmark.table(found)

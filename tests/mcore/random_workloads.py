@@ -379,6 +379,7 @@ def make_workload(
     if num_drafts:
         settings["num_speculative_tokens"] = num_drafts = min(num_drafts, block - 1)
         settings["cached_states"] = max(settings.get("cached_states", 50), num_drafts)
+        settings["adaptive_drafts"] = seed % 2 == 0  # others draft in every step
     if num_drafts or rng.random() < 0.3:
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     if has_log_probs:

@@ -139,9 +139,8 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
     sizes = MODELS["bf16-odd"]
     with recorded_launches(on_hopper=False) as record:
         drafter = DraftModelDrafter(hybrid(MODELS["bf16"]).model, cache_config(sizes, max_requests=NUM_ROWS))
-        run = EngineRun.start(
-            hybrid(sizes), cache_config(sizes, num_speculative_tokens=3, max_requests=NUM_ROWS), drafter=drafter
-        )
+        config = cache_config(sizes, num_speculative_tokens=3, adaptive_drafts=False, max_requests=NUM_ROWS)
+        run = EngineRun.start(hybrid(sizes), config, drafter=drafter)
         rehearse_engine(run)
         of_the_engine = record.take()
         rehearse_prefill(drafter._model, drafter._context.runner)

@@ -81,7 +81,7 @@ def simulate(
         offers: Share of the rows for which there is a draft at all.
     """
     drawn = random.Random(seed)
-    numbers = count()
+    numbers, watched = count(), _Watched(policy, chance, offers, drawn)
     rows = [_request(next(numbers)) for _ in range(num_rows)]
     num_tokens, seconds, num_drafted = 0, 0.0, 0
     joined = True
@@ -93,17 +93,45 @@ def simulate(
         num_cached = sum(row.computed for row in rows)
         seconds += time.seconds(num_rows, sum(counts), num_cached)
         seconds += time.device.drafts_s if waits and not any(counts) else 0.0
-        for row, asked, drafted in zip(rows, wanted, counts, strict=True):
+        for row, drafted in zip(rows, counts, strict=True):
             kept = _num_kept(drawn, chance(row.request_id), drafted)
-            if asked:
+            if drafted:
                 policy.note(row.request_id, drafted, kept)
             row.computed += 1 + kept
             num_tokens += 1 + kept
         num_drafted += sum(counts)
-        policy.note_step(drafted=any(wanted))
+        policy.note_step(rows, asked=any(wanted), drafted=any(counts))
+        watched.compare(rows)
         before, rows = rows, list(_with_new(rows, policy, numbers))
         joined = rows != before
     return Simulated(num_tokens, seconds, num_drafted)
+
+
+class _Watched:
+    """Drafts of rows that rest, which end as many steps later as they have right tokens."""
+
+    def __init__(
+        self, policy: DraftPolicy | AllDrafts, chance: Callable[[int], float], offers: float, drawn: random.Random
+    ) -> None:
+        self._policy, self._chance, self._offers, self._drawn = policy, chance, offers, drawn
+        self._begun: dict[int, tuple[int, int]] = {}  # request -> right tokens, steps left
+
+    def compare(self, rows: Sequence[RunningRequest]) -> None:
+        """Do what a planner does once a step has landed."""
+        watched = self._policy.watched(rows)
+        for row in watched:
+            right, left = self._begun.pop(row.request_id, (0, 0))
+            if left > 1:
+                self._begun[row.request_id] = right, left - 1
+                continue
+            if left:
+                self._policy.note(row.request_id, MOST, right)
+            if self._drawn.random() < self._offers:
+                right = _num_kept(self._drawn, self._chance(row.request_id), MOST)
+                self._begun[row.request_id] = right, min(right + 1, MOST)
+        offered = [MOST * (row.request_id in self._begun) for row in watched]
+        if any(offered):
+            self._policy.reconsider(watched, offered)
 
 
 def plain_steps(time: StepTime, num_rows: int, num_steps: int) -> Simulated:

@@ -38,11 +38,12 @@ def test_an_estimate_comes_near_the_chance_and_follows_it(chance: float) -> None
     assert found.chance(0.5) > 0.5
 
 
-def test_a_draft_that_was_not_to_be_had_counts_as_wrong() -> None:
-    nothing, wrong = Acceptance(REQUEST_WINDOW, 2.0), Acceptance(REQUEST_WINDOW, 2.0)
-    nothing.note(0, 0)
-    wrong.note(3, 0)
-    assert nothing.chance(0.8) == wrong.chance(0.8) < 0.8
+def test_drafts_behind_a_wrong_one_count_for_nothing() -> None:
+    one, many, none = (Acceptance(REQUEST_WINDOW, 2.0) for _ in range(3))
+    one.note(1, 0)
+    many.note(8, 0)
+    none.note(0, 0)
+    assert one.chance(0.8) == many.chance(0.8) < none.chance(0.8) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(("num_drafted", "num_accepted"), [(1, 2), (0, 1), (1, -1), (-1, -1)])

@@ -72,7 +72,7 @@ def test_each_request_learns_from_its_own_steps() -> None:
     for _ in range(20):
         for entry, draft in zip(limits, planner.plan(limits), strict=True):
             planner.note(entry.row, len(draft.tokens), 4 * (entry.row is rows[1]))
-        planner.note_step()
+        planner.note_step(rows)
     assert planner.counts(rows, [8, 8])[1] == 8 > 2 >= planner.counts(rows, [8, 8])[0]
 
 
@@ -84,7 +84,7 @@ def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
         planner.plan(limits)
         planner.note(rows[0], 4, 4)
         planner.note(rows[1], 0, 0)
-        planner.note_step()
+        planner.note_step(rows)
         planner.note(rows[0], 0, 0)  # of a step that was not planned
     assert planner.counts(rows, [4, 4]) == [4, 4]
 
@@ -125,7 +125,7 @@ def test_forgotten_request_starts_anew() -> None:
         planner.plan(limits)
         planner.note(rows[0], 4, 0)
         planner.note(rows[1], 4, 4)
-        planner.note_step()
+        planner.note_step(rows)
     before = planner.counts(rows[:1], [8])
     planner.forget(1)
     assert drafter.forgotten == [1]
@@ -186,7 +186,8 @@ def test_no_drafts_answers_every_row_with_an_empty_draft() -> None:
     planner = NoDrafts()
     limits = limits_of(2, 3)
     assert planner.max_drafts == 0 and planner.plan(limits) == [Draft(), Draft()]
-    planner.note(limits[0].row, 0, 0)
-    planner.note_step()
+    rows = [entry.row for entry in limits]
+    planner.note(rows[0], 0, 0)
+    planner.note_step(rows)
     planner.forget(1)
-    assert planner.rest([entry.row for entry in limits])
+    assert planner.rest(rows)

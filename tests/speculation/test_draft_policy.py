@@ -1,5 +1,6 @@
 """What drafts bring and cost by the policy, in simulated steps of dense models and of models with experts."""
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -23,53 +24,72 @@ from tests.speculation.simulated_steps import (
     wider,
 )
 
-NUM_STEPS = 1500
-ROWS = [1, 8, 32, 128]
+NUM_STEPS = 1000
+ROWS = [1, 8, 48]
 
 
-def gain(model: str, num_rows: int, chance: float, policy: DraftPolicy | AllDrafts | None = None) -> float:
+watched = pytest.mark.parametrize("watches", [False, True], ids=["probes", "watches"])
+
+
+def gain(model: str, num_rows: int, chance: float, policy: DraftPolicy | AllDrafts) -> float:
     """Return the tokens a second with drafts, of those without."""
     time = time_of(MODELS[model])
-    with_drafts = simulate(policy or DraftPolicy(time), time, num_rows, lambda _id: chance, num_steps=NUM_STEPS)
+    with_drafts = simulate(policy, time, num_rows, lambda _id: chance, num_steps=NUM_STEPS)
     return with_drafts.speed / plain_steps(time, num_rows, NUM_STEPS).speed
 
 
+@cache
+def best_fixed(model: str, num_rows: int, chance: float) -> float:
+    """Return what the best number of drafts in every step gains."""
+    return max(gain(model, num_rows, chance, FixedCounts(number)) for number in (1, 2, MOST))
+
+
+def policy_of(model: str, *, watches: bool) -> DraftPolicy:
+    """Return a policy that knows nothing yet."""
+    return DraftPolicy(time_of(MODELS[model]), watches=watches)
+
+
+@watched
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_useless_drafts_cost_2_percent_at_most(model: str, num_rows: int) -> None:
+def test_useless_drafts_cost_2_percent_at_most(model: str, num_rows: int, watches: bool) -> None:
     for chance in (0.0, 0.02, 0.05):
-        found = gain(model, num_rows, chance)
+        found = gain(model, num_rows, chance, policy_of(model, watches=watches))
         print(f"{model}, {num_rows} rows, right {chance:.0%}: {found:.4f} of no drafts")
-        assert found >= 0.98
+        assert found >= (0.985 if watches else 0.98)
 
 
+@watched
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("chance", [0.15, 0.3, 0.5, 0.7, 0.9])
-def test_drafts_bring_nearly_what_the_best_fixed_number_brings(model: str, num_rows: int, chance: float) -> None:
-    fixed = max(gain(model, num_rows, chance, FixedCounts(number)) for number in range(1, MOST + 1))
-    found = gain(model, num_rows, chance)
+def test_drafts_bring_nearly_what_the_best_fixed_number_brings(
+    model: str, num_rows: int, chance: float, watches: bool
+) -> None:
+    fixed = best_fixed(model, num_rows, chance)
+    found = gain(model, num_rows, chance, policy_of(model, watches=watches))
     print(f"{model}, {num_rows} rows, right {chance:.0%}: {found:.3f} of no drafts, the best fixed number {fixed:.3f}")
-    assert found >= 0.92 * max(1.0, fixed) and found >= 0.97
+    assert found >= (0.94 if watches else 0.9) * max(1.0, fixed) and found >= 0.96
 
 
+@watched
 @pytest.mark.parametrize("model", MODELS)
-def test_one_row_that_repeats_itself_drafts_beside_others_that_do_not(model: str) -> None:
-    time = time_of(MODELS[model])
-    policy = DraftPolicy(time)
+def test_one_row_that_repeats_itself_drafts_beside_others_that_do_not(model: str, watches: bool) -> None:
+    time, policy = time_of(MODELS[model]), policy_of(model, watches=watches)
     found = simulate(policy, time, 8, lambda request_id: 0.97 if request_id % 8 == 0 else 0.03, num_steps=NUM_STEPS)
     plain = plain_steps(time, 8, NUM_STEPS)
     print(f"{model}: {found.speed / plain.speed:.3f} of no drafts")
     assert found.speed > (1.03 if model == "8b" else 0.98) * plain.speed
 
 
+@watched
 @pytest.mark.parametrize("offers", [0.0, 0.1])
-def test_a_drafter_that_finds_nothing_costs_hardly_anything(offers: float) -> None:
+def test_a_drafter_that_finds_nothing_costs_hardly_anything(offers: float, watches: bool) -> None:
     time = time_of(MODELS["8b"])
-    found = simulate(DraftPolicy(time), time, 1, lambda _id: 0.3, num_steps=NUM_STEPS, offers=offers)
+    found = simulate(policy_of("8b", watches=watches), time, 1, lambda _id: 0.3, num_steps=NUM_STEPS, offers=offers)
     plain = plain_steps(time, 1, NUM_STEPS)
     print(f"{offers:.0%} offered: {found.speed / plain.speed:.3f} of no drafts")
-    assert found.speed > 0.97 * plain.speed
+    assert found.speed > (0.97 if watches or not offers else 0.9) * plain.speed
 
 
 def test_a_drafter_that_takes_longer_than_the_model_is_asked_by_probes_only() -> None:
@@ -77,17 +97,24 @@ def test_a_drafter_that_takes_longer_than_the_model_is_asked_by_probes_only() ->
     policy = DraftPolicy(time, lambda num_rows, most: most * time.seconds(num_rows, 0))
     found = simulate(policy, time, 4, lambda _id: 0.9, num_steps=NUM_STEPS)
     probes = found.num_drafted / (4 * PROBE_DRAFTS)
-    assert NUM_STEPS / LONGEST_REST - 1 <= probes <= NUM_STEPS / LONGEST_REST + 1
+    assert NUM_STEPS / LONGEST_REST - 1 <= probes <= NUM_STEPS / LONGEST_REST + 3  # two or three at the start
 
 
+def test_a_drafter_that_is_nearly_always_right_is_tried_long_enough_to_be_known() -> None:
+    time = time_of(MODELS["8b"])
+    policy = DraftPolicy(time, lambda num_rows, most: 0.6 * most * time.seconds(num_rows, 0))
+    assert simulate(policy, time, 1, lambda _id: 0.98, num_steps=300).num_drafted > 800
+    assert policy.counts([row_of([0], request_id=9999)], [MOST]) == [MOST]
+
+
+@watched
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_rows_begin_to_draft_again_once_it_pays(num_rows: int) -> None:
-    time = time_of(MODELS["nano"])
-    policy = DraftPolicy(time)
+def test_rows_begin_to_draft_again_once_it_pays(num_rows: int, watches: bool) -> None:
+    time, policy = time_of(MODELS["nano"]), policy_of("nano", watches=watches)
     useless = simulate(policy, time, num_rows, lambda _id: 0.0, num_steps=400)
     useful = simulate(policy, time, num_rows, lambda _id: 0.95, num_steps=400)
     print(f"{useless.num_drafted / num_rows} drafts, then {useful.num_drafted / num_rows} of a row")
-    assert useless.num_drafted < 60 * num_rows and useful.num_drafted > 200 * num_rows
+    assert useless.num_drafted < 60 * num_rows and useful.num_drafted > (1200 if watches else 500) * num_rows
 
 
 def test_experts_shared_by_ranks_are_read_for_the_tokens_of_all() -> None:
@@ -114,12 +141,12 @@ def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
         for row, number in zip(rows, counts, strict=True):
             if number:
                 policy.note(row.request_id, number, 0)
-        policy.note_step(drafted=any(counts))
+        policy.note_step(rows, asked=any(counts), drafted=any(counts))
         asked.append(any(counts))
         if rested:
             assert not any(counts) and policy.counts(rows, [MOST] * 2) == [0, 0]
     steps = [step for step, drafts in enumerate(asked) if drafts]
-    rests = [later - earlier for earlier, later in pairwise(steps)][5:]
+    rests = [later - earlier for earlier, later in pairwise(steps)][-5:]
     print(f"steps with drafts: {steps}")
     assert rests and len(set(rests)) == 1 and SHORTEST_REST <= rests[0] <= LONGEST_REST
     assert policy.rests(rows[:1]) == policy.rests(rows)  # rows that leave end no rest
