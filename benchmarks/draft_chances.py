@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--json FILE]
 
-A drafter knows each reply, and each token that it drafts is right with a given chance, independently. The model has
+A drafter knows each reply, and each token that it drafts is right with a given chance, independently; it takes no time,
+like prompt lookup. The model has
 random weights that make it sure of the next token (see `loads/sure_model.py`). The same prompts are served together
 without drafts, with four drafts of each row in every step, and with those that the engine's policy takes. Decode steps
 are timed. `--shape tiny` runs on a CPU.
@@ -29,6 +30,8 @@ ROWS = (1, 8, 32)
 CHANCES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
 NUM_DRAFTS, NUM_GRAPHS = 4, 5
 PROMPT, REPLY = 288, 160
+NUM_FIRST = 8
+"""Tokens of the first replies of an engine, which are not timed."""
 RUN_LENGTH = 10_000
 """Numbers of requests in a run; each has its own."""
 
@@ -65,6 +68,7 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
         drafter, served = ChanceDrafter(shape.vocab_size, RUN_LENGTH), replace(shape, adaptive_drafts=adaptive)
         drafter.replies = recorded.replies
         with serving_engine(model, served, MODES["full"], NUM_DRAFTS, drafter) as engine:
+            record_on(engine, prompts, NUM_FIRST, RUN_LENGTH * len(chances))
             for number, drafter.chance in enumerate(chances):
                 run = record_on(engine, prompts, REPLY, RUN_LENGTH * number)
                 if run.replies != recorded.replies:

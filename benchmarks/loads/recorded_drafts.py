@@ -45,6 +45,10 @@ class ChanceDrafter:
         """Return as many tokens as the request asks for, or as are left."""
         return [Draft(tuple(map(self._token, self._known(request)))) for request in requests]
 
+    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Return 0, as prompt lookup does."""
+        return 0.0
+
     def forget(self, request_id: int) -> None:
         """Do nothing."""
 
