@@ -3,10 +3,9 @@
     PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--json FILE]
 
 A drafter knows each reply, and each token that it drafts is right with a given chance, independently; it takes no time,
-like prompt lookup. The model has
-random weights that make it sure of the next token (see `loads/sure_model.py`). The same prompts are served together
-without drafts, with four drafts of each row in every step, and with those that the engine's policy takes. Decode steps
-are timed. `--shape tiny` runs on a CPU.
+like prompt lookup. The model has random weights that make it sure of the next token (see `loads/sure_model.py`). The
+same prompts are served together without drafts, with four drafts of each row in every step, and with those that the
+engine's policy takes. Decode steps are timed. `--shape tiny` runs on a CPU.
 """
 
 import argparse

@@ -43,8 +43,8 @@ class AllDrafts:
         """Count nothing."""
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:
-        """Return False."""
-        return False
+        """Return False, unless there are no rows."""
+        return not rows
 
     def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Return no row: none rests."""
@@ -162,8 +162,8 @@ class DraftPolicy:
             self._rest = _Rest({row.request_id for row in rows}, _NEVER if self._watches else self._end_of_patience())
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:
-        """Return whether rows whose step has no drafts will all get none in the step after it either."""
-        return self._holds(rows, self._step + 1)
+        """Return whether rows whose step has no drafts will all get none in the step after it either: no rows do."""
+        return not rows or self._holds(rows, self._step + 1)
 
     def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Return the rows that rest, if drafts are to be compared with what they write; `note` their outcomes."""

@@ -153,6 +153,12 @@ def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
     assert not policy.rests([*rows, row_of([0], request_id=9)])
 
 
+@pytest.mark.parametrize("policy", [AllDrafts(), DraftPolicy(time_of(NANO_30B))], ids=["all", "adaptive"])
+def test_no_rows_want_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
+    """Else an idle rank would have the ranks that share its experts compute steps of full width."""
+    assert policy.rests([]) and policy.counts([], []) == []
+
+
 def test_a_forgotten_request_is_new() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     row = row_of([0], request_id=5)
