@@ -39,12 +39,10 @@ def schedule_decode(
             cache.schedule_decode(row)
         return []
     # The step yields one token more than it has drafts; none may exceed the request's limit.
-    rooms = [max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget)) for row in rows]
+    rooms = [max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1)) for row in rows]
     rooms = [cache.decode_rules.most_drafts(row.computed, room) for row, room in zip(rows, rooms, strict=True)]
-    limits = []
-    for row, count in zip(rows, planner.counts(rows, rooms), strict=True):
-        limits.append(DraftLimit(row, min(count, budget)))
-        budget -= limits[-1].limit
+    counts = planner.counts(rows, rooms, budget)
+    limits = [DraftLimit(row, count) for row, count in zip(rows, counts, strict=True)]
     distributions: list[Tensor | None] = []
     for row, draft in zip(rows, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
         cache.schedule_decode(row, allowed(row, draft.tokens))

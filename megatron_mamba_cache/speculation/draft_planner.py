@@ -61,7 +61,7 @@ class DraftPlanner:
         self._policy = policy
         self._asked: set[int] = set()  # requests of the step that is planned whose drafts were asked for
         self._has_drafts = False  # of the step that lands
-        self._watched = WatchedDrafts()
+        self._watched, self._num_failed_watches = WatchedDrafts(), 0
         self._hidden_states: dict[int, Tensor] = {}
 
     @property
@@ -103,10 +103,10 @@ class DraftPlanner:
         if self._graphs is not None:
             self._graphs.drop_graphs()
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         """Return how many drafts each row of the next step should get; see `DraftPolicy`."""
         self._asked.clear()
-        return self._policy.counts(rows, rooms)
+        return self._policy.counts(rows, rooms, budget)
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether rows whose step has no drafts will all want none in the next step either."""
@@ -170,6 +170,9 @@ class DraftPlanner:
         self._watched.forget(request_id)
         self._policy.forget(request_id)
         self._hidden_states.pop(request_id, None)
+        self._tell_to_forget(request_id)
+
+    def _tell_to_forget(self, request_id: int) -> None:
         try:
             self._drafter.forget(request_id)
         except Exception as error:  # a drafter is user code, and requests are being released
@@ -183,7 +186,7 @@ class DraftPlanner:
         try:
             drafts = self._propose([DraftRequest(row, self._max_drafts) for row in asked]) if asked else []
         except Exception as error:  # a drafter is user code, and no step needs these drafts
-            _LOG.warning("%s cannot be watched: %r", type(self._drafter).__name__, error)
+            self._note_failed_watch(asked, error)
             return
         for row, draft in zip(asked, drafts, strict=True):
             if draft.tokens:
@@ -191,6 +194,14 @@ class DraftPlanner:
         offered = [self._watched.num_tokens(row) for row in rows]
         if any(offered):
             self._policy.reconsider(rows, offered)
+
+    def _note_failed_watch(self, asked: Sequence[RunningRequest], error: Exception) -> None:
+        self._num_failed_watches += 1
+        if self._num_failed_watches.bit_count() == 1:  # the first, second, fourth, ... time
+            name = type(self._drafter).__name__
+            _LOG.warning("%s failed %d times while its drafts were watched: %r", name, self._num_failed_watches, error)
+        for row in asked:
+            self._tell_to_forget(row.request_id)
 
     def _request(self, limit: DraftLimit) -> DraftRequest:
         return DraftRequest(limit.row, limit.limit, self._hidden_states.get(limit.row.request_id))
@@ -249,7 +260,7 @@ class NoDrafts:
     def drop_graphs(self) -> None:
         """Drop nothing."""
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         """Return 0 for each row."""
         return [0] * len(rows)
 

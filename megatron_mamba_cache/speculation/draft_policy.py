@@ -1,5 +1,6 @@
 """When rows draft, and how much: what drafts are likely to bring against the time that they take."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from ..policy.requests import RunningRequest
 from .acceptance import DRAFTER_WINDOW, REQUEST_WINDOW, Acceptance
 from .draft_counts import LEAST_GAIN, best_counts
 from .step_time import StepTime
+
+_LOG = logging.getLogger(__name__)
 
 FIRST_CHANCE = 0.7
 """Of a draft, before any was verified."""
@@ -19,7 +22,7 @@ PROBE_SHARE = 0.0075
 RESUME_GAIN = 1.1
 """What drafts must seem to bring before a rest ends for them: more than what goes on, so that luck alone ends none."""
 SHORTEST_REST, LONGEST_REST = 8, 256
-PATIENCE = 4
+PATIENCE = 16
 """Steps in a row without any drafts to be had, before rows rest for that."""
 _REQUEST_WEIGHT, _DRAFTER_WEIGHT = 3.0, 2.0
 _NEVER = 1 << 62
@@ -28,9 +31,9 @@ _NEVER = 1 << 62
 class AllDrafts:
     """Stands in for a `DraftPolicy` where every row drafts as many tokens as it has room for, whatever they bring."""
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
-        """Return the rooms."""
-        return list(rooms)
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
+        """Return the rooms, as far as the budget goes."""
+        return _within(rooms, budget)
 
     def of_proposed(self, rows: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
         """Return what was proposed."""
@@ -96,22 +99,25 @@ class DraftPolicy:
         self._drafted_at = 0  # the last of them that was to have drafts
         self._rest: _Rest | None = None
         self._num_empty = 0  # steps in a row that were to have drafts and had none
-        self._probes = False
+        self._probes = self._has_warned = False
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         """Return how many drafts each row of the next step should get; estimates do not change.
 
         Args:
             rooms: [rows] the most drafts of each. Where none has room nothing is decided.
+            budget: Of all rows; older rows' drafts go first.
         """
         none = [0] * len(rows)
-        if not any(rooms) or self._holds(rows, self._step):
+        if budget <= 0 or not any(rooms) or self._holds(rows, self._step):
             return none
         self._rest, self._probes = None, False
         found = self._best(rows, rooms)
+        if sum(found) > budget:
+            found = self._best(rows, _within(found, budget))
         if any(found):
             return found
-        probe, end = [min(PROBE_DRAFTS, room) for room in rooms], _NEVER
+        probe, end = _within([min(PROBE_DRAFTS, room) for room in rooms], budget), _NEVER
         if not self._watches:
             is_known = self._overall.is_known(NUM_TRIED, NUM_WRONG)
             end = self._drafted_at + self._steps_between_probes(rows, probe) if is_known else self._step
@@ -162,7 +168,7 @@ class DraftPolicy:
             self._rest = _Rest({row.request_id for row in rows}, _NEVER if self._watches else self._end_of_patience())
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:
-        """Return whether rows whose step has no drafts will all get none in the step after it either: no rows do."""
+        """Return whether rows whose step has no drafts will all get none in the step after it either, as no rows do."""
         return not rows or self._holds(rows, self._step + 1)
 
     def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
@@ -192,7 +198,7 @@ class DraftPolicy:
 
     def _end_of_patience(self) -> int:
         """Return before which step nothing is asked for again."""
-        num_rests = self._num_empty - PATIENCE
+        num_rests = min(self._num_empty - PATIENCE, LONGEST_REST)
         return self._step + (min(SHORTEST_REST << (num_rests - 1), LONGEST_REST) if num_rests > 0 else 0)
 
     def _best(self, rows: Sequence[RunningRequest], rooms: Sequence[int], least_gain: float = LEAST_GAIN) -> list[int]:
@@ -208,15 +214,21 @@ class DraftPolicy:
         )
 
     def _seconds(self, rows: Sequence[RunningRequest], num_drafts: int, most: int, num_cached: int) -> float:
-        """Return how long a step takes with its drafter."""
-        return self._time.seconds(len(rows), num_drafts, num_cached) + self._drafter_seconds(len(rows), most)
+        """Return how long a step takes with its drafter; for ever if that does not say."""
+        try:
+            of_drafter = float(self._drafter_seconds(len(rows), most))
+        except Exception as error:  # a drafter is user code, and its failure must not fail a request
+            if not self._has_warned:
+                _LOG.warning("draft_seconds() of a drafter failed, so that it is tried now and then only: %r", error)
+            self._has_warned, of_drafter = True, math.inf
+        return self._time.seconds(len(rows), num_drafts, num_cached) + (of_drafter if of_drafter >= 0 else math.inf)
 
     def _steps_between_probes(self, rows: Sequence[RunningRequest], probe: Sequence[int]) -> int:
         num_cached = _num_cached(rows)
         plain = self._time.seconds(len(rows), 0, num_cached)
         waits = 2 * self._time.device.drafts_s  # of the steps before and behind it
         cost = self._seconds(rows, sum(probe), max(probe), num_cached) + waits - plain
-        return min(max(math.ceil(cost / plain / PROBE_SHARE), SHORTEST_REST), LONGEST_REST)
+        return math.ceil(min(max(cost / plain / PROBE_SHARE, SHORTEST_REST), LONGEST_REST))
 
     def _chances(self, rows: Sequence[RunningRequest]) -> list[float]:
         expected, found = self._overall.chance(FIRST_CHANCE), []
@@ -224,6 +236,15 @@ class DraftPolicy:
             known = self._of_requests.get(row.request_id)
             found.append(expected if known is None else known.hoped(expected))
         return found
+
+
+def _within(counts: Sequence[int], budget: int) -> list[int]:
+    """Return as many of rows' drafts as a budget has room for, those of the first rows first."""
+    found = []
+    for count in counts:
+        found.append(max(0, min(count, budget)))
+        budget -= found[-1]
+    return found
 
 
 def _num_cached(rows: Sequence[RunningRequest]) -> int:

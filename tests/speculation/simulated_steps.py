@@ -12,6 +12,7 @@ from tests.speculation.request_rows import row_of
 
 MOST = 4
 """Drafts of a row."""
+NO_LIMIT = 1 << 30
 REPLY = 128
 """Tokens of a request, after which another takes its place."""
 
@@ -87,7 +88,7 @@ def simulate(
     joined = True
     for _ in range(num_steps):
         waits = not joined and not policy.rests(rows)
-        wanted = policy.counts(rows, [MOST] * num_rows)
+        wanted = policy.counts(rows, [MOST] * num_rows, NO_LIMIT)
         proposed = [found if drawn.random() < offers else 0 for found in wanted]
         counts = policy.of_proposed(rows, proposed)
         num_cached = sum(row.computed for row in rows)
@@ -142,7 +143,7 @@ def plain_steps(time: StepTime, num_rows: int, num_steps: int) -> Simulated:
 class NoDraftPolicy(DraftPolicy):
     """Rests for ever."""
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         return [0] * len(rows)
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:
@@ -155,7 +156,7 @@ class FixedCounts(AllDrafts):
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         return [min(self._num_drafts, room) for room in rooms]
 
 

@@ -10,7 +10,7 @@ from megatron_mamba_cache.speculation.draft_planner import DraftLimit, DraftPlan
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.speculation.request_rows import row_of
-from tests.speculation.simulated_steps import DENSE_8B, time_of
+from tests.speculation.simulated_steps import DENSE_8B, NO_LIMIT, time_of
 
 VOCAB = 10
 
@@ -73,7 +73,7 @@ def test_each_request_learns_from_its_own_steps() -> None:
         for entry, draft in zip(limits, planner.plan(limits), strict=True):
             planner.note(entry.row, len(draft.tokens), 4 * (entry.row is rows[1]))
         planner.note_step(rows)
-    assert planner.counts(rows, [8, 8])[1] == 8 > 2 >= planner.counts(rows, [8, 8])[0]
+    assert planner.counts(rows, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(rows, [8, 8], NO_LIMIT)[0]
 
 
 def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
         planner.note(rows[1], 0, 0)
         planner.note_step(rows)
         planner.note(rows[0], 0, 0)  # of a step that was not planned
-    assert planner.counts(rows, [4, 4]) == [4, 4]
+    assert planner.counts(rows, [4, 4], NO_LIMIT) == [4, 4]
 
 
 def test_planning_again_gives_the_same_drafts() -> None:
@@ -126,10 +126,10 @@ def test_forgotten_request_starts_anew() -> None:
         planner.note(rows[0], 4, 0)
         planner.note(rows[1], 4, 4)
         planner.note_step(rows)
-    before = planner.counts(rows[:1], [8])
+    before = planner.counts(rows[:1], [8], NO_LIMIT)
     planner.forget(1)
     assert drafter.forgotten == [1]
-    assert planner.counts(rows[:1], [8]) > before
+    assert planner.counts(rows[:1], [8], NO_LIMIT) > before
 
 
 def test_note_after_forget_remembers_nothing() -> None:
@@ -139,7 +139,7 @@ def test_note_after_forget_remembers_nothing() -> None:
         planner.plan([entry])
         planner.forget(1)
         planner.note(entry.row, 4, 0)
-    assert planner.counts([entry.row], [4]) == [4]
+    assert planner.counts([entry.row], [4], NO_LIMIT) == [4]
 
 
 BROKEN = {

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.speculation.simulated_steps import (
     MODELS,
     MOST,
     NANO_30B,
+    NO_LIMIT,
     FixedCounts,
     plain_steps,
     simulate,
@@ -104,7 +106,33 @@ def test_a_drafter_that_is_nearly_always_right_is_tried_long_enough_to_be_known(
     time = time_of(MODELS["8b"])
     policy = DraftPolicy(time, lambda num_rows, most: 0.6 * most * time.seconds(num_rows, 0))
     assert simulate(policy, time, 1, lambda _id: 0.98, num_steps=300).num_drafted > 800
-    assert policy.counts([row_of([0], request_id=9999)], [MOST]) == [MOST]
+    assert policy.counts([row_of([0], request_id=9999)], [MOST], NO_LIMIT) == [MOST]
+
+
+@pytest.mark.parametrize("answer", [float("nan"), -1.0, None, "raises"], ids=str)
+def test_a_drafter_that_does_not_say_how_long_it_takes_is_tried_now_and_then(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def seconds(num_rows: int, most: int) -> float:
+        if answer == "raises":
+            raise RuntimeError("unknown")
+        return answer
+
+    time = time_of(MODELS["8b"])
+    found = simulate(DraftPolicy(time, seconds), time, 2, lambda _id: 0.9, num_steps=600)
+    assert 16 <= found.num_drafted <= 2 * PROBE_DRAFTS * 7
+    assert len(caplog.messages) == (answer in (None, "raises"))
+
+
+def test_drafts_that_a_budget_cuts_are_left_out_if_too_few_remain() -> None:
+    policy = DraftPolicy(time_of(MODELS["8b"]))
+    rows = [row_of([0], request_id=index) for index in range(128)]
+    for row in rows:
+        for _ in range(10):
+            policy.note(row.request_id, 4, 4)
+    assert policy.counts(rows[:4], [4] * 4, 6) == [4, 2, 0, 0]
+    assert sum(policy.counts(rows, [4] * 128, NO_LIMIT)) == 512 and not any(policy.counts(rows, [4] * 128, 6))
+    assert AllDrafts().counts(rows[:3], [4] * 3, 6) == [4, 2, 0] and AllDrafts().counts(rows[:1], [4], -3) == [0]
 
 
 @watched
@@ -125,8 +153,8 @@ def test_experts_shared_by_ranks_are_read_for_the_tokens_of_all() -> None:
 def test_nothing_is_decided_for_rows_without_room() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     rows = [row_of([0], request_id=index) for index in range(3)]
-    assert policy.counts(rows, [0, 0, 0]) == [0, 0, 0] and not policy.rests(rows)
-    assert policy.counts(rows, [0, 4, 1]) == [0, 4, 1]
+    assert policy.counts(rows, [0, 0, 0], NO_LIMIT) == [0, 0, 0] and not policy.rests(rows)
+    assert policy.counts(rows, [0, 4, 1], NO_LIMIT) == [0, 4, 1]
 
 
 def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
@@ -135,8 +163,8 @@ def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
     rows = [row_of([0], request_id=index) for index in range(2)]
     asked: list[bool] = []
     for _ in range(3000):
-        counts = policy.counts(rows, [MOST] * 2)
-        assert policy.counts(rows, [MOST] * 2) == counts  # planned again
+        counts = policy.counts(rows, [MOST] * 2, NO_LIMIT)
+        assert policy.counts(rows, [MOST] * 2, NO_LIMIT) == counts  # planned again
         rested = policy.rests(rows)
         for row, number in zip(rows, counts, strict=True):
             if number:
@@ -144,7 +172,7 @@ def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
         policy.note_step(rows, asked=any(counts), drafted=any(counts))
         asked.append(any(counts))
         if rested:
-            assert not any(counts) and policy.counts(rows, [MOST] * 2) == [0, 0]
+            assert not any(counts) and policy.counts(rows, [MOST] * 2, NO_LIMIT) == [0, 0]
     steps = [step for step, drafts in enumerate(asked) if drafts]
     rests = [later - earlier for earlier, later in pairwise(steps)][-5:]
     print(f"steps with drafts: {steps}")
@@ -156,7 +184,7 @@ def test_a_rest_holds_for_its_rows_until_it_ends() -> None:
 @pytest.mark.parametrize("policy", [AllDrafts(), DraftPolicy(time_of(NANO_30B))], ids=["all", "adaptive"])
 def test_no_rows_want_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
     """Else an idle rank would have the ranks that share its experts compute steps of full width."""
-    assert policy.rests([]) and policy.counts([], []) == []
+    assert policy.rests([]) and policy.counts([], [], NO_LIMIT) == []
 
 
 def test_a_forgotten_request_is_new() -> None:
@@ -165,6 +193,6 @@ def test_a_forgotten_request_is_new() -> None:
     for _ in range(30):
         policy.note(5, 4, 0)
         policy.note(6, 4, 4)
-    assert policy.counts([row], [4]) == [0]
+    assert policy.counts([row], [4], NO_LIMIT) == [0]
     policy.forget(5)
-    assert policy.counts([row], [4]) == [4]
+    assert policy.counts([row], [4], NO_LIMIT) == [4]

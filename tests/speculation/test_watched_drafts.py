@@ -11,7 +11,7 @@ from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.watched_drafts import WatchedDrafts
 from tests.speculation.request_rows import row_of
-from tests.speculation.simulated_steps import NANO_30B, time_of
+from tests.speculation.simulated_steps import NANO_30B, NO_LIMIT, time_of
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
@@ -45,7 +45,7 @@ class KnowsTheReply:
     """Proposes 7s, until it fails."""
 
     def __init__(self) -> None:
-        self.num_calls, self.fails = 0, False
+        self.num_calls, self.fails, self.forgotten = 0, False, 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.num_calls += 1
@@ -54,16 +54,18 @@ class KnowsTheReply:
         return [Draft((7,) * request.num_tokens) for request in requests]
 
     def forget(self, request_id: int) -> None:
-        """Do nothing."""
+        self.forgotten += 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rows_that_rest_draft_again_once_what_they_write_is_proposed(fails: bool) -> None:
+def test_rows_that_rest_draft_again_once_what_they_write_is_proposed(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     drafter, row = KnowsTheReply(), row_of([5])
     planner = DraftPlanner(drafter, 4, 10, DraftPolicy(time_of(NANO_30B), watches=True))
 
     def step(token: int) -> bool:
-        (count,) = planner.counts([row], [4])
+        (count,) = planner.counts([row], [4], NO_LIMIT)
         row.generated.append(token)
         planner.note_step([row])
         return count > 0
@@ -76,3 +78,5 @@ def test_rows_that_rest_draft_again_once_what_they_write_is_proposed(fails: bool
     drafted = [step(7) for _ in range(60)]
     print(f"asked {asked} and {drafter.num_calls - asked} times; steps with drafts: {sum(drafted)} of 60")
     assert any(drafted) == (not fails)
+    assert drafter.forgotten == (len(drafted) - 3 if fails else 0)  # once each time, behind the draft that was open
+    assert len(caplog.messages) == (6 if fails else 0)  # the first, second, fourth, ... time
