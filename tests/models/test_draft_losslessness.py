@@ -47,9 +47,8 @@ def plain_texts(num_requests: int) -> Tensor:
 def sampled_texts(subject: Hybrid, drafter: Drafter | None, num_requests: int, first_seed: int) -> tuple[Tensor, float]:
     """Return the tokens [settings, requests, NUM_TOKENS] of requests of every settings, and the share of accepted."""
     num_drafts = 3 if drafter else 0
-    config = cache_config(
-        subject.sizes, num_speculative_tokens=num_drafts, cached_states=(1 + num_drafts) * BATCH, **ROOM
-    )
+    states = {"cached_states": (1 + num_drafts) * BATCH, **ROOM}
+    config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, adaptive_drafts=False, **states)
     engine = build_engine(subject.model, config, drafter=drafter)
     for request_id in range(len(SETTINGS) * num_requests):
         params = SamplingParams(
