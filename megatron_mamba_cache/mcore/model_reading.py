@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -110,7 +110,10 @@ def _weights_of(model: Any) -> tuple[int, int]:
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
     """Return how to reckon the time of a model's steps; all its ranks call it, and get the same."""
+    config = shape.with_forms(config)
     device = GPU if next(model.parameters()).is_cuda else CPU
+    if not config.run_ahead or ranks.num_stages > 1:  # then steps wait without drafts, too
+        device = replace(device, drafts_s=0.0)
     width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
     return StepTime(_reads_of(model, shape, config, ranks), device, width)
 
@@ -123,9 +126,8 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
     output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
     num_experts = settings.num_moe_experts if expert else 0
     top_k = settings.moe_router_topk if expert else 0
-    itemsize, state_itemsize = shape.params_dtype.itemsize, shape.state_layout(config.resolved()).ssm_dtype.itemsize
+    itemsize, state_itemsize = shape.params_dtype.itemsize, shape.state_layout(config).ssm_dtype.itemsize
     state = pattern.count(Symbols.MAMBA) * prod(shape.ssm_shape) * state_itemsize
-    has_windows = config.draft_states == "window"
     return StepReads(
         num_layers=len(pattern),
         weights=(layers + output) * itemsize,
@@ -133,8 +135,8 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
         num_experts=num_experts // num_expert_ranks(),
         chosen=top_k / num_experts if num_experts else 0.0,
         num_expert_ranks=num_expert_ranks(),
-        row=2 * state if has_windows else state,
-        draft=state if has_windows else 0,
+        row=state if config.replays else 2 * state,
+        draft=0 if config.replays else state,
         cached_token=2 * pattern.count(Symbols.ATTENTION) * shape.num_kv_heads * shape.kv_channels * itemsize,
         products=layers + output + expert * top_k,
     )

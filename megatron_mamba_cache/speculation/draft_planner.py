@@ -21,6 +21,8 @@ from .drafter import (
 from .watched_drafts import WatchedDrafts
 
 _LOG = logging.getLogger(__name__)
+_MOST_WATCHED = 16
+"""Rows of a step that a drafter is asked for to watch it: prompt lookup reads a prompt when it is first asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class DraftPlanner:
         self._policy = policy
         self._asked: set[int] = set()  # requests of the step that is planned whose drafts were asked for
         self._has_drafts = False  # of the step that lands
-        self._watched, self._num_failed_watches = WatchedDrafts(), 0
+        self._watched, self._num_failed_watches, self._turn = WatchedDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
 
     @property
@@ -183,6 +185,9 @@ class DraftPlanner:
         for outcome in self._watched.ended(rows):
             self._policy.note(*outcome)
         asked = [row for row in rows if self._watched.num_tokens(row) == 0]
+        if len(asked) > _MOST_WATCHED:  # others' turn comes in the next steps
+            self._turn = (self._turn + _MOST_WATCHED) % len(asked)
+            asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_WATCHED]
         try:
             drafts = self._propose([DraftRequest(row, self._max_drafts) for row in asked]) if asked else []
         except Exception as error:  # a drafter is user code, and no step needs these drafts

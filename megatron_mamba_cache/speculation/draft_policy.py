@@ -22,7 +22,7 @@ PROBE_SHARE = 0.0075
 RESUME_GAIN = 1.1
 """What drafts must seem to bring before a rest ends for them: more than what goes on, so that luck alone ends none."""
 SHORTEST_REST, LONGEST_REST = 8, 256
-PATIENCE = 16
+PATIENCE = 4
 """Steps in a row without any drafts to be had, before rows rest for that."""
 _REQUEST_WEIGHT, _DRAFTER_WEIGHT = 3.0, 2.0
 _NEVER = 1 << 62
@@ -81,6 +81,8 @@ class DraftPolicy:
         time: Of steps.
         drafter_seconds: Returns how long the drafter takes, by rows and drafts of the row that gets most.
         watches: Whether drafts of rows that rest are compared, see `watched`, so that no step need probe.
+        is_patient: Whether rows do not rest because there are no drafts to be had: a draft model may be reading
+            prompts, and reads on only if it is asked.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class DraftPolicy:
         drafter_seconds: Callable[[int, int], float] = lambda _rows, _most: 0.0,
         *,
         watches: bool = False,
+        is_patient: bool = False,
     ) -> None:
         self._time = time
         self._drafter_seconds = drafter_seconds
-        self._watches = watches
+        self._watches, self._is_patient = watches, is_patient
         self._overall = Acceptance(DRAFTER_WINDOW, _DRAFTER_WEIGHT)
         self._of_requests: dict[int, Acceptance] = {}
         self._step = 0  # steps that have landed
@@ -154,7 +157,7 @@ class DraftPolicy:
         """Count a step that has landed, once each.
 
         Where nothing that was asked for was to be had or paid, rows rest: until something does, if drafts are watched,
-        and else longer each time, but for the first PATIENCE times: a draft model may still be reading a prompt.
+        and else longer each time, but for the first PATIENCE times.
 
         Args:
             asked: Whether any row was to have drafts.
@@ -164,7 +167,7 @@ class DraftPolicy:
             self._drafted_at = self._step
             self._num_empty = 0 if drafted else self._num_empty + 1
         self._step += 1
-        if asked and not drafted:
+        if asked and not drafted and not self._is_patient:
             self._rest = _Rest({row.request_id for row in rows}, _NEVER if self._watches else self._end_of_patience())
 
     def rests(self, rows: Sequence[RunningRequest]) -> bool:

@@ -149,11 +149,7 @@ class HybridModelShape:
             gather: Returns the `unit_bytes` of all ranks of the model, given those of this one, which has all of it
                 without. Called once.
         """
-        is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
-        _, d_state, head_dim = self.ssm_shape
-        prefers_replay = is_larger and replays_fast(head_dim, d_state)
-        launched = self.most_launched or 0
-        config = config.resolved(prefers_replay=prefers_replay, most_launched=launched // 1024 * 1024)
+        config = self.with_forms(config)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
         if not self.limits_requests(config):
             return config
@@ -161,6 +157,14 @@ class HybridModelShape:
         fitting = budget // max(self.request_bytes(config), 1)
         beside_longest = (budget - self.longest_bytes(config, slab)) // of_ring if of_ring else fitting
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
+
+    def with_forms(self, config: CacheConfig) -> CacheConfig:
+        """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided."""
+        is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
+        _, d_state, head_dim = self.ssm_shape
+        prefers_replay = is_larger and replays_fast(head_dim, d_state)
+        launched = self.most_launched or 0
+        return config.resolved(prefers_replay=prefers_replay, most_launched=launched // 1024 * 1024)
 
     @property
     def most_launched(self) -> int | None:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_mamba_cache.speculation.draft_policy import (
     LONGEST_REST,
+    PATIENCE,
     PROBE_DRAFTS,
     SHORTEST_REST,
     AllDrafts,
@@ -122,6 +123,17 @@ def test_a_drafter_that_does_not_say_how_long_it_takes_is_tried_now_and_then(
     found = simulate(DraftPolicy(time, seconds), time, 2, lambda _id: 0.9, num_steps=600)
     assert 16 <= found.num_drafted <= 2 * PROBE_DRAFTS * 7
     assert len(caplog.messages) == (answer in (None, "raises"))
+
+
+def test_a_draft_model_that_reads_a_prompt_is_asked_until_it_has() -> None:
+    row = row_of([0])
+    for is_patient in (True, False):
+        policy = DraftPolicy(time_of(MODELS["8b"]), lambda num_rows, most: 1e-4, is_patient=is_patient)
+        asked = []
+        for _ in range(40):
+            asked.append(policy.counts([row], [4], NO_LIMIT)[0] > 0)
+            policy.note_step([row], asked=asked[-1], drafted=False)
+        assert all(asked) == is_patient and all(asked[:PATIENCE])
 
 
 def test_drafts_that_a_budget_cuts_are_left_out_if_too_few_remain() -> None:

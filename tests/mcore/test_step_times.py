@@ -1,0 +1,92 @@
+"""What a model's decode steps are reckoned to read, and which policy plans their drafts."""
+
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore.model_reading import model_shape_of, step_time_of
+from megatron_mamba_cache.ranks.group import OneRank
+from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
+from megatron_mamba_cache.speculation.step_time import CPU, StepReads
+from tests.mcore.checked_draft_model import CheckedDraftModel
+from tests.mcore.engine_runs import Hybrid, cache_config, tiny_hybrid
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import MODEL_FORMS
+
+
+def reads_of(subject: Hybrid, **settings: Any) -> StepReads:
+    shape = model_shape_of(subject.model)
+    return step_time_of(subject.model, shape, CacheConfig(**settings), OneRank()).reads
+
+
+def matrices_of(model: Any) -> int:
+    """Return the weights that every token is multiplied with, counted by hand."""
+    named = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+    return sum(weight.numel() for name, weight in named.items() if name.startswith("decoder."))
+
+
+def test_a_dense_model_reads_all_its_weights() -> None:
+    subject = tiny_hybrid()
+    reads, sizes = reads_of(subject), subject.sizes
+    output = subject.model.vocab_size * sizes.hidden_size
+    assert reads.weights == 4 * (matrices_of(subject.model) + output) and reads.products == reads.weights // 4
+    assert (reads.expert, reads.num_experts, reads.experts_hit(100)) == (0, 0, 0)
+    assert reads.num_layers == len(subject.model.decoder.layer_type_list)
+
+
+def test_a_model_with_experts_reads_those_that_its_tokens_choose() -> None:
+    subject = tiny_hybrid(**next(iter(MODEL_FORMS["experts"])))
+    reads, config = reads_of(subject), subject.model.config
+    stacked = [weight for name, weight in subject.model.named_parameters() if ".experts.linear_fc" in name]
+    assert stacked and reads.expert == 4 * sum(weight[0].numel() for weight in stacked)
+    assert reads.num_experts == config.num_moe_experts
+    assert reads.experts_hit(1) == pytest.approx(config.moe_router_topk)
+    assert config.moe_router_topk < reads.experts_hit(3) < config.num_moe_experts
+    output = subject.model.vocab_size * config.hidden_size
+    dense = matrices_of(subject.model) + output
+    assert reads.weights == 4 * dense and reads.products == dense + config.moe_router_topk * reads.expert // 4
+
+
+def test_windows_write_a_state_for_each_draft() -> None:
+    subject = tiny_hybrid()
+    window, auto, replay = (
+        reads_of(subject, draft_states=form, num_speculative_tokens=3) for form in ("window", "auto", "replay")
+    )
+    assert window.row == 2 * window.draft == 2 * replay.row > 0 == replay.draft
+    assert auto == window  # on a CPU
+
+
+@pytest.mark.parametrize(
+    ("settings", "width", "waits"),
+    [({}, 0, CPU.drafts_s), ({"num_cuda_graphs": 2}, 4, CPU.drafts_s), ({"run_ahead": False}, 0, 0.0)],
+)
+def test_steps_wait_for_drafts_where_they_run_ahead_without(settings: dict[str, Any], width: int, waits: float) -> None:
+    subject = tiny_hybrid()
+    config = CacheConfig(num_speculative_tokens=3, **settings)
+    time = step_time_of(subject.model, model_shape_of(subject.model), config, OneRank())
+    assert (time.width, time.device.drafts_s) == (width, waits)
+
+
+class SaysHowLong(NoisyDrafter):
+    """Takes a while."""
+
+    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+        return 0.001 * num_drafts
+
+
+def test_drafters_that_take_no_time_are_watched_and_draft_models_waited_for() -> None:
+    subject = tiny_hybrid()
+    vocab = subject.sizes.vocab_size
+    drafters = {
+        "prompt lookup": (None, (True, False)),
+        "says how long": (SaysHowLong({}, accuracy=1.0, vocab_size=vocab), (False, True)),
+        "does not say": (NoisyDrafter({}, accuracy=1.0, vocab_size=vocab), (False, False)),
+        "a draft model that says 0": (CheckedDraftModel.start(subject), (True, False)),
+    }
+    for name, (drafter, expected) in drafters.items():
+        config = cache_config(subject.sizes, num_speculative_tokens=3)
+        policy = build_engine(subject.model, config, drafter=drafter).context.planner._policy
+        assert isinstance(policy, DraftPolicy) and (policy._watches, policy._is_patient) == expected, name
+    config = cache_config(subject.sizes, num_speculative_tokens=3, adaptive_drafts=False)
+    assert isinstance(build_engine(subject.model, config).context.planner._policy, AllDrafts)
