@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -112,8 +112,6 @@ def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks
     """Return how to reckon the time of a model's steps; all its ranks call it, and get the same."""
     config = shape.with_forms(config)
     device = GPU if next(model.parameters()).is_cuda else CPU
-    if not config.run_ahead or ranks.num_stages > 1:  # then steps wait without drafts, too
-        device = replace(device, drafts_s=0.0)
     width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
     return StepTime(_reads_of(model, shape, config, ranks), device, width)
 
