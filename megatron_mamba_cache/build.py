@@ -18,7 +18,6 @@ from .speculation.draft_policy import AllDrafts, DraftPolicy
 from .speculation.drafter import Drafter, ReadsHiddenStates, TakesTime
 from .speculation.prompt_lookup import PromptLookupDrafter
 from .speculation.step_time import StepTime
-from .state.model_shape import HybridModelShape
 from .tiers.weights_digest import weights_digest
 
 
@@ -86,7 +85,7 @@ def build_engine(
     context = MambaCacheContext(
         config,
         shape,
-        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape, step_time, ranks)),
+        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape.vocab_size, step_time, ranks)),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
         scores_prompts=scores_prompts,
         ranks=ranks,
@@ -102,7 +101,7 @@ def _digest_of(model: Any) -> bytes:
 
 
 def _planner(
-    config: CacheConfig, drafter: Drafter | None, shape: HybridModelShape, time: StepTime, ranks: Ranks
+    config: CacheConfig, drafter: Drafter | None, vocab_size: int, time: StepTime, ranks: Ranks
 ) -> DraftPlanner | NoDrafts:
     if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
         needed = "an object with propose() and forget(), such as PromptLookupDrafter()"
@@ -110,7 +109,7 @@ def _planner(
     max_drafts = config.num_speculative_tokens
     if max_drafts:
         drafter = drafter or PromptLookupDrafter()
-        return DraftPlanner(drafter, max_drafts, shape.vocab_size, _policy(config, drafter, time, ranks))
+        return DraftPlanner(drafter, max_drafts, vocab_size, _policy(config, drafter, time, ranks))
     if drafter is not None:
         raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
     return NoDrafts()

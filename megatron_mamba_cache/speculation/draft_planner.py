@@ -107,7 +107,7 @@ class DraftPlanner:
 
     def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         """Return how many drafts each row of the next step should get; see `DraftPolicy`."""
-        self._asked.clear()
+        self._begin()
         return self._policy.counts(rows, rooms, budget)
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
@@ -152,8 +152,7 @@ class DraftPlanner:
     def note_step(self, rows: Sequence[RunningRequest]) -> None:
         """Count a step that has landed; call it once for each, after its rows are noted and have their tokens."""
         self._policy.note_step(rows, asked=bool(self._asked), drafted=self._has_drafts)
-        self._asked.clear()
-        self._has_drafts = False
+        self._begin()
         if watched := self._policy.watched(rows):
             self._watch(watched)
         else:
@@ -173,6 +172,11 @@ class DraftPlanner:
         self._policy.forget(request_id)
         self._hidden_states.pop(request_id, None)
         self._tell_to_forget(request_id)
+
+    def _begin(self) -> None:
+        """Note that the next step has no drafts yet; what a failed one had is dropped."""
+        self._asked.clear()
+        self._has_drafts = False
 
     def _tell_to_forget(self, request_id: int) -> None:
         try:

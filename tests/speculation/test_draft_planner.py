@@ -51,6 +51,15 @@ def limits_of(*limits: int) -> list[DraftLimit]:
     return [DraftLimit(row_of([0], request_id=index + 1), limit) for index, limit in enumerate(limits)]
 
 
+def learn(planner: DraftPlanner, limits: list[DraftLimit]) -> None:
+    """Run steps of two rows: the drafts of the first are wrong, those of the second right."""
+    wrong, right = (entry.row for entry in limits)
+    for _ in range(20):
+        for entry, draft in zip(limits, planner.plan(limits), strict=True):
+            planner.note(entry.row, len(draft.tokens), len(draft.tokens) * (entry.row is right))
+        planner.note_step([wrong, right])
+
+
 def test_drafter_is_asked_once_for_the_rows_that_want_drafts() -> None:
     drafter = CountingDrafter()
     drafts = planner_of(drafter, 3).plan(limits_of(2, 0, 3, 0))
@@ -69,10 +78,7 @@ def test_each_request_learns_from_its_own_steps() -> None:
     planner = planner_of(CountingDrafter(), 8)
     limits = limits_of(4, 4)
     rows = [entry.row for entry in limits]
-    for _ in range(20):
-        for entry, draft in zip(limits, planner.plan(limits), strict=True):
-            planner.note(entry.row, len(draft.tokens), 4 * (entry.row is rows[1]))
-        planner.note_step(rows)
+    learn(planner, limits)
     assert planner.counts(rows, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(rows, [8, 8], NO_LIMIT)[0]
 
 
@@ -87,6 +93,26 @@ def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
         planner.note_step(rows)
         planner.note(rows[0], 0, 0)  # of a step that was not planned
     assert planner.counts(rows, [4, 4], NO_LIMIT) == [4, 4]
+
+
+@pytest.mark.parametrize("step_fails", [False, True])
+def test_rows_rest_once_a_watched_drafter_finds_nothing(step_fails: bool) -> None:
+    """What the step before had, or one that failed before it landed, is not taken for this step's."""
+
+    class OnceOnly(CountingDrafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            self.calls.append([])
+            return super().propose(requests) if len(self.calls) == 1 else [Draft()] * len(requests)
+
+    planner = DraftPlanner(OnceOnly(), 4, VOCAB, DraftPolicy(time_of(DENSE_8B), watches=True))
+    limits = limits_of(4)
+    rows = [limits[0].row]
+    for rests in (False, True):
+        assert planner.counts(rows, [4], NO_LIMIT) == [4]
+        planner.note(rows[0], len(planner.plan(limits)[0].tokens), 4 * (not rests))
+        if rests or not step_fails:
+            planner.note_step(rows)
+        assert planner.rest(rows) == rests
 
 
 def test_planning_again_gives_the_same_drafts() -> None:
@@ -121,11 +147,7 @@ def test_forgotten_request_starts_anew() -> None:
     planner = planner_of(drafter, 8)
     limits = limits_of(4, 4)
     rows = [entry.row for entry in limits]
-    for _ in range(20):
-        planner.plan(limits)
-        planner.note(rows[0], 4, 0)
-        planner.note(rows[1], 4, 4)
-        planner.note_step(rows)
+    learn(planner, limits)
     before = planner.counts(rows[:1], [8], NO_LIMIT)
     planner.forget(1)
     assert drafter.forgotten == [1]
