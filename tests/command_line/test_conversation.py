@@ -13,6 +13,7 @@ from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
+from tests.usual_settings import set_usual
 
 BLOCK = 64
 REPLY_TOKENS = 2 * BLOCK + 12  # longer than what a turn may compute beyond its new text
@@ -38,9 +39,7 @@ class Conversation:
 
 @cache
 def shipped() -> LoadedModel:
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    set_usual()
     return load_hugging_face(SHIPPED_MODEL, torch.float32)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fork_server import write_output_to
+from tests.usual_settings import set_usual
 
 TELL_WHERE = signal.SIGUSR1  # to a rank that does not answer: it writes the stacks of its threads
 TIMEOUT = timedelta(minutes=4)  # no claim: ranks may start far apart on a busy machine
@@ -22,9 +23,7 @@ TIMEOUT = timedelta(minutes=4)  # no claim: ranks may start far apart on a busy 
 
 def start(rank: int, size: int, meeting: str) -> None:
     """Join the world at a meeting point of torch.distributed; on CUDA devices where there is one for each rank."""
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    set_usual()
     uses_cuda = has_devices(size)
     if uses_cuda:
         torch.cuda.set_device(rank)

@@ -1,14 +1,14 @@
-"""Settings of torch under which models are compared with transformers, and checkpoints to load or to damage."""
+"""Settings under which models are compared with transformers, and checkpoints to load or to damage."""
 
 import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_mamba_cache.models.checkpoints import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
+from tests.usual_settings import set_usual
 
 MAMBA_FUNCTIONS = {
     "causal_conv1d_fn",
@@ -30,11 +30,9 @@ def transformers_in_torch() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def exact_fp32() -> None:
-    """Switch TF32 off; one thread is the fastest for models this small."""
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+def usual_settings() -> None:
+    """See `set_usual`."""
+    set_usual()
 
 
 @pytest.fixture(scope="session")

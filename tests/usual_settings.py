@@ -1,0 +1,13 @@
+"""Settings under which tiny models on any device are compared with the fp64 oracle and with transformers."""
+
+import torch
+
+from megatron_mamba_cache.mcore import model_reading
+
+
+def set_usual() -> None:
+    """Switch TF32 off, take one thread, and reckon with a CPU's speed: drafts of such models never pay on a GPU."""
+    torch.set_num_threads(1)  # the fastest for models this small
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    model_reading.GPU = model_reading.CPU
