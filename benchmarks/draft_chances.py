@@ -11,7 +11,7 @@ engine's policy takes. Decode steps are timed. `--shape tiny` runs on a CPU.
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from loads.recorded_drafts import ChanceDrafter
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
 from loads.sure_model import make_sure
 from measuring.machine import describe_machine
-from step_cost import DraftSpeed, record_on
+from step_cost import DraftSpeed, Recording, record_on
 from turn_latency import some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
@@ -48,10 +48,11 @@ class ChanceSpeeds:
 
 def chance_speeds(
     model: Any, shape: ServedShape, row_counts: Sequence[int], chances: Sequence[float]
-) -> list[ChanceSpeeds]:
-    """Measure a model, which gets `make_sure` weights, with each number of rows."""
+) -> Iterator[ChanceSpeeds]:
+    """Measure a model, which gets `make_sure` weights, with each number of rows, and yield what was found so far."""
     make_sure(model)
-    return [found for rows in row_counts for found in _speeds(model, shape, rows, chances)]
+    for rows in row_counts:
+        yield from _speeds(model, shape, rows, chances)
 
 
 def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float]) -> list[ChanceSpeeds]:
@@ -59,39 +60,44 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
     shape = replace(shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=0)  # decode steps only
     drawn = random.Random(rows)
     prompts = [some_tokens(drawn, shape, PROMPT) for _ in range(rows)]
-    with serving_engine(model, shape, MODES["full"]) as engine:
-        record_on(engine, prompts, REPLY)  # the clock falls within its first second
-        recorded = record_on(engine, prompts, REPLY, RUN_LENGTH)
+    # Not timed: on a GPU the first engine of a process may be 2 % faster than those that follow.
+    replies = _without_drafts(model, shape, prompts).replies
     found: dict[bool, list[DraftSpeed]] = {False: [], True: []}
     for adaptive, speeds in found.items():
         drafter, served = ChanceDrafter(shape.vocab_size, RUN_LENGTH), replace(shape, adaptive_drafts=adaptive)
-        drafter.replies = recorded.replies
+        drafter.replies = replies
         with serving_engine(model, served, MODES["full"], NUM_DRAFTS, drafter) as engine:
             record_on(engine, prompts, NUM_FIRST, RUN_LENGTH * len(chances))
             for number, drafter.chance in enumerate(chances):
                 run = record_on(engine, prompts, REPLY, RUN_LENGTH * number)
-                if run.replies != recorded.replies:
+                if run.replies != replies:
                     raise RuntimeError(f"drafts changed a reply of {rows} rows at a chance of {drafter.chance}")
                 speeds.append(run.speed)
+    without = _without_drafts(model, shape, prompts).speed
     return [
-        ChanceSpeeds(rows, chance, recorded.speed, always, adaptive)
+        ChanceSpeeds(rows, chance, without, always, adaptive)
         for chance, always, adaptive in zip(chances, found[False], found[True], strict=True)
     ]
 
 
-def table(found: Sequence[ChanceSpeeds]) -> str:
-    """Return the figures as Markdown."""
-    lines = [
-        "| rows | right | no drafts, tokens/s | always, of it | tokens a step | adaptive, of it | tokens a step |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+def _without_drafts(model: Any, shape: ServedShape, prompts: Sequence[Sequence[int]]) -> Recording:
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        record_on(engine, prompts, REPLY)  # the clock falls within its first second
+        return record_on(engine, prompts, REPLY, RUN_LENGTH)
+
+
+HEAD = """\
+| rows | right | no drafts, tokens/s | always, of it | tokens a step | adaptive, of it | tokens a step |
+|---:|---:|---:|---:|---:|---:|---:|"""
+
+
+def line_of(one: ChanceSpeeds) -> str:
+    """Return a line of the table, in Markdown."""
+    without = one.without.tokens_per_s
+    cells = [
+        f"{speed.tokens_per_s / without:.3f} | {speed.tokens_per_step:.2f}" for speed in (one.always, one.adaptive)
     ]
-    for one in found:
-        without = one.without.tokens_per_s
-        cells = [
-            f"{speed.tokens_per_s / without:.3f} | {speed.tokens_per_step:.2f}" for speed in (one.always, one.adaptive)
-        ]
-        lines.append(f"| {one.num_rows} | {one.chance:.0%} | {without:,.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return f"| {one.num_rows} | {one.chance:.0%} | {without:,.1f} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -103,9 +109,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, {})
+    found = []
     with quiet_libraries(), own_warnings_hidden():
-        found = chance_speeds(model_of(shape), shape, arguments.rows, arguments.chances)
-    print(table(found))
+        for one in chance_speeds(model_of(shape), shape, arguments.rows, arguments.chances):
+            print(line_of(one) if found else f"{HEAD}\n{line_of(one)}", flush=True)
+            found.append(one)
     if arguments.json:
         figures = {"machine": describe_machine(), "rows": [asdict(one) for one in found]}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
