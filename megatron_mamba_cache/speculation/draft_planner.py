@@ -110,6 +110,10 @@ class DraftPlanner:
         self._begin()
         return self._policy.counts(rows, rooms, budget)
 
+    def foresee(self, rows: Sequence[RunningRequest]) -> None:
+        """Decide what the rows of a step that runs are likely to draft in the next one; see `DraftPolicy`."""
+        self._policy.foresee(rows, self._max_drafts)
+
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether rows whose step has no drafts will all want none in the next step either."""
         return self._policy.rests(rows)
@@ -200,9 +204,7 @@ class DraftPlanner:
         for row, draft in zip(asked, drafts, strict=True):
             if draft.tokens:
                 self._watched.watch(row, draft.tokens)
-        offered = [self._watched.num_tokens(row) for row in rows]
-        if any(offered):
-            self._policy.reconsider(rows, offered)
+        self._policy.reconsider(rows, [self._watched.num_tokens(row) for row in rows])
 
     def _note_failed_watch(self, asked: Sequence[RunningRequest], error: Exception) -> None:
         self._num_failed_watches += 1
@@ -272,6 +274,9 @@ class NoDrafts:
     def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
         """Return 0 for each row."""
         return [0] * len(rows)
+
+    def foresee(self, rows: Sequence[RunningRequest]) -> None:
+        """Decide nothing."""
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
         """Return True."""

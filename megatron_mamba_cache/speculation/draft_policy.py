@@ -35,6 +35,9 @@ class AllDrafts:
         """Return the rooms, as far as the budget goes."""
         return _within(rooms, budget)
 
+    def foresee(self, rows: Sequence[RunningRequest], most: int) -> None:
+        """Decide nothing ahead."""
+
     def of_proposed(self, rows: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
         """Return what was proposed."""
         return list(proposed)
@@ -66,6 +69,16 @@ class _Rest:
 
     request_ids: set[int]
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """The drafts of each of these requests in a step, if each has room for `most`."""
+
+    step: int
+    request_ids: list[int]
+    most: int
+    counts: list[int]
 
 
 class DraftPolicy:
@@ -101,6 +114,7 @@ class DraftPolicy:
         self._step = 0  # steps that have landed
         self._drafted_at = 0  # the last of them that was to have drafts
         self._rest: _Rest | None = None
+        self._foreseen: _Foreseen | None = None
         self._num_empty = 0  # steps in a row that were to have drafts and had none
         self._probes = self._has_warned = False
 
@@ -115,7 +129,9 @@ class DraftPolicy:
         if budget <= 0 or not any(rooms) or self._holds(rows, self._step):
             return none
         self._rest, self._probes = None, False
-        found = self._best(rows, rooms)
+        found = self._found_ahead(rows, rooms)
+        if not any(found):  # rows must not rest because of what was known a step ago
+            found = self._best(rows, rooms)
         if sum(found) > budget:
             found = self._best(rows, _within(found, budget))
         if any(found):
@@ -129,6 +145,19 @@ class DraftPolicy:
             return probe
         self._rest = _Rest({row.request_id for row in rows}, end)
         return none
+
+    def foresee(self, rows: Sequence[RunningRequest], most: int) -> None:
+        """Decide the drafts of the step after the one that runs, so that its tokens need not wait for that.
+
+        What the running step teaches counts a step later, unless no drafts seem to pay.
+
+        Args:
+            rows: Of the running step; others, or less room, are decided by `counts`.
+            most: Drafts that each has room for.
+        """
+        step, request_ids = self._step + 1, [row.request_id for row in rows]
+        if not self._holds(rows, step):
+            self._foreseen = _Foreseen(step, request_ids, most, self._best(rows, [most] * len(rows)))
 
     def of_proposed(self, rows: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
         """Return how many of its proposed drafts each row should get, where fewer were proposed than asked for.
@@ -185,7 +214,7 @@ class DraftPolicy:
         Args:
             offered: [rows] drafts that there are of each.
         """
-        if any(self._best(rows, offered, RESUME_GAIN)):
+        if any(offered) and any(self._best(rows, offered, RESUME_GAIN)):
             self._rest = None
 
     def forget(self, request_id: int) -> None:
@@ -198,6 +227,13 @@ class DraftPolicy:
         """Return whether a rest holds for rows in a step."""
         rest = self._rest
         return rest is not None and step < rest.end and all(row.request_id in rest.request_ids for row in rows)
+
+    def _found_ahead(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+        """Return what was foreseen for a step of these rows; nothing if that was not."""
+        known = self._foreseen
+        if known is None or known.step != self._step or any(room != known.most for room in rooms):
+            return []
+        return known.counts if known.request_ids == [row.request_id for row in rows] else []
 
     def _end_of_patience(self) -> int:
         """Return before which step nothing is asked for again."""

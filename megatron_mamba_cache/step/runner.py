@@ -1,6 +1,7 @@
 """The life of a step. `StepRunner.run` is all of it:
 
-plan → forward → publish prompts → sample → launch the next step, if it may run ahead → read → land → launch drafts.
+plan → forward → publish prompts → sample → launch the next step, if it may run ahead, or decide its drafts → read →
+land → launch drafts.
 
 `drop_failed_step` takes the place of what is left when anything in it raises.
 """
@@ -108,7 +109,8 @@ class StepRunner:
             lands: False if the caller decides what rows keep and calls `land` itself.
         """
         step = self.plan()
-        logits = self._forward(step, model)
+        logits = model.compute_step() if step.graph is None else step.graph.forward()
+        self.sharing.note_launched()
         self.publish_prompts()
         if not self.sharing.is_shared:  # else nothing may come between the forward and the look ahead
             await asyncio.sleep(0)  # the forward runs; other tasks may use the host
@@ -118,6 +120,8 @@ class StepRunner:
             self.note_change()
         copy = HostCopy(self._sample(step, logits))
         self._launch_next(step)
+        if self.early_step is None and not step.num_prefill_rows:
+            self.planner.foresee(step.rows)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = self._log_probs(step, logits, kept, model)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
@@ -390,11 +394,6 @@ class StepRunner:
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
         return self.memory.snapshot(self.counters, Capture() if self._graphs is None else self._graphs.capture)
-
-    def _forward(self, step: Step, model: StepModel) -> Tensor:
-        logits = model.compute_step() if step.graph is None else step.graph.forward()
-        self.sharing.note_launched()
-        return logits
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Sample, verify, and copy the states of reached boundaries.

@@ -94,6 +94,7 @@ def simulate(
         num_cached = sum(row.computed for row in rows)
         seconds += time.seconds(num_rows, sum(counts), num_cached)
         seconds += time.device.drafts_s if waits and not any(counts) else 0.0
+        policy.foresee(rows, MOST)
         for row, drafted in zip(rows, counts, strict=True):
             kept = _num_kept(drawn, chance(row.request_id), drafted)
             if drafted:
@@ -130,9 +131,7 @@ class _Watched:
             if self._drawn.random() < self._offers:
                 right = _num_kept(self._drawn, self._chance(row.request_id), MOST)
                 self._begun[row.request_id] = right, min(right + 1, MOST)
-        offered = [MOST * (row.request_id in self._begun) for row in watched]
-        if any(offered):
-            self._policy.reconsider(watched, offered)
+        self._policy.reconsider(watched, [MOST * (row.request_id in self._begun) for row in watched])
 
 
 def plain_steps(time: StepTime, num_rows: int, num_steps: int) -> Simulated:

@@ -136,6 +136,33 @@ def test_a_draft_model_that_reads_a_prompt_is_asked_until_it_has() -> None:
         assert all(asked) == is_patient and all(asked[:PATIENCE])
 
 
+def test_drafts_that_were_foreseen_follow_what_was_known_then() -> None:
+    rows = [row_of([0], request_id=index) for index in range(3)]
+
+    def foreseeing() -> DraftPolicy:
+        policy = DraftPolicy(time_of(NANO_30B))
+        for row in rows:
+            policy.note(row.request_id, 40, 40)
+        policy.foresee(rows, 4)
+        for row in 20 * rows:
+            policy.note(row.request_id, 4, 0)  # by the step that ran meanwhile
+        return policy
+
+    landed, failed = foreseeing(), foreseeing()
+    landed.note_step(rows, asked=True, drafted=True)
+    assert landed.counts(rows, [4] * 3, NO_LIMIT) == [4, 4, 4]
+    expected = [failed.counts(rows, [4] * 3, NO_LIMIT), failed.counts(rows[:2], [4] * 2, NO_LIMIT)]
+    assert expected == [[0, 0, 0], [0, 0]]  # of steps that were not foreseen
+    others = foreseeing()
+    others.note_step(rows, asked=True, drafted=True)
+    assert others.counts(rows[:2], [4] * 2, NO_LIMIT) == [0, 0]
+    less_room = foreseeing()
+    less_room.note_step(rows, asked=True, drafted=True)
+    assert less_room.counts(rows, [4, 3, 4], NO_LIMIT) == [0, 0, 0]
+    landed.note_step(rows, asked=True, drafted=True)
+    assert landed.counts(rows, [4] * 3, NO_LIMIT) == [0, 0, 0]
+
+
 def test_drafts_that_a_budget_cuts_are_left_out_if_too_few_remain() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     rows = [row_of([0], request_id=index) for index in range(128)]
