@@ -121,9 +121,8 @@ def _policy(config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks)
     if not isinstance(drafter, TakesTime):
         return DraftPolicy(time)
     is_free = drafter.draft_seconds(1, 1) == 0
-    # A user's drafter that failed on one of several ranks would teach them different things: steps ask it there.
-    is_same = ranks.num_ranks == 1 or isinstance(drafter, PromptLookupDrafter)
-    watches = is_free and is_same and not isinstance(drafter, ReadsHiddenStates)
+    # A drafter that failed on one of several ranks would teach them different things: there it is asked by steps only.
+    watches = is_free and ranks.num_ranks == 1 and not isinstance(drafter, ReadsHiddenStates)
     return DraftPolicy(time, drafter.draft_seconds, watches=watches, is_patient=not is_free)
 
 

@@ -122,29 +122,12 @@ def test_ranks_of_a_model_follow_grammars_alike(
 )
 def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
     """It is shared as the model is, for which it drafts."""
-    outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, False, False, "by a model")
+    outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, False, False, True)
     first, *others = outcomes
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     _, drafted = first.seen
     print({name: drafted[name] for name in ("draft_tokens", "accepted_tokens", "drafting_failures")})
     assert drafted["accepted_tokens"] > 0.9 * drafted["draft_tokens"] > 0
-    totals.add(first)
-
-
-@pytest.mark.parametrize(
-    ("layout", "digest_steps"),
-    [(TENSOR, 0), pytest.param(TENSOR, 1, marks=pytest.mark.long), pytest.param(PIPELINE, 1, marks=pytest.mark.long)],
-    ids=name_of,
-)
-def test_ranks_of_a_model_watch_drafts_alike(layout: Layout, digest_steps: int, worlds: Worlds, totals: Totals) -> None:
-    first, *others = worlds.of(2).run(
-        run_workloads, layout, "disturbed", 20, 3, digest_steps, False, False, "by lookup"
-    )
-    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
-    assert {(one.num_early, one.num_watched) for one in others} == {(first.num_early, first.num_watched)}
-    print(f"{first.num_early} steps early, {first.num_watched} drafts watched")
-    assert bool(first.num_early) is not bool(digest_steps)
-    assert first.num_watched > 50 and first.seen[1]["accepted_tokens"]
     totals.add(first)
 
 

@@ -1,10 +1,10 @@
 """On a rank: random workloads over a model that ranks share."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
-from megatron_mamba_cache.speculation.drafter import Draft, Drafter, DraftRequest
-from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.speculation.watched_drafts import WatchedDrafts
+from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.step.launched_step import LaunchedStep
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
@@ -47,7 +46,6 @@ class RankOutcome:
         num_idle: Dummy steps, while other replicas had requests.
         decisions: Of each, how many there were and their hash; none where the ranks do not compare them.
         num_early: Steps that were launched before the one before was over, which none is where ranks compare.
-        num_watched: Drafts that were compared with what rows wrote by themselves.
     """
 
     texts: tuple[dict[int, list[int]], dict[int, list[int]]]
@@ -56,7 +54,6 @@ class RankOutcome:
     num_compared: int
     num_stopped: int
     num_early: int
-    num_watched: int
     num_idle: int = 0
 
 
@@ -68,7 +65,7 @@ def run_workloads(
     digest_steps: int,
     has_grammars: bool = False,
     rounds_states: bool = False,
-    drafts: Literal["noisy", "by lookup", "by a model"] = "noisy",
+    drafts_with_model: bool = False,
 ) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
 
@@ -81,7 +78,7 @@ def run_workloads(
             patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
         forms = {"has_grammars": has_grammars, "rounds_states": rounds_states}
-        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **forms), drafts)
+        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **forms), drafts_with_model)
 
 
 def run_workloads_of_replicas(
@@ -173,10 +170,10 @@ def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **for
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 
 
-def _run_workloads(work: Workload, drafts: str = "noisy") -> RankOutcome:
-    with _counted(StepGraph, "launch_next") as early, _counted(WatchedDrafts, "watch") as watched:
+def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutcome:
+    with _counted_early_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
-        drafter = _draft_model(work) if drafts == "by a model" else _drafter(drafts, plain.texts, work)
+        drafter = _draft_model(work) if drafts_with_model else _drafter(plain.texts, work)
         outcomes = plain, run_workload(work, drafter)
         if isinstance(drafter, CheckedDraftModel):
             drafter.assert_nothing_held()
@@ -190,23 +187,22 @@ def _run_workloads(work: Workload, drafts: str = "noisy") -> RankOutcome:
         num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
         num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
         num_early=len(early),
-        num_watched=len(watched),
     )
 
 
 @contextmanager
-def _counted(owner: type, method: str) -> Iterator[list[None]]:
-    """Yield a list that grows with each call of a method in the block."""
-    calls: list[None] = []
-    original = getattr(owner, method)
+def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
+    """Collect the steps that run ahead in the block."""
+    early: list[LaunchedStep] = []
+    launch_next = StepGraph.launch_next
 
-    def noted(*args: Any) -> Any:
-        calls.append(None)
-        return original(*args)
+    def noted(*args: Any) -> LaunchedStep:
+        early.append(launch_next(*args))
+        return early[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, method, noted)
-        yield calls
+        patch.setattr(StepGraph, "launch_next", noted)
+        yield early
 
 
 def _draft_model(work: Workload) -> CheckedDraftModel:
@@ -216,20 +212,6 @@ def _draft_model(work: Workload) -> CheckedDraftModel:
     )
 
 
-def _drafter(drafts: str, texts: dict[int, list[int]], work: Workload) -> Drafter:
+def _drafter(texts: dict[int, list[int]], work: Workload) -> Drafter:
     vocab_size = work.subject.sizes.vocab_size
-    if drafts == "by lookup":
-        return LuckyLookup(*(NoisyDrafter(texts, accuracy=chance, vocab_size=vocab_size) for chance in (0.0, 0.9)))
     return NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab_size, seed=random.Random(len(texts)).randrange(100))
-
-
-class LuckyLookup(PromptLookupDrafter):
-    """Finds what one drafter proposes for some requests, and another for others; tiny models repeat little."""
-
-    def __init__(self, *found: NoisyDrafter) -> None:
-        super().__init__()
-        self._found = found
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request."""
-        return [self._found[one.row.request_id % len(self._found)].propose([one])[0] for one in requests]
