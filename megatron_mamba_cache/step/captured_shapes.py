@@ -9,15 +9,19 @@ from .buffers import StepLimits
 from .shapes import StepShape
 
 
-def engine_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
+def engine_shapes(
+    config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool = False
+) -> list[StepShape]:
     """Return the shapes of an engine's steps.
 
     Args:
         most_launched: See `HybridModelShape`.
+        is_shared: See `prefill_shapes`.
     """
     count, max_rows, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
     shapes = decode_shapes(count, max_rows, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
-    return shapes + prefill_shapes(most_tokens, max_rows, limits.max_tokens, most_launched or most_tokens)
+    most_launched = most_launched or most_tokens
+    return shapes + prefill_shapes(most_tokens, max_rows, limits.max_tokens, most_launched, is_shared=is_shared)
 
 
 def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
@@ -56,7 +60,9 @@ def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, r
     return shapes
 
 
-def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int, most_launched: int) -> list[StepShape]:
+def prefill_shapes(
+    most_tokens: int, max_rows: int, max_tokens: int, most_launched: int, *, is_shared: bool = False
+) -> list[StepShape]:
     """Return shapes of up to `most_tokens` prompt tokens: of few prefill rows, and of many.
 
     Those of few are captured alone, after some decode rows and after all. A scan of few rows is spread over more of the
@@ -70,20 +76,23 @@ def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int, most_launch
     Args:
         most_launched: Tokens of a step up to which the host takes longer to launch it than the GPU to compute it.
             Beyond, padding costs more than a graph gains: shapes of many rows end there.
+        is_shared: Whether ranks that share experts take steps of the same shape, which has the decode rows of one rank
+            and the prompts of another: "all" are as many as requests can run then, or one more.
     """
     few, many = _few_and_many(max_rows)
     some = (max_rows // _PART - 1) | 1 if max_rows >= _PART * _FEW_ROWS else 0
-    shapes = list(_shapes_after((0, some, max_rows - 1), few, _sizes_of_few, most_tokens, max_tokens))
+    beside_few, beside_many = (max_rows | 1,) * 2 if is_shared else (max_rows - 1, max_rows - few - 1)
+    shapes = list(_shapes_after((0, some, beside_few), few, _sizes_of_few, most_tokens, max_tokens))
     if many > few:
-        rest = max_rows - few - 1
-        shapes += _shapes_after((some or rest, rest), many, _sizes_of_many, min(most_tokens, most_launched), max_tokens)
+        after, most_tokens = {some or beside_many, beside_many}, min(most_tokens, most_launched)
+        shapes += _shapes_after(after, many, _sizes_of_many, most_tokens, max_tokens)
     return shapes
 
 
-def most_padding_rows(max_rows: int) -> int:
+def most_padding_rows(max_rows: int, *, is_shared: bool = False) -> int:
     """Return by how many rows a shape of `prefill_shapes` may exceed the rows of requests."""
     few, many = _few_and_many(max_rows)
-    return max(few - 1, many - few - 1)
+    return many + 1 if is_shared else max(few - 1, many - few - 1)
 
 
 _FEW_ROWS, _MANY_ROWS = 4, 32

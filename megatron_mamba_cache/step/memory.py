@@ -260,8 +260,9 @@ def _attention_shape(
 def _step_buffers(
     config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int
 ) -> StepBuffers:
-    has_prefill_graphs = config.num_cuda_graphs and config.most_graph_tokens
-    max_rows = config.max_requests + (most_padding_rows(config.max_requests) if has_prefill_graphs else 0)
+    max_rows = config.max_requests
+    if config.num_cuda_graphs and config.most_graph_tokens:
+        max_rows += most_padding_rows(max_rows, is_shared=shape.has_experts)  # with ranks that share them, if any do
     limits = StepLimits(
         max_tokens=config.max_tokens,
         max_rows=max_rows,

@@ -38,6 +38,7 @@ REPLICAS = [
     pytest.param(Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1, marks=pytest.mark.long),
     (Layout(expert=2), ("strides",) * 2, 2, 3, 0),
     (Layout(expert=2), ("disturbed",) * 2, 5, 3, 0),
+    (Layout(expert=2), ("few_states",) * 2, 7115, 3, 0),  # a rank is full while the other begins prompts
     pytest.param(Layout(expert=2), ("disturbed",) * 2, 6, 0, 1, marks=pytest.mark.long),
     pytest.param(Layout(2, expert=2), ("roomy",) * 2, 3, 3, 0, marks=needs_4),
     pytest.param(Layout(expert=4), ("few_states",) * 4, 4, 3, 0, marks=needs_4),
@@ -178,6 +179,7 @@ def test_replicas_side_by_side_generate_the_oracles_tokens(
     for outcome in outcomes:
         totals.add(outcome)
         assert all(bool(seen["graph_steps"]) is bool(num_graphs) for seen in outcome.seen)
+        assert not outcome.eager
     assert bool(sum(outcome.num_early for outcome in outcomes)) is bool(num_graphs)
     if layout.expert > 1:
         assert max(outcome.num_idle for outcome in outcomes) > 0

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.step import shared_steps
 from megatron_mamba_cache.step.launched_step import LaunchedStep
+from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
@@ -26,6 +28,7 @@ from tests.mcore.random_workloads import FLAVOURS, LATENT_EXPERTS, MODELS, Workl
 from tests.mcore.test_speculative_workloads import start_draft_model
 
 NUM_DRAFTS = 3
+GRAPH_TOKENS = 40
 REPLAYED = ("disturbed", "one_budget", "strides")  # flavours whose states are replayed
 _OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
 _FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
@@ -46,6 +49,7 @@ class RankOutcome:
         num_idle: Dummy steps, while other replicas had requests.
         decisions: Of each, how many there were and their hash; none where the ranks do not compare them.
         num_early: Steps that were launched before the one before was over, which none is where ranks compare.
+        eager: Shapes that ranks agreed on and had no graph for, of so few prompt tokens that there should be one.
     """
 
     texts: tuple[dict[int, list[int]], dict[int, list[int]]]
@@ -55,6 +59,7 @@ class RankOutcome:
     num_stopped: int
     num_early: int
     num_idle: int = 0
+    eager: tuple[StepShape, ...] = ()
 
 
 def run_workloads(
@@ -110,7 +115,27 @@ def _run_workloads_of_replica(
                 arrivals=tuple(later)[: len(work.arrivals) - 2 * replica],
                 disturbances=("flush", "fault", "fault"),
             )
-        return replace(_run_workloads(work), num_idle=steps.num_idle)
+        most_tokens = min(GRAPH_TOKENS, work.config.max_tokens - work.config.max_requests - 1)
+        with _shapes_without_graphs(most_tokens) as eager:
+            outcome = _run_workloads(work)
+        return replace(outcome, num_idle=steps.num_idle, eager=tuple(eager) if num_graphs else ())
+
+
+@contextmanager
+def _shapes_without_graphs(most_tokens: int) -> Iterator[list[StepShape]]:
+    """Collect the shapes of shared steps in the block that have no graph, but for those of more prompt tokens."""
+    found: list[StepShape] = []
+    next_shape = shared_steps.SharedSteps.next_shape
+
+    def noted(steps: shared_steps.SharedSteps) -> StepShape:
+        shape = next_shape(steps)
+        if shape.num_prefill_tokens <= most_tokens and shape not in steps._shapes():
+            found.append(shape)
+        return shape
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_steps.SharedSteps, "next_shape", noted)
+        yield found
 
 
 class SharedSteps:
@@ -166,7 +191,7 @@ def _contents(context: Any) -> list[Tensor]:
 
 def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **forms: bool) -> Workload:
     work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, replays=flavour in REPLAYED, **forms)
-    graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
+    graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": GRAPH_TOKENS}
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 
 

@@ -134,10 +134,14 @@ def test_every_step_that_requests_can_form_has_a_shape(data: st.DataObject) -> N
     most_tokens = data.draw(st.sampled_from([512, 1000, 4096, 8192]))
     most_launched = data.draw(st.sampled_from([300, 1741, 4655, 21_600]))
     num_prefill = data.draw(st.integers(1, min(max_rows, 32)))
-    num_decode = data.draw(st.integers(0, max_rows - num_prefill))
+    is_shared = data.draw(st.booleans())  # then another rank's requests may be those that decode
+    num_decode = data.draw(st.integers(0, max_rows if is_shared else max_rows - num_prefill))
     most = most_tokens if num_prefill <= 4 else min(most_tokens, most_launched)
     num_tokens = data.draw(st.integers(num_prefill, most))
-    shapes = prefill_shapes(most_tokens, max_rows, most_tokens + max_rows, most_launched)
+    max_tokens = most_tokens + max_rows + 1
+    shapes = prefill_shapes(most_tokens, max_rows, max_tokens, most_launched, is_shared=is_shared)
+    most_rows = max_rows + most_padding_rows(max_rows, is_shared=is_shared)
+    assert all(shape.num_rows <= most_rows and shape.num_tokens <= max_tokens for shape in shapes)
     step = StepShape(num_decode, 1, num_prefill, num_tokens)
     found = smallest_holding(step, shapes)
     assert found is not None and found.num_prefill_rows == min(max_rows, 4 if num_prefill <= 4 else 32)
