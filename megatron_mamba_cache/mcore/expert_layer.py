@@ -228,6 +228,13 @@ def check_experts(config: Any, groups: Any) -> None:
         raise ValueError("moe_shared_expert_overlap is True; set it to False")
 
 
+_ONLY_SUPPORTED = {
+    "moe_expert_capacity_factor": None,  # no token is dropped
+    "moe_apply_probs_on_input": False,
+    "moe_router_force_load_balancing": False,
+}
+
+
 def routing_rule(config: Any) -> RoutingRule:
     """Return how Megatron's configuration routes.
 
@@ -237,9 +244,13 @@ def routing_rule(config: Any) -> RoutingRule:
     score, top_k = config.moe_router_score_function, config.moe_router_topk
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"moe_router_score_function is {score!r}; 'sigmoid' and 'softmax' are supported")
-    if config.moe_expert_capacity_factor is not None:
+    for name, supported in _ONLY_SUPPORTED.items():
+        if (found := getattr(config, name)) != supported:
+            raise ValueError(f"{name} is {found!r}; only {supported!r} is supported")
+    balancing = config.moe_router_load_balancing_type
+    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
         raise ValueError(
-            f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor}; set it to None: no token is dropped"
+            "moe_router_load_balancing_type is 'sinkhorn', which chooses experts in another way; set 'none'"
         )
     top_groups = config.moe_router_group_topk or config.moe_router_num_groups or 1
     return RoutingRule(

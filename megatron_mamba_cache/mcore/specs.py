@@ -42,13 +42,13 @@ def check_layer_pattern(pattern: str) -> None:
     unknown = sorted(set(pattern) - Symbols.VALID)
     if unknown:
         raise ValueError(
-            f"layer pattern {pattern!r} has unknown symbols {unknown}; known are {sorted(Symbols.VALID)} "
+            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known are {sorted(Symbols.VALID)} "
             "(M Mamba, * attention, - MLP, E mixture of experts)"
         )
     for symbol, name in ((Symbols.MAMBA, "Mamba"), (Symbols.ATTENTION, "attention")):
         if symbol not in pattern:
             raise ValueError(
-                f"layer pattern {pattern!r} has no {name} layer ({symbol!r}); only hybrids of both are supported"
+                f"layer pattern {pattern!r:.100} has no {name} layer ({symbol!r}); only hybrids of both are supported"
             )
 
 

@@ -14,7 +14,19 @@ from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_fa
 from tests.models.checkpoint_edits import copy_of, set_fields
 from tests.models.tiny_checkpoints import FAMILIES
 
-NEVER_RIGHT: tuple[Any, ...] = ("x", -1, "", -1.5, [None], [[1]], {"x": {}}, float("nan"), float("-inf"), 1e400)
+NEVER_RIGHT: tuple[Any, ...] = (
+    "x",
+    -1,
+    "",
+    -1.5,
+    [None],
+    [[1]],
+    {"x": {}},
+    float("nan"),
+    float("-inf"),
+    1e400,
+    10**400,
+)
 SOMETIMES_RIGHT: tuple[Any, ...] = ([], {}, None, True, False, 0, 1.5)
 FACTORS = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
 """Fields that are negative numbers in no known model, and compute all the same."""
@@ -166,14 +178,39 @@ def test_absurd_sizes_are_refused_by_their_names(
     sizes = [name for name in fields_read(directory) - {"n_shared_experts"} if type(fields.get(name)) is int]
     assert {"hidden_size", "vocab_size", "num_attention_heads"} <= set(sizes)
     for name in sizes:
-        most = 8192 if name in ("num_local_experts", "n_routed_experts") else 2**24
+        many = ("num_local_experts", "n_routed_experts", "num_hidden_layers")
+        most = 8192 if name in many else 2**24
         for value in (most + 1, 2**24 + 1, 10**13, 10**30):
             set_fields(directory, **{name: value})
-            assert refusal_of(directory) == f"{config}: {name}={value}, but must be an integer from " + (
-                f"{0 if name == 'num_local_experts' else 1} to {most}"
-            )
+            said = f", but must be an integer from {0 if name == 'num_local_experts' else 1} to {most}"
+            if name == "num_hidden_layers" and "layer_types" in fields:
+                said = f" is not supported, only {len(fields['layer_types'])}"
+            assert refusal_of(directory) == f"{config}: {name}={value}{said}"
             config.write_text(content)
     assert not begun
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("nemotron_h", {"layers_block_type": ["mamba"] * 8193}, "layers_block_type has 8193 entries, but must have at"),
+        ("granite", {"layer_types": ["mamba"] * 8193}, "layer_types has 8193 entries, but must have at most 8192"),
+        ("nemotron_h", {"hybrid_override_pattern": "M" * 9000}, "hybrid_override_pattern has 9000 characters"),
+        ("granite", {"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported, only 3"),
+        ("granite", {"layer_types": ["x" * 999, 1]}, f"layer_types=['{'x' * 198}..., but must be a list of"),
+        ("granite", {"logits_scaling": 1e-320}, "but must be a number other than 0, of 1e-30 to 1e+30"),
+        ("granite", {"time_step_limit": [0, 10**400]}, "but must be a pair of ascending numbers from 0 on"),
+    ],
+)
+def test_layers_and_numbers_beyond_reason_are_refused_in_one_short_line(
+    family: str, fields: dict[str, Any], said: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    if "hybrid_override_pattern" in fields:
+        set_fields(directory, layers_block_type=None)
+    set_fields(directory, **fields)
+    refusal = refusal_of(directory)
+    assert refusal is not None and said in refusal and len(refusal) < 500 and not begun
 
 
 @pytest.mark.parametrize("error", [RuntimeError("[enforce fail] can't allocate memory"), MemoryError()], ids=repr)

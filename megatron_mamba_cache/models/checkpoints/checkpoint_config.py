@@ -10,7 +10,11 @@ from .json_file import read_json_object
 _REQUIRED: Any = object()
 MOST_EXPERTS = 2**13
 """Far above any model's: each has names of its own in a checkpoint."""
+MOST_LAYERS = 2**13
+"""Likewise."""
 _MOST = 2**24  # far above any model's sizes; a larger one would fail as an allocation that names no field
+_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # beyond, float32 has no inverse of it, or a float none at all
+_LONGEST_SHOWN = 200
 
 
 class CheckpointConfig:
@@ -52,17 +56,17 @@ class CheckpointConfig:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """Return a field that is a positive finite number."""
+        """Return a field that is a positive number of plausible size."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._wrong(name, value, "a positive number")
+        if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise self._wrong(name, value, f"a positive number from {_LEAST_NUMBER} to {_MOST_NUMBER}")
         return float(value)
 
     def factor(self, name: str, default: float = _REQUIRED) -> float:
-        """Return a field that is a finite number other than 0."""
+        """Return a field that is a number other than 0, of plausible size."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not 0 < abs(value) < math.inf:
-            raise self._wrong(name, value, "a number other than 0")
+        if type(value) not in (int, float) or not _LEAST_NUMBER <= abs(value) <= _MOST_NUMBER:
+            raise self._wrong(name, value, f"a number other than 0, of {_LEAST_NUMBER} to {_MOST_NUMBER}")
         return float(value)
 
     def share(self, name: str, default: float = _REQUIRED) -> float:
@@ -79,11 +83,13 @@ class CheckpointConfig:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def text(self, name: str, default: str = _REQUIRED) -> str:
-        """Return a field that is a non-empty string."""
+    def text(self, name: str, default: str = _REQUIRED, most: int = _MOST) -> str:
+        """Return a field that is a non-empty string of at most so many characters."""
         value = self._get(name, default)
         if not isinstance(value, str) or not value:
             raise self._wrong(name, value, "a text")
+        if len(value) > most:
+            raise self.error(f"{self._prefix}{name} has {len(value)} characters, but must have at most {most}")
         return value
 
     def section(self, *names: str) -> "CheckpointConfig":
@@ -132,6 +138,8 @@ class CheckpointConfig:
         entries = self._get(name, _REQUIRED)
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
             raise self._wrong(name, entries, f"a list of {sorted(known)}")
+        if len(entries) > MOST_LAYERS:
+            raise self.error(f"{self._prefix}{name} has {len(entries)} entries, but must have at most {MOST_LAYERS}")
         if unknown := sorted(set(entries) - known.keys()):
             raise self.error(f"{self._prefix}{name} has unknown entries {unknown}; known are {sorted(known)}")
         return [known[entry] for entry in entries]
@@ -153,7 +161,8 @@ class CheckpointConfig:
 
     def shown(self, name: str, value: Any) -> str:
         """Return a field with a value, as errors show it."""
-        return f"{self._prefix}{name}={value!r}"
+        text = repr(value)
+        return f"{self._prefix}{name}={text if len(text) <= _LONGEST_SHOWN else f'{text[:_LONGEST_SHOWN]}...'}"
 
 
 def _number(entry: Any) -> float:
@@ -162,4 +171,5 @@ def _number(entry: Any) -> float:
         entry = entry.get("__float__")
     if entry in ("inf", "Infinity"):
         return math.inf
-    return float(entry) if type(entry) in (int, float) else math.nan
+    is_number = type(entry) is float or (type(entry) is int and abs(entry) <= _MOST_NUMBER)
+    return float(entry) if is_number else math.nan

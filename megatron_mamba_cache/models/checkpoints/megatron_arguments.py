@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
 from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
-from .checkpoint_config import MOST_EXPERTS, CheckpointConfig
+from .checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from .choice_of_experts import ChoiceFields, checked_choice
 
 _GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
@@ -56,7 +56,7 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
     pattern = _pattern(arguments)
     if "E" not in pattern and arguments.has("moe_latent_size"):
         latent = arguments.shown("moe_latent_size", arguments.integer("moe_latent_size"))
-        raise arguments.error(f"{latent} is not supported without experts in the layer pattern {pattern!r}")
+        raise arguments.error(f"{latent} is not supported without experts in the layer pattern {pattern!r:.100}")
     return HybridArchitecture(
         pattern=pattern,
         vocab_size=arguments.integer("padded_vocab_size"),
@@ -78,7 +78,9 @@ def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]])
 
 def _pattern(arguments: CheckpointConfig) -> str:
     if arguments.has("hybrid_override_pattern"):
-        return arguments.text("hybrid_override_pattern").split("/")[0]  # the rest are multi-token prediction layers
+        return arguments.text("hybrid_override_pattern", most=MOST_LAYERS).split("/")[
+            0
+        ]  # the rest are multi-token prediction layers
     shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
     if not shares[0] or sum(shares) > 1:
         raise arguments.error(

@@ -1,7 +1,7 @@
 """Bamba checkpoints: each layer is a mixer and a gated MLP."""
 
 from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
-from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..checkpoints.checkpoint_config import MOST_LAYERS, CheckpointConfig
 from ..placement import Placement, Split
 from .layer_placements import (
     Places,
@@ -19,7 +19,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # also used by the mixers
-    num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+    num_layers, num_heads = config.integer("num_hidden_layers", most=MOST_LAYERS), config.integer("num_attention_heads")
     attention_layers = set(config.indices("attn_layer_indices", num_layers))
     layers = ("*" if layer in attention_layers else "M" for layer in range(num_layers))
     return HybridArchitecture(

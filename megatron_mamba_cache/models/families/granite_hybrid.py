@@ -21,10 +21,11 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     config.require("hidden_act", "silu", "silu")  # also used by the mixers
     num_experts = config.integer("num_local_experts", 0, least=0, most=MOST_EXPERTS)
     num_heads = config.integer("num_attention_heads")
-    feed_forward = "E" if num_experts else "-"
+    mixers, feed_forward = config.each_of("layer_types", _SYMBOLS), "E" if num_experts else "-"
+    config.require("num_hidden_layers", len(mixers), len(mixers))
     position = config.one_of("position_embedding_type", ("rope", "nope"), "nope")
     return HybridArchitecture(
-        pattern="".join(f"{mixer}{feed_forward}" for mixer in config.each_of("layer_types", _SYMBOLS)),
+        pattern="".join(f"{mixer}{feed_forward}" for mixer in mixers),
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
         max_sequence_length=config.integer("max_position_embeddings", 4096),

@@ -1,7 +1,7 @@
 """NemotronH checkpoints: each layer is one mixer: Mamba, attention, MLP or mixture of experts."""
 
 from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
-from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
+from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..placement import Placement, Split
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
@@ -18,7 +18,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     pattern = _pattern(config)
     if "E" not in pattern and config.has("moe_latent_size"):
         latent = config.shown("moe_latent_size", config.integer("moe_latent_size"))
-        raise config.error(f"{latent} is not supported without experts in the layer pattern {pattern!r}")
+        raise config.error(f"{latent} is not supported without experts in the layer pattern {pattern!r:.100}")
     # transformers clamps time steps from below at time_step_min, but only in its chunked form; the model was trained
     # with this limit.
     limit = config.limits("time_step_limit")
@@ -72,7 +72,7 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 def _pattern(config: CheckpointConfig) -> str:
     if config.has("layers_block_type"):
         return "".join(config.each_of("layers_block_type", _SYMBOLS))
-    return config.text("hybrid_override_pattern")
+    return config.text("hybrid_override_pattern", most=MOST_LAYERS)
 
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
