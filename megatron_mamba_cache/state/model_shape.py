@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -16,6 +17,8 @@ MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
 _MOST_IN_WINDOWS = 2
 """Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
+_MOST_DRAFT_BYTES = 8 * 2**20
+"""Of a layer's states after drafts, up to which windows take no longer either; see `draft_chances.md`."""
 _LAUNCHED_PRODUCTS = 270_000_000_000
 """Products of a token and a weight that take a GPU as long as the host takes to launch a layer without graphs, which is
 1.2 ms at 450 TFLOP/s (measured on one rank: 1.1 to 2 ms; see `model_forms.md`)."""
@@ -78,14 +81,16 @@ class HybridModelShape:
 
         Conv inputs of drafts lie in the slot where the states after them have slots, and else beside the ring.
         """
-        dtypes = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
         return StateLayout(
             num_layers=self.num_mamba_layers,
             conv_shape=(self.d_conv - 1 + config.num_draft_slots, self.conv_dim),
             ssm_shape=self.ssm_shape,
-            conv_dtype=dtypes[config.conv_state_dtype],
-            ssm_dtype=dtypes[config.ssm_state_dtype],
+            conv_dtype=self._dtype(config.conv_state_dtype),
+            ssm_dtype=self._dtype(config.ssm_state_dtype),
         )
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
         """Return the layout of a cached state's slot: that of a live one, unless cached states are rounded."""
@@ -160,7 +165,9 @@ class HybridModelShape:
 
     def with_forms(self, config: CacheConfig) -> CacheConfig:
         """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided."""
-        is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
+        state_bytes = prod(self.ssm_shape) * self._dtype(config.ssm_state_dtype).itemsize
+        draft_bytes = config.max_requests * config.num_speculative_tokens * state_bytes
+        is_larger = config.max_requests > _MOST_IN_WINDOWS or draft_bytes > _MOST_DRAFT_BYTES
         _, d_state, head_dim = self.ssm_shape
         prefers_replay = is_larger and replays_fast(head_dim, d_state)
         launched = self.most_launched or 0

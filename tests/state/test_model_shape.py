@@ -36,6 +36,24 @@ def test_states_are_replayed_where_that_is_faster(
     assert DENSE_8B.resolved(CacheConfig(**fields)).replays == replays
 
 
+@pytest.mark.parametrize(
+    ("fields", "replays"),
+    [
+        ({"max_requests": 1, "num_speculative_tokens": 4}, False),
+        ({"max_requests": 1, "num_speculative_tokens": 5}, True),
+        ({"max_requests": 2, "num_speculative_tokens": 2}, False),
+        ({"max_requests": 2, "num_speculative_tokens": 4}, True),
+        ({"max_requests": 2, "num_speculative_tokens": 4, "ssm_state_dtype": "bf16"}, False),
+        ({"max_requests": 3, "num_speculative_tokens": 1}, True),
+    ],
+)
+def test_few_drafts_of_small_states_have_a_window(
+    fields: dict[str, Any], replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: True)
+    assert NANO_30B.resolved(CacheConfig(**fields)).replays == replays
+
+
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("cache_gb", "is_lowered"), [(0.4, True), (10.0, True), (40.0, False)])
 def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
