@@ -128,6 +128,7 @@ class MambaCacheContext(DynamicInferenceContext):
             counters=self.counters,
             weights_version=self.weights_version,
             below=self._below,
+            shares_steps=self.peers.num_ranks > 1,
         )
         limits = self.capacity.num_blocks, self.capacity.num_paused_blocks
         self.block_allocator = KVBlockAllocator(self, *limits, memory.blocks)

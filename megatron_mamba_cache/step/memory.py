@@ -48,6 +48,7 @@ class CacheMemory:
         counters: What the prefix cache counts on.
         weights_version: Version of the weights that will fill the cache.
         below: The tiers below, which outlive this memory; None: there are none.
+        shares_steps: Whether ranks that share experts take steps of one shape.
 
     Raises:
         CacheCapacityError: If there is not enough memory, on any of the ranks.
@@ -64,6 +65,7 @@ class CacheMemory:
         counters: CacheCounters,
         weights_version: str,
         below: MemoryBelow | None = None,
+        shares_steps: bool = False,
     ) -> None:
         device = torch.cuda.current_device()
         attention_shape = _attention_shape(shape, config, capacity, device)
@@ -85,7 +87,7 @@ class CacheMemory:
         self._sizes = MemorySizes.of(
             capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
         ).beside(shape.rings_bytes(config), shape.running_bytes(config))
-        self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device))
+        self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device, shares_steps))
         self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
         self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
@@ -258,11 +260,11 @@ def _attention_shape(
 
 
 def _step_buffers(
-    config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int
+    config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int, shares_steps: bool
 ) -> StepBuffers:
     max_rows = config.max_requests
     if config.num_cuda_graphs and config.most_graph_tokens:
-        max_rows += most_padding_rows(max_rows, is_shared=shape.has_experts)  # with ranks that share them, if any do
+        max_rows += most_padding_rows(max_rows, is_shared=shares_steps)
     limits = StepLimits(
         max_tokens=config.max_tokens,
         max_rows=max_rows,
