@@ -85,8 +85,8 @@ class CacheConfig:
         draft_states: How a decode step keeps states, with drafts or without. "replay": a step reads each state once
             and writes none; the inputs of the tokens since then wait in a ring of the request. "window": a step writes
             the state after each of its tokens; those after drafts take slots of `prefix_caching_mamba_gb` or of
-            `cache_gb`. "auto": "replay" on a Hopper GPU for more than 2 requests, or if a layer's states after all
-            drafts take more than 8 MiB, else "window".
+            `cache_gb`. "auto": "replay" on a Hopper GPU for more than 2 requests, or if a rank's part of a layer's
+            states after all drafts takes more than 8 MiB, else "window".
         ring_len: With "replay", tokens after which a state is written; a divisor of the block size. None: 16, or the
             largest divisor below.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.

@@ -75,7 +75,7 @@ def fills_card(directory: "ModelDirectory | None", device: str) -> bool:
 
 def card_settings(
     shape: "HybridModelShape", max_length: int, card: Card, given: Mapping[str, Any], ranks: "Ranks"
-) -> dict[str, int | float]:
+) -> dict[str, Any]:
     """Return fields of `CacheConfig` that fill a GPU; all ranks of the model call it.
 
     KV blocks and states share `fraction` of the free memory as one budget, or what the largest step leaves if that is
@@ -91,8 +91,7 @@ def card_settings(
         UsageError: If the live states leave no memory for the cache.
     """
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
-    drafts = given.get("num_speculative_tokens") or 0
-    asked = given.get("max_requests") or 0
+    drafts, asked = (given.get(name) or 0 for name in ("num_speculative_tokens", "max_requests"))
     sizes = _without_memory(shape, block, given)
     live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
@@ -113,7 +112,8 @@ def card_settings(
     of_others = sum(size for size, part_gb in zip(least, parts_gb, strict=True) if part_gb is None)
     if given_gb is None and rest < of_flags + of_others:
         raise UsageError(_no_room(card, budget, max_requests, live_bytes, of_flags))
-    limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens}
+    sized_for = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # fewer might take another
+    limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens, **sized_for}
     if not split:
         max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {

@@ -136,7 +136,7 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
 
 def _settings(
     shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
-) -> dict[str, int | float]:
+) -> dict[str, Any]:
     """Return the fields of `CacheConfig` that apply where no flag is given.
 
     Args:

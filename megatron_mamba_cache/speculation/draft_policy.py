@@ -220,6 +220,7 @@ class DraftPolicy:
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request."""
         self._of_requests.pop(request_id, None)
+        self._foreseen = None  # also of the others, should it come back
         if self._rest is not None:
             self._rest.request_ids.discard(request_id)
 

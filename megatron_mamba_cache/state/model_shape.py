@@ -146,9 +146,9 @@ class HybridModelShape:
     ) -> CacheConfig:
         """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided, by the model's sizes.
 
-        Replayed states take less time with drafts, and without for more than a request or two. Rings are reserved for
-        `max_requests`, which are no more than one budget has room for, and leave room for one request of the longest
-        sequence.
+        Replayed states take less time for more than a request or two, and where drafts have large states. Rings are
+        reserved for `max_requests`, which are no more than one budget has room for, and leave room for one request of
+        the longest sequence.
 
         Args:
             gather: Returns the `unit_bytes` of all ranks of the model, given those of this one, which has all of it

@@ -83,6 +83,9 @@ def prefill_shapes(
     some = (max_rows // _PART - 1) | 1 if max_rows >= _PART * _FEW_ROWS else 0
     beside_few, beside_many = (max_rows | 1,) * 2 if is_shared else (max_rows - 1, max_rows - few - 1)
     shapes = list(_shapes_after((0, some, beside_few), few, _sizes_of_few, most_tokens, max_tokens))
+    fullest = StepShape(max_rows - 1, 1, few, min(most_tokens, max_tokens - (max_rows - 1)))
+    if is_shared and fullest.num_prefill_tokens > max(few - 1, max_tokens - beside_few) and fullest not in shapes:
+        shapes.append(fullest)  # of one rank alone
     if many > few:
         after, most_tokens = {some or beside_many, beside_many}, min(most_tokens, most_launched)
         shapes += _shapes_after(after, many, _sizes_of_many, most_tokens, max_tokens)

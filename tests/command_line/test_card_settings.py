@@ -19,6 +19,7 @@ from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
+from megatron_mamba_cache.state import model_shape
 from megatron_mamba_cache.state.model_shape import HybridModelShape
 from megatron_mamba_cache.state.slab_shape import SlabShape
 
@@ -117,6 +118,23 @@ def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
     assert 1 <= settings["max_requests"] < 64
     assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
+
+
+@pytest.mark.parametrize("num_drafts", range(5))
+@pytest.mark.parametrize(("shape", "cache_gb"), [(DENSE_8B, 0.5), (NANO_30B, 0.2), (NANO_30B, 4.0)])
+def test_states_have_the_form_that_memory_was_sized_for(
+    shape: HybridModelShape, cache_gb: float, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: True)
+    flags = {"cache_gb": cache_gb, "num_speculative_tokens": num_drafts}
+    found = card_settings(shape, 131_072, Card(24 * GIB, 0.9, 21_504), flags)
+    config = shape.resolved(CacheConfig(**found | flags))
+    print(found["max_requests"], config.draft_states)
+    assert config.draft_states == found["draft_states"] == "replay"
+    assert CacheCapacity.of(config, shape, OneRank()).num_blocks > 1
+    assert "draft_states" not in card_settings(
+        shape, 131_072, Card(24 * GIB, 0.9, 21_504), {"num_speculative_tokens": num_drafts, "draft_states": "window"}
+    )
 
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, SMALL])

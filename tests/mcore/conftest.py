@@ -1,15 +1,18 @@
 """Settings under which engines are compared with the fp64 oracle."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.mcore.engine_runs import UsualForm
-from tests.usual_settings import set_usual
+from tests.usual_settings import usual
 
 
-@pytest.fixture(autouse=True, scope="session")
-def usual_settings() -> None:
-    """See `set_usual`."""
-    set_usual()
+@pytest.fixture(autouse=True, scope="module")
+def usual_settings() -> Iterator[None]:
+    """See `usual`."""
+    with usual():
+        yield
 
 
 @pytest.fixture(params=["replay", pytest.param("window", marks=pytest.mark.long)])

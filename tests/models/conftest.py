@@ -1,6 +1,7 @@
 """Settings under which models are compared with transformers, and checkpoints to load or to damage."""
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron_mamba_cache.models.checkpoints import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
-from tests.usual_settings import set_usual
+from tests.usual_settings import usual
 
 MAMBA_FUNCTIONS = {
     "causal_conv1d_fn",
@@ -29,10 +30,11 @@ def transformers_in_torch() -> None:
             setattr(module, name, getattr(module, name).__wrapped__)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def usual_settings() -> None:
-    """See `set_usual`."""
-    set_usual()
+@pytest.fixture(autouse=True, scope="module")
+def usual_settings() -> Iterator[None]:
+    """See `usual`."""
+    with usual():
+        yield
 
 
 @pytest.fixture(scope="session")

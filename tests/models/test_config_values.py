@@ -200,6 +200,10 @@ def test_absurd_sizes_are_refused_by_their_names(
         ("granite", {"layer_types": ["x" * 999, 1]}, f"layer_types=['{'x' * 198}..., but must be a list of"),
         ("granite", {"logits_scaling": 1e-320}, "but must be a number other than 0, of 1e-30 to 1e+30"),
         ("granite", {"time_step_limit": [0, 10**400]}, "but must be a pair of ascending numbers from 0 on"),
+        ("granite", {"time_step_limit": ["inf", "inf"]}, "but must be a pair of ascending numbers from 0 on"),
+        ("granite", {"time_step_limit": [0.1, 1e39]}, "but must be a pair of ascending numbers from 0 on"),
+        ("granite", {"layer_types": ["x" * 999, "y"]}, f"has unknown entries ['{'x' * 198}...; known are"),
+        ("granite", {"hidden_size": "a\n" * 300}, "..., but must be an integer from 1 to 16777216"),
     ],
 )
 def test_layers_and_numbers_beyond_reason_are_refused_in_one_short_line(

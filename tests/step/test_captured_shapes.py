@@ -151,6 +151,14 @@ def test_every_step_that_requests_can_form_has_a_shape(data: st.DataObject) -> N
     assert smallest_holding(StepShape(0, 1, 5, min(most_tokens, most_launched) + 1), shapes) is None
 
 
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(64, 2048), (63, 2048), (256, 4096), (3, 40), (1, 35)])
+def test_one_rank_alone_may_use_its_whole_budget_where_steps_are_shared(max_rows: int, max_tokens: int) -> None:
+    shapes = prefill_shapes(max_tokens, max_rows, max_tokens, max_tokens, is_shared=True)
+    fullest = StepShape(max_rows - 1, 1, 1, max_tokens - (max_rows - 1))
+    assert smallest_holding(fullest, shapes) is not None and len(shapes) == len(set(shapes))
+    assert all(shape.num_tokens <= max_tokens for shape in shapes)
+
+
 @pytest.mark.parametrize("max_rows", [5, 8, 31, 32, 64, 256])
 @pytest.mark.parametrize(("most_launched", "sizes"), [(1741, 7), (4655, 12), (200, 1)])
 def test_many_prompts_have_few_sizes(max_rows: int, most_launched: int, sizes: int) -> None:

@@ -113,7 +113,7 @@ class CheckpointConfig:
         value = self._get(name, [0.0, math.inf])
         pair = [_number(entry) for entry in value] if isinstance(value, list) else []
         low, high = pair if len(pair) == 2 else (math.nan, math.nan)
-        if not 0 <= low <= high:
+        if not 0 <= low <= high or low > _MOST_NUMBER or _MOST_NUMBER < high < math.inf:
             raise self._wrong(name, value, "a pair of ascending numbers from 0 on")
         return low, high
 
@@ -141,7 +141,7 @@ class CheckpointConfig:
         if len(entries) > MOST_LAYERS:
             raise self.error(f"{self._prefix}{name} has {len(entries)} entries, but must have at most {MOST_LAYERS}")
         if unknown := sorted(set(entries) - known.keys()):
-            raise self.error(f"{self._prefix}{name} has unknown entries {unknown}; known are {sorted(known)}")
+            raise self.error(f"{self._prefix}{name} has unknown entries {_short(unknown)}; known are {sorted(known)}")
         return [known[entry] for entry in entries]
 
     def error(self, text: str) -> ValueError:
@@ -161,8 +161,13 @@ class CheckpointConfig:
 
     def shown(self, name: str, value: Any) -> str:
         """Return a field with a value, as errors show it."""
-        text = repr(value)
-        return f"{self._prefix}{name}={text if len(text) <= _LONGEST_SHOWN else f'{text[:_LONGEST_SHOWN]}...'}"
+        return f"{self._prefix}{name}={_short(value)}"
+
+
+def _short(value: Any) -> str:
+    """Return a value in one line of bounded length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _number(entry: Any) -> float:

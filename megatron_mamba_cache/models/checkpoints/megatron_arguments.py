@@ -78,9 +78,8 @@ def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]])
 
 def _pattern(arguments: CheckpointConfig) -> str:
     if arguments.has("hybrid_override_pattern"):
-        return arguments.text("hybrid_override_pattern", most=MOST_LAYERS).split("/")[
-            0
-        ]  # the rest are multi-token prediction layers
+        pattern, *_of_further_tokens = arguments.text("hybrid_override_pattern", most=MOST_LAYERS).split("/")
+        return pattern
     shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
     if not shares[0] or sum(shares) > 1:
         raise arguments.error(
