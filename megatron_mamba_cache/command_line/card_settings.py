@@ -112,8 +112,8 @@ def card_settings(
     of_others = sum(size for size, part_gb in zip(least, parts_gb, strict=True) if part_gb is None)
     if given_gb is None and rest < of_flags + of_others:
         raise UsageError(_no_room(card, budget, max_requests, live_bytes, of_flags))
-    sized_for = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # fewer might take another
-    limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens, **sized_for}
+    form = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # that all of this was sized for
+    limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens, **form}
     if not split:
         max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {

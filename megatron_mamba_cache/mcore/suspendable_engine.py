@@ -72,7 +72,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
         config, shape = context.cache_config, context.shape
-        limits, is_shared = runner.memory.step_buffers.limits, context.peers.num_ranks > 1
+        limits, is_shared = runner.memory.step_buffers.limits, runner.sharing.is_shared
         shapes = engine_shapes(config, limits, shape.most_launched, is_shared=is_shared)
         runner.adopt_graphs(capture_graphs(model, runner, config, shape, shapes, self._compile_ahead))
 
