@@ -61,7 +61,6 @@ class Router(MegatronModule):
         self.weight = nn.Parameter(weight, requires_grad=False)
         has_bias = config.moe_router_enable_expert_bias
         self.register_buffer("expert_bias", torch.zeros(num_experts, device=device) if has_bias else None)
-        rule.check(num_experts)
         self._rule = rule
 
     def forward(self, x: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -109,10 +108,10 @@ class MixtureOfExperts(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or get_default_pg_collection()
-        check_experts(config, groups)
+        rule = checked_routing(config, groups, routing)
         self._tensor_ranks = groups.tp
         self.exchange = exchange_among(groups.ep) if groups.ep.size() > 1 else None
-        self.router = Router(config, routing or routing_rule(config))
+        self.router = Router(config, rule)
         self.experts = StackedExperts(config, groups)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -210,8 +209,18 @@ def exchange_of(model: Any) -> ExpertExchange | None:
     return next((layer.exchange for layer in layers), None)
 
 
+def checked_routing(config: Any, groups: Any, routing: RoutingRule | None = None) -> RoutingRule:
+    """Return how tokens choose experts in every layer of a model; see `MixtureOfExperts`, which raises the same."""
+    check_experts(config, groups)
+    rule = routing or routing_rule(config)
+    rule.check(config.num_moe_experts)
+    return rule
+
+
 def check_experts(config: Any, groups: Any) -> None:
     """Raise `ValueError` naming the setting, if the layer cannot be built for these ranks."""
+    if config.num_moe_experts is None:
+        raise ValueError("num_moe_experts is None, but the model has layers of experts; set it")
     for name, number, group in (
         ("num_moe_experts", config.num_moe_experts, groups.ep),
         ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, groups.tp),

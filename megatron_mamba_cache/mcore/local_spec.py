@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from ..kernels.experts.routing_rule import RoutingRule
 from .between_layers import LayerNorm, ResidualAdd, link_layers
-from .expert_layer import ExpertLayer, MixtureOfExperts
+from .expert_layer import ExpertLayer, MixtureOfExperts, checked_routing
 from .feed_forward import DenseLayer, SharedFeedForward
 from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .specs import with_mamba_cache
@@ -96,6 +97,9 @@ class LocalMambaStack(MambaStack):
 
     Args:
         input_multiplier, output_multiplier: See `LocalSpecOptions`.
+
+    Raises:
+        ValueError: Before any layer takes memory, if layers of experts cannot be built; see `MixtureOfExperts`.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class LocalMambaStack(MambaStack):
         output_multiplier: float = 1.0,
         **settings: Any,
     ) -> None:
+        if Symbols.MOE in (settings.get("hybrid_override_pattern") or ""):
+            _check_experts(config, submodules.moe_layer, settings["pg_collection"])
         super().__init__(config, submodules, post_layer_norm=False, **settings)
         self.post_layer_norm = post_layer_norm
         self.input_multiplier = input_multiplier
@@ -124,6 +130,15 @@ class LocalMambaStack(MambaStack):
             hidden_states = given * self.input_multiplier
         out = super().forward(hidden_states, *args, **settings)
         return out * self.output_multiplier if self.post_process and self.output_multiplier != 1.0 else out
+
+
+def _check_experts(config: Any, layer: ModuleSpec | type, groups: Any) -> None:
+    """Raise `ValueError` naming the setting, if a model's layers of experts cannot be built from their spec."""
+    if not isinstance(layer, ModuleSpec):
+        raise ValueError(
+            "num_experts of LocalSpecOptions is None, but hybrid_override_pattern has layers of experts (E); set it"
+        )
+    checked_routing(config, groups, **layer.submodules.mlp.params)
 
 
 def _mixer(options: LocalSpecOptions) -> ModuleSpec:

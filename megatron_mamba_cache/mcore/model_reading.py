@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
+from megatron.core.transformer.identity_op import IdentityOp
 
 from ..config import CacheConfig
 from ..ranks.group import OneRank, Ranks, on_all_ranks
@@ -83,6 +84,12 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
 
 def _part_of(model: Any) -> _Part:
     layer_types = tuple(model.decoder.layer_type_list)
+    for symbol, layer in zip(layer_types, model.decoder.layers, strict=True):
+        if isinstance(layer, IdentityOp):
+            raise ValueError(
+                f"the model's spec has no layer for {symbol!r} of its pattern, and Megatron left those layers out; "
+                "build it from a spec that has one"
+            )
     found = {
         Symbols.MAMBA: [module for module in model.modules() if isinstance(module, CachingMambaMixer)],
         Symbols.ATTENTION: [module for module in model.modules() if isinstance(module, CachingSelfAttention)],

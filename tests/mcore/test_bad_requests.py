@@ -9,13 +9,11 @@ import torch
 from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_mamba_cache import CacheConfig, build_engine, mcore, with_mamba_cache
 from megatron_mamba_cache.errors import CacheCapacityError
-from megatron_mamba_cache.mcore.expert_layer import routing_rule
 from megatron_mamba_cache.mcore.failure_reason import failure_reason
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
@@ -370,26 +368,6 @@ def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.
         model = random_hybrid_model(tiny_sizes())
     with pytest.raises(ValueError, match=r"without the caching modules.*with_mamba_cache"):
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("moe_router_score_function", "tanh"),
-        ("moe_router_load_balancing_type", "sinkhorn"),
-        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
-        ("moe_apply_probs_on_input", True),
-        ("moe_router_force_load_balancing", True),
-        ("moe_expert_capacity_factor", 1.5),
-    ],
-)
-def test_a_megatron_configuration_that_routes_in_another_way_is_refused(setting: str, value: Any) -> None:
-    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, num_moe_experts=4)
-    assert (routing_rule(config).top_k, routing_rule(config).score) == (2, "softmax")
-    setattr(config, setting, value)
-    shown = "sinkhorn" if isinstance(value, list) else value
-    with pytest.raises(ValueError, match=rf"{setting} is {shown!r}.*(support|set )"):
-        routing_rule(config)
 
 
 def test_another_megatron_core_is_refused() -> None:
