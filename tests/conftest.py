@@ -13,13 +13,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.usual_settings import set_usual
+
 # The same examples on every run; HYPOTHESIS_PROFILE=explore draws new ones.
 settings.register_profile("pinned", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pinned"))
-
-# Models this small lose more to waiting threads than they gain, more so with several workers.
-torch.set_num_threads(1)
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
@@ -57,6 +56,12 @@ def pytest_collection_finish() -> None:
     """Leave all that importing made out of later collections: each engine that is built starts some."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def usual_settings() -> None:
+    """See `set_usual`."""
+    set_usual()
 
 
 @pytest.fixture(params=DEVICES)

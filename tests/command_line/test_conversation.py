@@ -1,6 +1,5 @@
 """A conversation with the model that ships: each turn's prompt is all that was said before, and something new."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -14,7 +13,6 @@ from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
-from tests.usual_settings import usual
 
 BLOCK = 64
 REPLY_TOKENS = 2 * BLOCK + 12  # longer than what a turn may compute beyond its new text
@@ -36,13 +34,6 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     new_counts: list[int] = field(default_factory=list)
     computed_counts: list[int] = field(default_factory=list)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def usual_settings() -> Iterator[None]:
-    """See `usual`."""
-    with usual():
-        yield
 
 
 @cache

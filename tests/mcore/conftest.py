@@ -1,18 +1,8 @@
-"""Settings under which engines are compared with the fp64 oracle."""
-
-from collections.abc import Iterator
+"""The forms of draft states that engines are tested with."""
 
 import pytest
 
 from tests.mcore.engine_runs import UsualForm
-from tests.usual_settings import usual
-
-
-@pytest.fixture(autouse=True, scope="module")
-def usual_settings() -> Iterator[None]:
-    """See `usual`."""
-    with usual():
-        yield
 
 
 @pytest.fixture(params=["replay", pytest.param("window", marks=pytest.mark.long)])

@@ -1,7 +1,6 @@
 """Settings under which models are compared with transformers, and checkpoints to load or to damage."""
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 
 from megatron_mamba_cache.models.checkpoints import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
-from tests.usual_settings import usual
 
 MAMBA_FUNCTIONS = {
     "causal_conv1d_fn",
@@ -28,13 +26,6 @@ def transformers_in_torch() -> None:
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         for name in MAMBA_FUNCTIONS:
             setattr(module, name, getattr(module, name).__wrapped__)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def usual_settings() -> Iterator[None]:
-    """See `usual`."""
-    with usual():
-        yield
 
 
 @pytest.fixture(scope="session")
