@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..metrics import CacheCounters
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import RunningRequest
 from .draft_planner import DraftPlanner, NoDrafts
@@ -31,17 +30,22 @@ def note_hidden_states(
 def advance_one_token_rows(
     rows: Sequence[RunningRequest],
     kept: Sequence[tuple[int, ...]],
-    counters: CacheCounters,
+    cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Advance rows that decoded one token each without drafts and reach no boundary; see `advance_rows`."""
+    """Advance rows that decoded one token each without drafts, and publish the blocks that they complete.
+
+    They may hold more already, for the step after: see `PrefixCache.reserve_ahead`.
+    """
     for row, new in zip(rows, kept, strict=True):
         row.generated.extend(new)
+        if (row.computed + 1) % cache.block_size == 0:
+            cache.publish(row, 1)
         row.computed += 1
         row.scheduled = 0
     planner.note_step(rows)
-    counters.decode_rows += len(rows)
-    counters.decode_tokens_computed += len(rows)
+    cache.counters.decode_rows += len(rows)
+    cache.counters.decode_tokens_computed += len(rows)
 
 
 def advance_rows(

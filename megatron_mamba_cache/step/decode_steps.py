@@ -1,4 +1,4 @@
-"""Steps of decode rows that stay in their KV blocks: while none gets more or fewer drafts, additions make the next."""
+"""Steps of decode rows: while none gets more or fewer drafts, additions and what few rows need more make the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from operator import is_
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
@@ -57,10 +58,11 @@ class DecodeStep:
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         widths: [rows] each row's tokens: one, and its drafts.
-        ends: What ends the rows of a one-token step, which draws from plain logits and has no boundary within reach;
-            None for another step, or if new tokens alone do not tell whether a row continues. What a row's grammar
-            bars is known only when the step's tokens are: `LaunchedStep` verifies such a step later.
+        ends: What ends the rows of a one-token step, which draws from plain logits; None for another step, or if new
+            tokens alone do not tell whether a row continues. What a row's grammar bars is known only when the step's
+            tokens are: `LaunchedStep` verifies such a step later.
         draws: How its tokens are drawn.
+        has_new_blocks: Whether a row has another KV block than in the step that this one continues.
     """
 
     rows: tuple[RunningRequest, ...]
@@ -68,6 +70,7 @@ class DecodeStep:
     widths: list[int]
     ends: RowEnds | None
     draws: Draws
+    has_new_blocks: bool = False
 
     @staticmethod
     def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
@@ -91,11 +94,7 @@ class DecodeStep:
         return bool(((computed - before == kept) & (before // block_size == last // block_size)).all())
 
     def can_launch_next(
-        self,
-        rows: Sequence[RunningRequest],
-        tokens: Sequence[int] | None,
-        buffers: StepBuffers,
-        block_size: int,
+        self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None, buffers: StepBuffers
     ) -> bool:
         """Return whether the next step is a one-token step too, with each row one token further.
 
@@ -109,8 +108,7 @@ class DecodeStep:
         if tokens is not None and self.ends.any_ends(tokens):
             return False
         computed = buffers.host("computed")[: len(rows)] + 1  # as the next step will find it
-        needs_block_or_state = (computed % block_size == 0) | ((computed + 1) % block_size == 0)
-        return not ((computed + 1 >= self.ends.max_lens) | needs_block_or_state).any()
+        return not (computed + 1 >= self.ends.max_lens).any()
 
     def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
         same_number = buffers.num_begun == self.number and len(rows) == len(self.rows)
@@ -142,7 +140,7 @@ class LatestStep:
 
 
 def send_again(
-    last: DecodeStep, rows: Sequence[RunningRequest], buffers: StepBuffers, num_table_rows: int
+    last: DecodeStep, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int, num_table_rows: int
 ) -> DecodeStep:
     """Send a step that continues the last one, see `DecodeStep.continues`, and return it.
 
@@ -159,15 +157,19 @@ def send_again(
     buffers.host("token_offsets")[:num_tokens] += kept_by_token
     inputs = chain.from_iterable(row.inputs for row in rows)
     buffers.host_int64("token_ids")[:num_tokens] = np.fromiter(inputs, np.int64, num_tokens)
+    has_new_blocks = _write_published_blocks(rows, buffers, block_size)
     write_live_states(rows, buffers)
     if last.draws is not Draws.BEST:
         write_uniforms("uniforms", DrawPurpose.SAMPLE, rows, buffers)
     buffers.send(num_table_rows)
-    return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends or _ends_of(rows), last.draws)
+    ends = last.ends or _ends_of(rows)
+    return DecodeStep(last.rows, buffers.num_begun, last.widths, ends, last.draws, has_new_blocks)
 
 
-def send_next(last: DecodeStep, buffers: StepBuffers, num_table_rows: int) -> DecodeStep:
+def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table_rows: int) -> DecodeStep:
     """Send the one-token step that follows one whose tokens are not read, and return it; the device feeds it.
+
+    Rows have the blocks and the slots that they need, see `PrefixCache.reserve_ahead`.
 
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
@@ -180,17 +182,56 @@ def send_next(last: DecodeStep, buffers: StepBuffers, num_table_rows: int) -> De
     for name in (*_COUNTED_BY_ROW, "token_offsets"):
         buffers.host(name)[:num_rows] += 1
     buffers.host_int64("token_positions")[:num_rows] += 1
+    has_new_blocks = _write_published_blocks(last.rows, buffers, block_size)
+    has_new_blocks |= _write_begun_blocks(last.rows, buffers, block_size)
+    _write_boundaries(last.rows, buffers, block_size)
     if last.draws is not Draws.BEST:
         write_next_uniforms(last.rows, buffers)
     buffers.send(num_table_rows)
-    return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends, last.draws)
+    return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends, last.draws, has_new_blocks)
+
+
+def _write_published_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    """Write the blocks that rows completed two steps ago, which another may have had by then; return whether any had.
+
+    They have been published since the last step was sent: the row holds the other's block now, and its own is free.
+    """
+    computed, table, is_new = buffers.host("computed")[: len(rows)], buffers.host_block_table(), False
+    for place in np.flatnonzero(computed % block_size == 1).tolist():
+        index = int(computed[place]) // block_size - 1
+        if index >= 0 and table[place, index] != (block := rows[place].block_ids[index]):
+            table[place, index], is_new = block, True
+    return is_new
+
+
+def _write_begun_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    """Write the blocks that rows begin; return whether any does."""
+    computed = buffers.host("computed")[: len(rows)]
+    begun = np.flatnonzero(computed % block_size == 0)
+    if not len(begun):
+        return False
+    index = computed[begun] // block_size
+    blocks = [rows[place].block_ids[at] for place, at in zip(begun.tolist(), index.tolist(), strict=True)]
+    buffers.host_block_table()[begun, index] = blocks
+    buffers.host("token_blocks")[begun] = blocks
+    buffers.host("token_offsets")[begun] = 0
+    buffers.host("last_block_lens")[begun] = 1
+    return True
+
+
+def _write_boundaries(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
+    """Write the slots that are reserved for the boundaries which rows reach with their next token."""
+    ends = buffers.host("computed")[: len(rows)] + 1
+    slots = buffers.host("align_slots")[: len(rows)]
+    slots[:] = PAD_SLOT
+    for place in np.flatnonzero(ends % block_size == 0).tolist():
+        slots[place] = next((state.slot for state in rows[place].reserved if state.position == ends[place]), PAD_SLOT)
 
 
 def _ends_of(rows: Sequence[RunningRequest]) -> RowEnds | None:
     """Return what ends the rows of a step that the device can go on from."""
     decodes_one_each = all(
         row.scheduled == 1
-        and not row.reserved
         and row.accepted == 1  # as in the step after this one
         and row.spec.sampling.logits is PLAIN_LOGITS  # a row keeps its settings
         for row in rows

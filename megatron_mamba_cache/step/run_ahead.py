@@ -1,7 +1,8 @@
 """The next step, launched before the host is done with this one: the GPU computes while the host works.
 
 `may_run_ahead` decides when this step's tokens need not be read first, so that the GPU feeds itself: only they are
-unknown. Every row decodes one more token without drafts, in the KV block that it has, and no request can join.
+unknown. Every row decodes one more token without drafts, and no request can join. A row whose token begins a KV block,
+or completes one, gets the block, or the slot for its state there, before it is known whether the row goes on.
 
 Drafts follow what this step keeps. `may_launch_drafts` decides when the step that verifies them may be launched once
 this one has landed, before it is reported: no row has ended, no request can join, and each row stays in its KV block
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
+from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import RunningRequest
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .captured_step import CapturedStep, EarlyStep, GraphsByShape
+from .logits import any_masked
 from .step import Step
 
 
@@ -47,10 +50,14 @@ def may_run_ahead(
     queue: QueueState,
     planner: DraftPlanner | NoDrafts,
     tokens: Sequence[int] | None,
+    cache: PrefixCache,
     *,
     is_wanted: bool,
 ) -> bool:
     """Return whether the step after this one may be launched now; changes nothing.
+
+    While a request waits, no row may come to a boundary: with what it publishes there, the request may fit. Nor while a
+    row follows a grammar, for which the state is copied only when the step lands.
 
     Args:
         graph: The step's, if it verifies the step; otherwise it has no outcome that the next step could be fed with.
@@ -67,6 +74,8 @@ def may_run_ahead(
         and len(step.rows) == num_running
         and planner.rest(step.rows)
         and graph.can_launch_next(step.rows, tokens)
+        and (not (num_edges := cache.num_at_edges(step.rows)) or not (queue.has_waiting or any_masked(step.rows)))
+        and num_edges <= cache.kv.num_available
     )
 
 
@@ -113,9 +122,10 @@ class EarlySteps:
         """The launched step that has not landed, if there is one."""
         return self._launched
 
-    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest]) -> None:
-        """Launch the step after a captured one."""
+    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
+        """Launch the step after a captured one, with the blocks and slots that it needs."""
         self._is_complete = False
+        cache.reserve_ahead(rows)
         self._launched = graph.launch_next(rows)
 
     def launch_drafts(

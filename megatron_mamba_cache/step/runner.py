@@ -167,9 +167,9 @@ class StepRunner:
         """Advance the step's rows by what they keep, and publish it; rows that end leave, others may be held back."""
         step, is_before_early_step = self.step, self.early_step is not None
         ended = [step.rows[index] for index in kept.ended]
-        if is_before_early_step:  # which runs with these tokens: no row reaches a boundary or needs a block
+        if is_before_early_step:  # which runs with these tokens, and has the blocks that it needs
             self.early_steps.check_inputs([new[-1] for new in kept.tokens])
-            advance_one_token_rows(step.rows, kept.tokens, self.counters, self.planner)
+            advance_one_token_rows(step.rows, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
             self._drop(ended)
             held_back = GrowthOutcome()
@@ -422,9 +422,9 @@ class StepRunner:
             return
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         num_running, queue, is_wanted = len(self.requests), self._queue, self._runs_ahead
-        wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, is_wanted=is_wanted)
+        wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, self.cache, is_wanted=is_wanted)
         if self.sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
-            self.early_steps.launch(graph, step.rows)
+            self.early_steps.launch(graph, step.rows, self.cache)
 
     def _launch_drafts(self, step: Step) -> None:
         """Launch the step after this one, which has landed, unless it is launched or `may_launch_drafts` forbids it."""

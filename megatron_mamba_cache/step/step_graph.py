@@ -109,7 +109,8 @@ class StepGraph:
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
         if before is not None and not draws_ratios and before.step.continues(rows, buffers, geometry.block_size):
             self._memory.prepare(())
-            return self._note_next(before, send_again(before.step, rows, buffers, self.shape.num_rows))
+            sent = send_again(before.step, rows, buffers, geometry.block_size, self.shape.num_rows)
+            return self._note_next(before, sent)
         padded = self.shape.pad(rows, geometry.dummy_block)
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios, purpose=self._purpose)
         self._memory.prepare(rows[num_decoding(rows) :])
@@ -127,18 +128,17 @@ class StepGraph:
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last may be launched; see `CapturedStep`."""
-        memory, before = self._memory, self._latest.of(self)
-        return before is not None and before.step.can_launch_next(
-            rows, tokens, memory.step_buffers, memory.geometry.block_size
-        )
+        before = self._latest.of(self)
+        return before is not None and before.step.can_launch_next(rows, tokens, self._memory.step_buffers)
 
     def launch_next(self, rows: Sequence[RunningRequest]) -> LaunchedStep:
         """Launch the step after the one laid out last; see `CapturedStep`."""
-        before = self._latest.of(self)
+        before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
             raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
-        batch = self._note_next(before, send_next(before.step, self._memory.step_buffers, self.shape.num_rows))
-        self._memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
+        sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_rows)
+        batch = self._note_next(before, sent)
+        buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
         is_verified = not any_masked(rows)
         if is_verified:
@@ -146,10 +146,12 @@ class StepGraph:
         return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
-        """Note and return a step that continues the one before in its KV blocks; its attention plan stays valid."""
+        """Note and return a step that continues the one before; with other KV blocks, attention is planned again."""
         kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
         self._latest.note(SentStep(self, step, batch))
+        if step.has_new_blocks:
+            self._unplanned = batch.attention
         return batch
 
     def _batch_of(self, rows: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.requests import RunningRequest, SamplingSettings
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDrafts
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
@@ -17,6 +17,7 @@ from megatron_mamba_cache.step.logits import Draws
 from megatron_mamba_cache.step.run_ahead import QueueState, may_launch_drafts, may_run_ahead
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
+from tests.policy.small_cache import small_cache
 from tests.step.test_batch import BLOCK, decoding, lay_out, row_of
 
 TOKENS = [7, 8]
@@ -61,6 +62,9 @@ class Conditions:
     num_running: int = 2
     drafts_rest: bool = True
     can_launch: bool = True
+    tokens_in_block: int = 3  # of a row, before the step
+    num_blocks: int = 2  # that are available
+    grammar: str = ""
 
 
 ALL_HOLD = Conditions()
@@ -68,6 +72,10 @@ HOLDING = {
     "tokens unknown": ALL_HOLD,
     "tokens known": replace(ALL_HOLD, tokens=TOKENS),
     "tokens known, a request waits": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True),
+    "a row begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1),
+    "a row completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2),
+    "a row has completed a block": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True, tokens_in_block=0),
+    "a row has a grammar": replace(ALL_HOLD, grammar="{}"),
 }
 FAILING = {
     "not wanted": {"is_wanted": False},
@@ -76,12 +84,20 @@ FAILING = {
     "a running request is not in the step": {"num_running": 3},
     "drafts do not rest": {"drafts_rest": False},
     "the graph cannot feed it": {"can_launch": False},
+    "no block for a row": {"tokens_in_block": BLOCK - 1, "num_blocks": 0},
+    "a request waits, and a row begins a block": {"tokens_in_block": BLOCK - 1, "tokens": TOKENS, "has_waiting": True},
+    "a request waits, and a row completes one": {"tokens_in_block": BLOCK - 2, "tokens": TOKENS, "has_waiting": True},
+    "a row with a grammar completes a block": {"tokens_in_block": BLOCK - 2, "grammar": "{}"},
 }
 
 
 def answer(conditions: Conditions) -> tuple[bool, Graph]:
     graph = Graph(conditions.can_launch)
-    batch = lay_out([decoding(0), decoding(1)], "cpu")
+    sampling = SamplingSettings(top_k=1, grammar=conditions.grammar)
+    rows = [decoding(0), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block, sampling=sampling)]
+    batch = lay_out(rows, "cpu")
+    cache = small_cache(num_blocks=2, block_size=BLOCK)
+    cache.kv.allocate(2 - conditions.num_blocks)
     step = Step(batch, graph=graph if conditions.is_captured else None)
     planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts())
     is_allowed = may_run_ahead(
@@ -91,6 +107,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
         QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
         planner,
         conditions.tokens,
+        cache,
         is_wanted=conditions.is_wanted,
     )
     return is_allowed, graph

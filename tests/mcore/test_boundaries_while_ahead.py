@@ -1,0 +1,141 @@
+"""Steps run ahead over the ends of KV blocks: blocks and slots are there in time, and are published as ever."""
+
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.metrics import CacheCounters
+from megatron_mamba_cache.step import step_graph
+from megatron_mamba_cache.step.decode_steps import DecodeStep
+from tests.mcore.engine_runs import EngineRun, some_tokens
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.test_run_ahead import is_ahead, start
+
+pytestmark = pytest.mark.usefixtures("either_form")
+
+BLOCK = 16
+PUBLISHED = ("states_published", "decode_states_published", "prompt_tokens_skipped", "prefill_tokens_computed")
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on any machine."""
+    capture_without_cuda(monkeypatch)
+
+
+def finish(run: EngineRun) -> tuple[int, int]:
+    """Run all requests to their end; return how many steps there were, and how many of them had run ahead."""
+    num_steps = num_ahead = 0
+    while run.engine.has_unfinished_requests():
+        num_ahead += is_ahead(run)
+        num_steps += 1
+        run.step()
+    return num_steps, num_ahead
+
+
+def published(counters: CacheCounters) -> dict[str, int]:
+    return {name: getattr(counters, name) for name in PUBLISHED}
+
+
+@pytest.mark.parametrize("settings", [{}, {"decode_checkpoints": "all"}, {"decode_checkpoints": "none"}], ids=str)
+def test_what_is_published_ahead_is_found_as_what_is_published_later(settings: dict[str, Any]) -> None:
+    runs = [start(3, 60, run_ahead=run_ahead, **settings) for run_ahead in (True, False)]
+    (num_steps, num_ahead), (_, none) = map(finish, runs)
+    assert num_ahead >= num_steps - 3 and not none
+    for run in runs:
+        for request_id in range(3):
+            next_turn = [*run.prompts[request_id], *run.tokens(request_id), *some_tokens(5)]
+            run.run(10 + request_id, next_turn, 20)
+        run.assert_exact()
+    ahead, plain = runs
+    assert published(ahead.counters) == published(plain.counters)
+    assert [ahead.engine.cached_tokens(10 + number) for number in range(3)] == [
+        plain.engine.cached_tokens(10 + number) for number in range(3)
+    ]
+    if settings.get("decode_checkpoints") != "none":
+        assert ahead.engine.cached_tokens(10) > 3 * BLOCK
+
+
+def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row's own block is free from then on, when a step that reads it runs already."""
+    run = start(1, 60)
+    told: list[bool] = []
+    send_next = step_graph.send_next
+
+    def noted(*arguments: Any) -> DecodeStep:
+        sent = send_next(*arguments)
+        told.append(sent.has_new_blocks)
+        return sent
+
+    monkeypatch.setattr(step_graph, "send_next", noted)
+    for request_id in range(1, 4):  # of less than a block, so that none waits for another's
+        run.add(request_id, some_tokens(14, seed=9), 60)
+    shared = 0
+    while run.engine.has_unfinished_requests():
+        run.step()
+        if is_ahead(run):
+            alike = [row.block_ids for row in run.context.rows if row.request_id]
+            shared = max(shared, sum(map(len, alike)) - len(set().union(*alike)))
+    print(f"{shared} references to blocks that another row holds, {sum(told)} of {len(told)} steps with new blocks")
+    assert shared >= 2 * 4
+    assert run.tokens(1) == run.tokens(2) == run.tokens(3)
+    assert 3 < sum(told) < len(told) // 2
+    run.assert_exact()
+
+
+def test_no_step_runs_ahead_into_a_block_that_is_not_there() -> None:
+    """Three rows come to hold 15 blocks of 12: some wait, and each reply is complete all the same."""
+    run = start(3, 60, kv_blocks=12)
+    num_steps, num_ahead = finish(run)
+    counters = run.counters
+    print({name: getattr(counters, name) for name in ("requests_paused", "requests_evicted")}, num_steps, num_ahead)
+    assert counters.requests_paused + counters.requests_evicted and num_ahead
+    run.assert_exact()
+
+
+def test_no_row_comes_to_a_boundary_ahead_of_a_waiting_request() -> None:
+    """What it publishes there might make room for the request, which would join a step later."""
+    run = start(3, 60, max_requests=3)
+    run.add(3, some_tokens(20, seed=9), 5)
+    num_ahead = 0
+    while run.engine.waiting_request_ids:
+        run.step()
+        if is_ahead(run) and run.engine.waiting_request_ids:
+            num_ahead += 1
+            assert all((row.computed + 1) % BLOCK and row.computed % BLOCK for row in run.context.rows)
+    assert num_ahead > 10
+    run.finish()
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
+def test_what_was_reserved_for_a_row_that_ends_is_returned(length: int) -> None:
+    """A token ends it, which makes its text so long beyond whole blocks; the step after that runs already."""
+    plain = start(3, 60, run_ahead=False)
+    plain.finish()
+    ends = {
+        request_id: reply[place]
+        for request_id in range(3)
+        for reply in [plain.tokens(request_id)]
+        for place in range(BLOCK, 60)
+        if (len(plain.prompts[request_id]) + place + 1 - length) % BLOCK == 0 and reply[place] not in reply[:place]
+    }
+    assert ends, "no token is new there; choose other seeds"
+    run = start(3, 60, ends=ends)
+    _, num_ahead = finish(run)
+    assert num_ahead > 30
+    for request_id, end in ends.items():
+        assert run.tokens(request_id)[-1] == end and len(run.tokens(request_id)) < 60
+    run.assert_exact()
+
+
+def test_states_that_are_reserved_ahead_of_a_flush_are_not_published() -> None:
+    run = start(2, 60)
+    while not any(row.reserved for row in run.context.rows):
+        run.step()
+    assert is_ahead(run)
+    before = run.counters.states_published
+    run.engine.flush()
+    finish(run)
+    assert run.counters.states_published == before
+    run.assert_exact()
