@@ -79,7 +79,7 @@ def build_engine(
     if not isinstance(config, CacheConfig | None):
         raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
     config, ranks = config or CacheConfig(), ranks_of_process()
-    shape = check_served(model, ranks)
+    shape = check_served(model, ranks, config.max_sequence_length)
     _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
     step_time = step_time_of(model, shape, config, ranks)
     context = MambaCacheContext(

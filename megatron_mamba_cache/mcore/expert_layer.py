@@ -25,6 +25,7 @@ from .feed_forward import fused_activation
 from .linear import product
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
+from .supported_settings import require_settings
 
 
 class ExpertLayer(TransformerLayer):
@@ -233,14 +234,19 @@ def check_experts(config: Any, groups: Any) -> None:
         )
     if config.add_bias_linear:
         raise ValueError("add_bias_linear is True; experts with biases are not supported")
-    if config.moe_shared_expert_overlap:
-        raise ValueError("moe_shared_expert_overlap is True; set it to False")
+    require_settings(config, _OF_EXPERTS)
 
 
-_ONLY_SUPPORTED = {
+_OF_EXPERTS = {"moe_shared_expert_overlap": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0}
+_OF_ROUTERS = {
     "moe_expert_capacity_factor": None,  # no token is dropped
     "moe_apply_probs_on_input": False,
     "moe_router_force_load_balancing": False,
+}
+_OF_MEGATRONS_LAYER = {  # with others, tokens would depend on the batch, or on chance
+    "moe_expert_capacity_factor": None,
+    "moe_router_force_load_balancing": False,
+    "moe_input_jitter_eps": None,
 }
 
 
@@ -253,21 +259,32 @@ def routing_rule(config: Any) -> RoutingRule:
     score, top_k = config.moe_router_score_function, config.moe_router_topk
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"moe_router_score_function is {score!r}; 'sigmoid' and 'softmax' are supported")
-    for name, supported in _ONLY_SUPPORTED.items():
-        if (found := getattr(config, name)) != supported:
-            raise ValueError(f"{name} is {found!r}; only {supported!r} is supported")
+    require_settings(config, _OF_ROUTERS)
     balancing = config.moe_router_load_balancing_type
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
         raise ValueError(
             "moe_router_load_balancing_type is 'sinkhorn', which chooses experts in another way; set 'none'"
         )
-    top_groups = config.moe_router_group_topk or config.moe_router_num_groups or 1
+    num_groups = config.moe_router_num_groups or 1
+    top_groups = config.moe_router_group_topk or num_groups
+    num_scoring = top_k // top_groups
+    if config.moe_router_group_topk and num_groups > 1:
+        if not num_scoring:
+            raise ValueError(
+                f"moe_router_topk is {top_k}, fewer than the {top_groups} groups of moe_router_group_topk; groups "
+                "would have no score"
+            )
+        if score == "softmax" and config.moe_router_pre_softmax and num_scoring > 1:
+            raise ValueError(
+                "moe_router_pre_softmax is True, which scores groups by sums of probabilities; only sums of logits, "
+                "False, are supported where more than one expert scores a group"
+            )
     return RoutingRule(
         top_k=top_k,
         score=score,
-        num_groups=config.moe_router_num_groups or 1,
+        num_groups=num_groups,
         top_groups=top_groups,
-        num_scoring=max(1, top_k // top_groups),
+        num_scoring=max(1, num_scoring),
         normalizes=not config.moe_router_pre_softmax if score == "softmax" else top_k > 1,
         scale=config.moe_router_topk_scaling_factor or 1.0,
     )
@@ -279,10 +296,11 @@ def waits_for_experts(model: Any) -> bool:
 
 
 def check_expert_layers(model: Any) -> None:
-    """Raise `ValueError` if the model's expert-parallel ranks would need the same number of tokens."""
-    if num_expert_ranks() == 1 or model.config.moe_token_dispatcher_type != "allgather":
+    """Raise `ValueError` if Megatron's own layers of experts would compute a token by others of its step."""
+    if not waits_for_experts(model):
         return
-    if any(isinstance(module, MoELayer) for module in model.modules()):
+    require_settings(model.config, _OF_MEGATRONS_LAYER)
+    if num_expert_ranks() > 1 and model.config.moe_token_dispatcher_type == "allgather":
         raise ValueError(
             "moe_token_dispatcher_type is 'allgather', which needs the same number of tokens on each expert-parallel "
             "rank: set it to 'alltoall', or build the model from local_hybrid_spec"

@@ -26,6 +26,7 @@ from .expert_layer import ExpertLayer, MixtureOfExperts, checked_routing
 from .feed_forward import DenseLayer, SharedFeedForward
 from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .specs import with_mamba_cache
+from .supported_settings import check_settings
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron reads it without Transformer Engine too, but only its import defines it
@@ -99,7 +100,7 @@ class LocalMambaStack(MambaStack):
         input_multiplier, output_multiplier: See `LocalSpecOptions`.
 
     Raises:
-        ValueError: Before any layer takes memory, if layers of experts cannot be built; see `MixtureOfExperts`.
+        ValueError: Before any layer takes memory, if it would not compute what the configuration says.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class LocalMambaStack(MambaStack):
         output_multiplier: float = 1.0,
         **settings: Any,
     ) -> None:
+        check_settings(config)
         if Symbols.MOE in (settings.get("hybrid_override_pattern") or ""):
             _check_experts(config, submodules.moe_layer, settings["pg_collection"])
         super().__init__(config, submodules, post_layer_norm=False, **settings)

@@ -6,17 +6,29 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from typing_extensions import override
 
+from .supported_settings import check_settings
+
 
 class CachingSelfAttention(SelfAttention):
     """Megatron's self-attention with its dynamic-inference kernel replaced.
 
     Megatron's own forward refuses dynamic batching without flash-attn before it reaches any kernel.
+
+    Raises:
+        ValueError: If Megatron's layer computes something else; see `check_settings`.
     """
 
     def __init__(self, config: Any, *args: Any, **settings: Any) -> None:
+        check_settings(config)
         super().__init__(config, *args, **settings)
-        if config.attention_output_gate:
-            raise ValueError("attention_output_gate=True is not supported; set it to False")
+        for name in ("qk_layernorm", "qk_l2_norm"):
+            if getattr(config, name) and self.q_layernorm is None:
+                raise ValueError(f"{name} is True, but the spec has no norm of queries and keys; set it to False")
+        if not type(self.core_attention).__module__.startswith("megatron.core."):
+            raise ValueError(
+                f"the spec's core_attention is {type(self.core_attention).__qualname__}, which no step would call; "
+                "take DotProductAttention"
+            )
 
     @override
     def forward(

@@ -18,6 +18,7 @@ from ..state.model_shape import HybridModelShape
 from ..step.weight_places import WeightPlaces
 from .context import MambaCacheContext
 from .expert_layer import check_expert_layers, exchange_of
+from .local_spec import LocalMambaStack
 from .model_reading import model_shape_of
 from .pipeline_stage import PipelineStage, Stage, WholeModel
 
@@ -87,21 +88,24 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return {"tokens": token_ids, "position_ids": positions, "attention_mask": None}
 
 
-def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
+def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
     """Return the shape of a model that can be served; all its ranks call it.
+
+    Args:
+        longest: The most tokens of a request.
 
     Raises:
         TypeError: If it is not a MambaModel.
-        ValueError: If it is not a hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, or has
-            stages whose hidden states are of more than one dtype.
+        ValueError: If it is not a hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, has hidden
+            states of more than one dtype, or no embeddings for as many positions.
 
     Either is raised on all ranks, even if only one rank's part cannot be served.
     """
-    on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages))
+    on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages, longest))
     return model_shape_of(model, ranks)
 
 
-def _check_part(model: Any, num_stages: int) -> None:
+def _check_part(model: Any, num_stages: int, longest: int) -> None:
     if not isinstance(model, MambaModel):
         raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
@@ -111,10 +115,16 @@ def _check_part(model: Any, num_stages: int) -> None:
             "sequence_parallel is True; steps have any number of tokens here, which ranks cannot share evenly: build "
             "the model with sequence_parallel=False, its weights are the same"
         )
-    if model.config.fp32_residual_connection and num_stages > 1 and model.config.params_dtype is not torch.float32:
+    is_mixed = model.config.fp32_residual_connection and model.config.params_dtype is not torch.float32
+    if is_mixed and (num_stages > 1 or isinstance(model.decoder, LocalMambaStack)):
         raise ValueError(
-            f"fp32_residual_connection is True, and stages hand {model.config.params_dtype} on: build the model with "
-            "fp32_residual_connection=False, or without pipeline parallelism; its weights are the same"
+            f"fp32_residual_connection is True, and layers and stages hand {model.config.params_dtype} on: build the "
+            "model with fp32_residual_connection=False; its weights are the same"
+        )
+    if model.position_embedding_type == "learned_absolute" and model.max_sequence_length < longest:
+        raise ValueError(
+            f"the model has embeddings of {model.max_sequence_length} positions, and a request may have {longest} "
+            f"tokens; set max_sequence_length={model.max_sequence_length}"
         )
     check_expert_layers(model)
 

@@ -53,9 +53,13 @@ def check_layer_pattern(pattern: str) -> None:
 
 
 def _with_part(layer: Any, name: str, megatron_class: type, caching_class: type) -> Any:
-    """Return a copy of a layer's spec with the caching class as one of its parts."""
-    part = getattr(getattr(layer, "submodules", None), name, None)
+    """Return a copy of a layer's spec with the caching class as one of its parts.
+
+    A class of the user's own would not be called, so it is refused.
+    """
+    part: Any = getattr(getattr(layer, "submodules", None), name, None)
     found = getattr(part, "module", None)
-    if part is None or not (isinstance(found, type) and issubclass(found, megatron_class)):
+    if part is None or found not in (megatron_class, caching_class):
         raise ValueError(f"the spec has {found}, not a {megatron_class.__name__}, where the caching module goes")
-    return replace(layer, submodules=replace(layer.submodules, **{name: replace(part, module=caching_class)}))
+    part = replace(part, module=caching_class)
+    return replace(layer, submodules=replace(layer.submodules, **{name: part}))

@@ -68,14 +68,14 @@ def _same_name(name: str) -> str:
 
 
 def stored_shape(places: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the checkpoint tensor that goes to these places; with more than one, it stacks their parts.
+    """Return the shape of the checkpoint tensor that goes to these places; where each selects one, it stacks parts.
 
     Args:
         shapes: Of the undivided model's parameters and buffers, by name.
     """
     first = places[0]
     part = _needed_shape(first.view(torch.empty(shapes[first.target], device="meta")))
-    return part if len(places) == 1 else (len(places), *part)
+    return part if first.select is _whole else (len(places), *part)
 
 
 class ModelFiller:

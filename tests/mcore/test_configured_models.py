@@ -1,20 +1,30 @@
 """Models of experts that are configured in Megatron itself; what cannot be served is refused, not built."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.mamba.mamba_model import MambaModel
-from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache import CacheConfig, build_engine, with_mamba_cache
+from megatron_mamba_cache.mcore import expert_layer
 from megatron_mamba_cache.mcore.expert_layer import ExpertLayer, routing_rule
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.mcore.process_groups import initialize_single_process
 
 PATTERN = "MEM*"
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_topk": 4}
+SETTINGS = CacheConfig(block_size_tokens=128, buffer_size_gb=0.01, max_sequence_length=256)
 
 
 def configured(**settings: Any) -> TransformerConfig:
@@ -38,12 +48,12 @@ def configured(**settings: Any) -> TransformerConfig:
     return config
 
 
-def built(config: TransformerConfig, num_experts: int | None = 4) -> MambaModel:
+def built(config: TransformerConfig, num_experts: int | None = 4, **settings: Any) -> MambaModel:
     """Build the model as a user of Megatron does."""
     initialize_single_process()
     spec = local_hybrid_spec(LocalSpecOptions(num_experts=num_experts))
-    model = MambaModel(config, spec, vocab_size=128, max_sequence_length=64, hybrid_override_pattern=PATTERN)
-    return model.to(torch.cuda.current_device())
+    sizes: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": PATTERN}
+    return MambaModel(config, spec, **sizes, **settings).to(torch.cuda.current_device())
 
 
 @pytest.fixture
@@ -72,14 +82,26 @@ def test_a_model_with_experts_is_built() -> None:
         ("moe_apply_probs_on_input", True, "True.*support"),
         ("moe_router_force_load_balancing", True, "True.*support"),
         ("moe_expert_capacity_factor", 1.5, "1.5.*support"),
-        ("moe_shared_expert_overlap", True, "True; set it to False"),
+        ("moe_shared_expert_overlap", True, "True.*support"),
         ("add_bias_linear", True, "True.*support"),
         ("num_moe_experts", None, "None.*set it"),
-        ("top_k", None, "8, and a token can choose from 4"),
+        ("top_k", {"moe_router_topk": 8}, "8, and a token can choose from 4"),
+        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, fewer than the 2 groups.*no score"),
+        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, which scores groups by sums of"),
+        ("activation_func_clamp_value", 7.0, "7.0.*support"),
+        ("glu_linear_offset", 1.0, "1.0.*support"),
+        ("window_size", (4, 0), r"\(4, 0\).*support"),
+        ("softmax_type", "off-by-one", "'off-by-one'.*support"),
+        ("attention_output_gate", True, "True.*support"),
+        ("multi_latent_attention", True, "True.*support"),
+        ("flash_decode", True, "True.*support"),
+        ("fp8", "e4m3", "'e4m3'.*support"),
+        ("fp4", "e2m1", "'e2m1'.*support"),
+        ("mlp_chunks_for_prefill", 2, "2.*support"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused(setting: str, value: Any, shown: str) -> None:
-    config = configured(moe_router_topk=8) if setting == "top_k" else configured(**{setting: value})
+    config = configured(**(value if isinstance(value, dict) else {setting: value}))
     with pytest.raises(ValueError, match=f"{setting} is {shown}"):
         built(config)
 
@@ -99,4 +121,61 @@ def test_a_model_whose_layers_are_left_out_is_refused() -> None:
     settings = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": "M-M*"}
     model = MambaModel(configured(), spec, **settings).to(torch.cuda.current_device())
     with pytest.raises(ValueError, match="the model's spec has no layer for '-'"):
-        build_engine(model, CacheConfig(block_size_tokens=128, buffer_size_gb=0.01))
+        build_engine(model, SETTINGS)
+
+
+@pytest.mark.parametrize("setting", ["qk_layernorm", "qk_l2_norm"])
+def test_norms_of_queries_and_keys_that_the_spec_lacks_are_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"{setting} is True, but the spec has no norm.*set it to False"):
+        built(configured(**{setting: True}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("moe_input_jitter_eps", 0.1)],
+)
+def test_megatrons_layer_of_experts_is_refused_where_tokens_depend_on_others_or_on_chance(
+    setting: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(configured())
+    monkeypatch.setattr(expert_layer, "waits_for_experts", lambda _model: True)  # as if the spec had Megatron's
+    build_engine(model, SETTINGS).close()
+    setattr(model.config, setting, value)
+    with pytest.raises(ValueError, match=f"{setting} is {value!r}.*support"):
+        build_engine(model, SETTINGS)
+
+
+def test_a_request_may_not_be_longer_than_learned_positions() -> None:
+    settings = {"position_embedding_type": "learned_absolute"}
+    model = built(configured(), **settings)
+    with pytest.raises(ValueError, match="embeddings of 64 positions, and a request may have 256 tokens; set"):
+        build_engine(model, SETTINGS)
+    build_engine(model, replace(SETTINGS, max_sequence_length=64)).close()
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "base"),
+    [("attention_layer", "self_attention", SelfAttention), ("mamba_layer", "mixer", MambaMixer)],
+)
+def test_a_layer_of_the_users_own_is_refused_where_none_would_call_it(layer: str, part: str, base: type) -> None:
+    own = type("Own", (base,), {})
+    layers = MambaStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer))),
+        attention_layer=ModuleSpec(
+            TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=ModuleSpec(SelfAttention))
+        ),
+    )
+    spec = ModuleSpec(MambaStack, submodules=layers)
+    with_mamba_cache(spec)
+    setattr(getattr(layers, layer).submodules, part, ModuleSpec(own))
+    with pytest.raises(ValueError, match=f"Own.*, not a {base.__name__}"):
+        with_mamba_cache(spec)
+
+
+def test_an_attention_of_the_users_own_is_refused_where_none_would_call_it() -> None:
+    initialize_single_process()
+    spec = local_hybrid_spec(LocalSpecOptions(num_experts=4))
+    own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
+    spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own
+    with pytest.raises(ValueError, match="core_attention is Own, which no step would call"):
+        MambaModel(configured(), spec, vocab_size=128, max_sequence_length=64, hybrid_override_pattern=PATTERN)

@@ -26,15 +26,17 @@ def model_with_fp32_residuals(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     return model
 
 
-def test_fp32_residuals_that_a_stage_would_hand_on_as_bf16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
-    with pytest.raises(ValueError, match=r"fp32_residual_connection is True, and stages hand torch\.bfloat16 on"):
-        check_served(model, FirstOfTwoStages())
-
-
-@pytest.mark.parametrize(("dtype", "ranks"), [(torch.bfloat16, OneRank()), (torch.float32, FirstOfTwoStages())])
-def test_fp32_residuals_are_served_where_no_stage_or_none_of_another_dtype_follows(
-    dtype: torch.dtype, ranks: OneRank, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
+def test_fp32_residuals_that_a_layer_or_stage_would_hand_on_as_bf16_are_refused(
+    ranks: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_with_fp32_residuals(dtype, monkeypatch)
-    assert check_served(model, ranks).params_dtype is dtype
+    model = model_with_fp32_residuals(torch.bfloat16, monkeypatch)
+    message = r"fp32_residual_connection is True, and layers and stages hand torch\.bfloat16 on"
+    with pytest.raises(ValueError, match=message):
+        check_served(model, ranks, 512)
+
+
+@pytest.mark.parametrize("ranks", [OneRank(), FirstOfTwoStages()])
+def test_fp32_residuals_are_served_where_all_is_fp32(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_with_fp32_residuals(torch.float32, monkeypatch)
+    assert check_served(model, ranks, 512).params_dtype is torch.float32

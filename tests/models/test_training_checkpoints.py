@@ -134,6 +134,19 @@ def test_the_gated_norm_has_megatrons_own_epsilon_and_the_others_have_that_of_th
     assert (layer.norm.eps, layer.mixer.norm.eps) == (1e-4, 1e-5)
 
 
+def test_epsilon_is_read_by_the_name_that_newer_training_gives_it() -> None:
+    fields = arguments_of(DENSE)
+    fields["layernorm_epsilon"] = fields.pop("norm_epsilon")
+    assert architecture_of(CheckpointConfig(fields, "common.pt")).norm_eps == DENSE.norm_eps != 1e-5
+
+
+@pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
+def test_weights_of_norms_that_stand_for_one_more_are_refused(name: str) -> None:
+    fields = arguments_of(DENSE) | {name: True}
+    with pytest.raises(ValueError, match=f"{name}=True is not supported"):
+        architecture_of(CheckpointConfig(fields, "common.pt"))
+
+
 def test_weights_are_rounded_to_the_dtype_that_is_asked_for(trained: LoadedModel) -> None:
     loaded = load_megatron_checkpoint(trained.directory, torch.bfloat16)
     weights = dict(loaded.model.named_parameters())
@@ -191,6 +204,10 @@ def test_arguments_of_a_model_that_is_not_supported_are_refused(
         (
             {"moe_router_group_topk": 1},
             "moe_router_topk=7 is not supported, only up to the 3 experts of moe_router_group",
+        ),
+        (
+            {"moe_router_topk": 2, "moe_router_group_topk": 3},
+            "moe_router_group_topk=3, but must be an integer from 1 to 2",
         ),
         (
             {"hybrid_override_pattern": "-M*"},

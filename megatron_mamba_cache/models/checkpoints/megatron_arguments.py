@@ -16,6 +16,7 @@ _SUPPORTED: dict[str, tuple[Any, Any]] = {
     # argument: the only value that is supported, Megatron-LM's default
     "normalization": ("RMSNorm", "LayerNorm"),
     "apply_layernorm_1p": (False, False),
+    "layernorm_zero_centered_gamma": (False, False),  # its newer name
     "add_bias_linear": (False, True),
     "add_qkv_bias": (False, False),
     "qk_layernorm": (False, False),
@@ -62,7 +63,7 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
         vocab_size=arguments.integer("padded_vocab_size"),
         hidden_size=arguments.integer("hidden_size"),
         max_sequence_length=arguments.integer("max_position_embeddings"),
-        norm_eps=arguments.number("norm_epsilon", 1e-5),
+        norm_eps=_norm_epsilon(arguments),
         mamba=_mamba(arguments),
         attention=_attention(arguments),
         feed_forward=_feed_forward(arguments),
@@ -74,6 +75,11 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
 def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, default) in supported.items():
         arguments.require(name, value, default)
+
+
+def _norm_epsilon(arguments: CheckpointConfig) -> float:
+    """Return the epsilon of norms; since core 0.16 arguments that configure it bear its fields' names."""
+    return arguments.number("layernorm_epsilon", arguments.number("norm_epsilon", 1e-5))
 
 
 def _pattern(arguments: CheckpointConfig) -> str:
@@ -136,7 +142,7 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     top_k, num_groups, top_groups = arguments.integer("moe_router_topk", 2), 1, 1
     if arguments.has("moe_router_group_topk"):  # without it, training chose from all groups
         num_groups = arguments.integer("moe_router_num_groups", 1)
-        top_groups = arguments.integer("moe_router_group_topk")
+        top_groups = arguments.integer("moe_router_group_topk", most=top_k)  # of more, training scored none
     experts = ExpertsSizes(
         num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,

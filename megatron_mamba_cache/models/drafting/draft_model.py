@@ -57,10 +57,10 @@ class DraftModelDrafter:
 
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
         self._ranks = ranks = ranks_of_process()
-        shape = check_served(model, ranks)
-        check_draft_experts(shape, ranks)
         # One state beside the live one: the state after the newest draft.
         config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window", ring_len=None)
+        shape = check_served(model, ranks, config.max_sequence_length)
+        check_draft_experts(shape, ranks)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
         self._time = step_time_of(model, shape, self._context.cache_config, ranks)
         self._counters = self._context.counters
