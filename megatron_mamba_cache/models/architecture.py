@@ -65,6 +65,7 @@ class ExpertsSizes:
     """Sizes and routing of the mixture-of-experts layers.
 
     Args:
+        shared_hidden_size: Of the expert that all tokens go to; None: there is none.
         score: "sigmoid" with a selection bias, or "softmax".
         num_groups, top_groups, num_scoring: Experts are chosen from the groups whose best `num_scoring` experts score
             most together; 1 and 1: from all experts.
@@ -76,7 +77,7 @@ class ExpertsSizes:
     num_experts: int
     top_k: int
     hidden_size: int
-    shared_hidden_size: int
+    shared_hidden_size: int | None
     score: Literal["sigmoid", "softmax"]
     num_groups: int = 1
     top_groups: int = 1

@@ -89,7 +89,8 @@ def _experts(architecture: HybridArchitecture) -> Parameters:
     width = experts.latent_size or hidden
     for number in range(experts.num_experts):
         found |= _mlp(architecture, f"mlp.experts.local_experts.{number}.", experts.hidden_size, width)
-    found |= _mlp(architecture, "mlp.shared_experts.", experts.shared_hidden_size, hidden)
+    if experts.shared_hidden_size is not None:
+        found |= _mlp(architecture, "mlp.shared_experts.", experts.shared_hidden_size, hidden)
     if experts.latent_size is None:
         return found
     return found | {

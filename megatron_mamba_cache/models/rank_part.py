@@ -131,5 +131,7 @@ def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
     if "-" in architecture.pattern:
         shared["feed-forward size"] = architecture.feed_forward.hidden_size
     if "E" in architecture.pattern and experts is not None:
-        shared |= {"expert size": experts.hidden_size, "shared expert size": experts.shared_hidden_size}
+        shared["expert size"] = experts.hidden_size
+        if experts.shared_hidden_size is not None:
+            shared["shared expert size"] = experts.shared_hidden_size
     return shared

@@ -62,12 +62,14 @@ GATED_EXPERTS = replace(
 LATENT_EXPERTS = replace(
     EXPERTS, pattern="EM*", experts=ExpertsSizes(9, 3, 24, 40, "sigmoid", 3, 1, num_scoring=3, latent_size=16)
 )
+NO_SHARED_EXPERT = replace(GATED_EXPERTS, experts=ExpertsSizes(4, 3, 24, None, "softmax"))
 ARCHITECTURES = {
     "dense": DENSE,
     "gated": GATED,
     "experts": EXPERTS,
     "gated_experts": GATED_EXPERTS,
     "latent_experts": LATENT_EXPERTS,
+    "no_shared_expert": NO_SHARED_EXPERT,
 }
 
 

@@ -84,7 +84,7 @@ def _experts(fields: CheckpointConfig) -> ExpertsSizes:
         num_experts=fields.integer("num_experts", most=MOST_EXPERTS),
         top_k=fields.integer("top_k"),
         hidden_size=fields.integer("hidden_size"),
-        shared_hidden_size=fields.integer("shared_hidden_size"),
+        shared_hidden_size=fields.integer("shared_hidden_size") if fields.has("shared_hidden_size") else None,
         score=fields.one_of("score", ("sigmoid", "softmax")),
         num_groups=fields.integer("num_groups", 1),
         top_groups=fields.integer("top_groups", 1),

@@ -147,13 +147,17 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
         num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,
         hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),
-        shared_hidden_size=arguments.integer("moe_shared_expert_intermediate_size"),
+        shared_hidden_size=_optional(arguments, "moe_shared_expert_intermediate_size"),
         score=score,
         num_groups=num_groups,
         top_groups=top_groups,
         num_scoring=max(1, top_k // top_groups) if num_groups > 1 else 2,
         normalizes=score == "softmax" or top_k > 1,
         scaling=arguments.number("moe_router_topk_scaling_factor", 1.0),
-        latent_size=arguments.integer("moe_latent_size") if arguments.has("moe_latent_size") else None,
+        latent_size=_optional(arguments, "moe_latent_size"),
     )
     return checked_choice(arguments, experts, _CHOICE)
+
+
+def _optional(arguments: CheckpointConfig, name: str) -> int | None:
+    return arguments.integer(name) if arguments.has(name) else None
