@@ -137,6 +137,7 @@ class StepGraph:
         if before is None or before.step.ends is None:
             raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
         sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_rows)
+        self._memory.prepare(())
         batch = self._note_next(before, sent)
         buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()

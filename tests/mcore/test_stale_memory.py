@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.step.memory import CacheMemory
 from megatron_mamba_cache.step.runner import StepRunner
 from megatron_mamba_cache.step.step import Step
+from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid, with_one_budget
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload
 
 NUM_SEEDS = 4
@@ -70,3 +73,21 @@ def test_tokens_are_the_oracles_where_states_have_left_no_numbers(
         num_compared += run_workload(make_workload(FLAVOURS[name], seed, num_drafts)).tally.num_compared
     print(f"{num_compared} tokens compared, {len(spoiled)} memories, {num_checked}")
     assert num_compared > 200 and len(spoiled) >= NUM_SEEDS and num_checked["blocks"] > 500
+
+
+def test_so_are_those_of_steps_that_run_ahead_into_new_blocks(
+    spoiled: list[SlabSpace], num_checked: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_without_cuda(monkeypatch)
+    subject = tiny_hybrid()
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=3)
+    run = EngineRun.start(subject, with_one_budget(config, subject.shape, 30))
+    for request_id in range(3):
+        run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), 100)
+    num_ahead = 0
+    while run.engine.has_unfinished_requests():
+        run.step()
+        num_ahead += run.context.early_step is not None
+    print(f"{num_ahead} steps ran ahead, {len(spoiled)} memories, {num_checked}")
+    assert num_ahead > 90 and num_checked["blocks"] > 500
+    run.assert_exact()
