@@ -21,6 +21,7 @@ from ..kernels.experts.routing import RoutingRule, route
 from ..kernels.experts.shared_product import shared_product, takes_shared_product
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
+from .expert_settings import checked_routing
 from .feed_forward import fused_activation
 from .linear import product
 from .model_ranks import num_expert_ranks
@@ -210,89 +211,16 @@ def exchange_of(model: Any) -> ExpertExchange | None:
     return next((layer.exchange for layer in layers), None)
 
 
-def checked_routing(config: Any, groups: Any, routing: RoutingRule | None = None) -> RoutingRule:
-    """Return how tokens choose experts in every layer of a model; see `MixtureOfExperts`, which raises the same."""
-    check_experts(config, groups)
-    rule = routing or routing_rule(config)
-    rule.check(config.num_moe_experts)
-    return rule
+def waits_for_experts(model: Any) -> bool:
+    """Return whether the host waits in a layer of experts, as it does in Megatron's own."""
+    return any(isinstance(module, MoELayer) for module in model.modules())
 
 
-def check_experts(config: Any, groups: Any) -> None:
-    """Raise `ValueError` naming the setting, if the layer cannot be built for these ranks."""
-    if config.num_moe_experts is None:
-        raise ValueError("num_moe_experts is None, but the model has layers of experts; set it")
-    for name, number, group in (
-        ("num_moe_experts", config.num_moe_experts, groups.ep),
-        ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, groups.tp),
-    ):
-        if number % group.size():
-            raise ValueError(f"{name} is {number}, which {group.size()} ranks cannot share; use a divisor of it")
-    if groups.expt_tp.size() != groups.tp.size():
-        raise ValueError(
-            f"expert tensor parallel size is {groups.expt_tp.size()}, but must be the others' {groups.tp.size()}"
-        )
-    if config.add_bias_linear:
-        raise ValueError("add_bias_linear is True; experts with biases are not supported")
-    require_settings(config, _OF_EXPERTS)
-
-
-_OF_EXPERTS = {"moe_shared_expert_overlap": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0}
-_OF_ROUTERS = {
-    "moe_expert_capacity_factor": None,  # no token is dropped
-    "moe_apply_probs_on_input": False,
-    "moe_router_force_load_balancing": False,
-}
 _OF_MEGATRONS_LAYER = {  # with others, tokens would depend on the batch, or on chance
     "moe_expert_capacity_factor": None,
     "moe_router_force_load_balancing": False,
     "moe_input_jitter_eps": None,
 }
-
-
-def routing_rule(config: Any) -> RoutingRule:
-    """Return how Megatron's configuration routes.
-
-    Raises:
-        ValueError: Naming the setting, if it routes in another way than by `RoutingRule`.
-    """
-    score, top_k = config.moe_router_score_function, config.moe_router_topk
-    if score not in ("sigmoid", "softmax"):
-        raise ValueError(f"moe_router_score_function is {score!r}; 'sigmoid' and 'softmax' are supported")
-    require_settings(config, _OF_ROUTERS)
-    balancing = config.moe_router_load_balancing_type
-    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
-        raise ValueError(
-            "moe_router_load_balancing_type is 'sinkhorn', which chooses experts in another way; set 'none'"
-        )
-    num_groups = config.moe_router_num_groups or 1
-    top_groups = config.moe_router_group_topk or num_groups
-    num_scoring = top_k // top_groups
-    if config.moe_router_group_topk and num_groups > 1:
-        if not num_scoring:
-            raise ValueError(
-                f"moe_router_topk is {top_k}, fewer than the {top_groups} groups of moe_router_group_topk; groups "
-                "would have no score"
-            )
-        if score == "softmax" and config.moe_router_pre_softmax and num_scoring > 1:
-            raise ValueError(
-                "moe_router_pre_softmax is True, which scores groups by sums of probabilities; only sums of logits, "
-                "False, are supported where more than one expert scores a group"
-            )
-    return RoutingRule(
-        top_k=top_k,
-        score=score,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        num_scoring=max(1, num_scoring),
-        normalizes=not config.moe_router_pre_softmax if score == "softmax" else top_k > 1,
-        scale=config.moe_router_topk_scaling_factor or 1.0,
-    )
-
-
-def waits_for_experts(model: Any) -> bool:
-    """Return whether the host waits in a layer of experts, as it does in Megatron's own."""
-    return any(isinstance(module, MoELayer) for module in model.modules())
 
 
 def check_expert_layers(model: Any) -> None:

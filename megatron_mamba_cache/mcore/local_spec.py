@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from ..kernels.experts.routing_rule import RoutingRule
 from .between_layers import LayerNorm, ResidualAdd, link_layers
-from .expert_layer import ExpertLayer, MixtureOfExperts, checked_routing
+from .expert_layer import ExpertLayer, MixtureOfExperts
+from .expert_settings import checked_routing
 from .feed_forward import DenseLayer, SharedFeedForward
 from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .specs import with_mamba_cache

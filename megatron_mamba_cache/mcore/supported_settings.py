@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.transformer import TransformerConfig
+
 _SUPPORTED: Mapping[str, Any] = {
     # Attention over the paged cache is computed by kernels that know none of these.
     "window_size": None,
@@ -18,12 +20,12 @@ _SUPPORTED: Mapping[str, Any] = {
 }
 
 
-def check_settings(config: Any) -> None:
+def check_settings(config: TransformerConfig) -> None:
     """Raise `ValueError` naming the setting if no model that is configured so can be served."""
     require_settings(config, _SUPPORTED)
 
 
-def require_settings(config: Any, supported: Mapping[str, Any]) -> None:
+def require_settings(config: TransformerConfig, supported: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless each of these settings has its one supported value."""
     for name, value in supported.items():
         if (found := getattr(config, name, value)) != value:

@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_mamba_cache import CacheConfig, build_engine, with_mamba_cache
 from megatron_mamba_cache.mcore import expert_layer
-from megatron_mamba_cache.mcore.expert_layer import ExpertLayer, routing_rule
+from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
+from megatron_mamba_cache.mcore.expert_settings import routing_rule
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.mcore.process_groups import initialize_single_process
 

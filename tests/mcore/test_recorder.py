@@ -12,6 +12,7 @@ from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.interface import attention_after
 from megatron_mamba_cache.kernels.attention.reference import CapturedReference
 from megatron_mamba_cache.step.batch import StepBatch
+from megatron_mamba_cache.step.decode_steps import DecodeStep, SentStep
 from megatron_mamba_cache.step.memory import CacheMemory
 from megatron_mamba_cache.step.recorder import CudaRecorder
 from megatron_mamba_cache.step.step_graph import StepGraph
@@ -63,31 +64,41 @@ def test_graphs_with_prompts_are_split_where_attention_is_planned(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
 @pytest.mark.parametrize("is_planned", [True, False])
-def test_each_laid_out_step_is_planned_once_and_before_its_attention(
+def test_each_step_in_other_blocks_is_planned_once_and_before_its_attention(
     is_planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[object] = []
-    plan, lay_out = CapturedReference.plan_again, StepGraph.lay_out
+    has_new_blocks: list[bool] = []
+    plan, note_next, lay_out = CapturedReference.plan_again, StepGraph._note_next, StepGraph.lay_out
 
     def noting_plan(self: CapturedReference, rows: AttentionRows) -> None:
         events.append(("plan", rows.kv_lens))
         plan(self, rows)
 
-    def noting_lay_out(self: StepGraph, *args: object, **settings: object) -> StepBatch:
-        batch = lay_out(self, *args, **settings)
-        if self._unplanned is not None:
-            events.append(("laid out", batch.attention.kv_lens))
+    def noted(graph: StepGraph, batch: StepBatch) -> StepBatch:
+        laid_out = "laid out", batch.attention.kv_lens
+        if graph._unplanned is not None and events[-1:] != [laid_out]:
+            events.append(laid_out)
         return batch
+
+    def noting_next(self: StepGraph, before: SentStep, step: DecodeStep) -> StepBatch:
+        has_new_blocks.append(step.has_new_blocks)
+        return noted(self, note_next(self, before, step))
+
+    def noting_lay_out(self: StepGraph, *args: object, **settings: object) -> StepBatch:
+        return noted(self, lay_out(self, *args, **settings))
 
     run = start_captured(is_planned=is_planned, patch=monkeypatch)
     monkeypatch.setattr(CapturedReference, "plan_again", noting_plan)
+    monkeypatch.setattr(StepGraph, "_note_next", noting_next)
     monkeypatch.setattr(StepGraph, "lay_out", noting_lay_out)
     for index in range(4):
         run.add(index, some_tokens(11 + 7 * index, seed=index), 9)
     run.finish()
     run.assert_matches_oracle()
     laid_out, planned = events[::2], events[1::2]
-    print(f"{len(planned)} plans")
+    print(f"{len(planned)} plans, {sum(has_new_blocks)} of steps that go on in new blocks")
+    assert 0 < sum(has_new_blocks) < len(has_new_blocks)
     assert planned and [lengths for _, lengths in laid_out] == [lengths for _, lengths in planned]
     assert {name for name, _ in laid_out} == {"laid out"} and {name for name, _ in planned} == {"plan"}
 
