@@ -1,11 +1,15 @@
-"""What does the host do in a decode step: how many calls of Python, and how long do they take?
+"""What does the host do in a decode step: how many calls of Python, how long do they take, and does the device wait?
 
-    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--json FILE]
 
 The tiny model decodes with captured steps whose replays are left out: what remains is the host's own work, on any
 machine. Tokens are meaningless. Only steps count that were launched early and launch the next one, as nearly all steps
-of a busy engine; no row ends or reaches a block's end in them. Calls include those of functions in C. Times are medians
-over steps without the profiler. To compare two versions, let them take turns: a machine's speed changes by the minute.
+of a busy engine; no row ends in them. Calls include those of functions in C. Times are medians over steps without the
+profiler. To compare two versions, let them take turns: a machine's speed changes by the minute.
+
+"Ran ahead" counts, over the same steps, those that were launched early: before the others the device waits for the
+host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV blocks one by one,
+as those of a real load do.
 """
 
 import argparse
@@ -34,6 +38,7 @@ NUM_PROMPT = 70
 NUM_REPLY = 900
 NUM_PROFILED = 30
 NUM_TIMED = 200
+NUM_COUNTED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class HostWork:
     num_rows: int
     calls: float
     milliseconds: float
+    ran_ahead: float  # share of steps
 
 
 class LeavesReplaysOut:
@@ -60,8 +66,8 @@ class LeavesReplaysOut:
         return tuple(result.clone() for result in compute()), Replay(nothing, prepare)
 
 
-def host_work(model: Any, num_rows: int) -> HostWork:
-    """Measure steps of some rows."""
+def host_work(model: Any, num_rows: int, spread: int = 0) -> HostWork:
+    """Measure steps of some rows, whose prompts have up to `spread` tokens more than the shortest one."""
     room = {"max_requests": num_rows, "max_tokens": 4096, "state_gb": 0.1, "kv_gb": 0.1}
     shape = replace(SHAPES["tiny"], prefill_graph_tokens=0, **room)  # a capture computes all tokens of its graph
     drawn = random.Random(num_rows)
@@ -71,13 +77,15 @@ def host_work(model: Any, num_rows: int) -> HostWork:
     ):
         engine = build_engine(model, replace(config_of(shape, MODES["full"]), num_cuda_graphs=1))
     for index in range(num_rows):
-        send(engine, index, some_tokens(drawn, shape, NUM_PROMPT), NUM_REPLY)
+        num_tokens = NUM_PROMPT + drawn.randrange(spread + 1)
+        send(engine, index, some_tokens(drawn, shape, num_tokens), NUM_REPLY)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
         engine.step_modern()
     calls = [_num_calls(engine) for _ in range(NUM_PROFILED)]
     seconds = [_seconds(engine) for _ in range(NUM_TIMED)]
+    ran_ahead = [_runs_ahead(engine) for _ in range(NUM_COUNTED)]
     engine.close()
-    return HostWork(num_rows, median(calls), 1e3 * median(seconds))
+    return HostWork(num_rows, median(calls), 1e3 * median(seconds), sum(ran_ahead) / NUM_COUNTED)
 
 
 def _num_calls(engine: Any) -> int:
@@ -103,6 +111,13 @@ def _seconds(engine: Any) -> float:
     raise RuntimeError("no step ran ahead twice in a row; raise NUM_REPLY")
 
 
+def _runs_ahead(engine: Any) -> bool:
+    """Run a step; return whether it had been launched early."""
+    was_early = _is_ahead(engine)
+    engine.step_modern()
+    return was_early
+
+
 def _is_ahead(engine: Any) -> bool:
     return engine.context.early_step is not None
 
@@ -111,13 +126,14 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--spread", type=int, default=0, metavar="N", help="tokens by which prompts differ")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     model = model_of(SHAPES["tiny"])
-    found = [host_work(model, num_rows) for num_rows in arguments.rows]
-    print(describe_machine(), "\n\n| rows | calls a step | ms a step |\n|---:|---:|---:|")
+    found = [host_work(model, num_rows, arguments.spread) for num_rows in arguments.rows]
+    print(describe_machine(), "\n\n| rows | calls a step | ms a step | ran ahead, % |\n|---:|---:|---:|---:|")
     for work in found:
-        print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} |")
+        print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} | {100 * work.ran_ahead:.0f} |")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(work) for work in found]))
 

@@ -28,10 +28,11 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
 def test_the_host_s_calls_grow_with_rows(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     host_work = import_module("host_work")
-    for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_REPLY", 100)):
+    for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_COUNTED", 30), ("NUM_REPLY", 100)):
         monkeypatch.setattr(host_work, name, count)
     model = serving_engine.model_of(serving_engine.SHAPES["tiny"])
-    few, many = (host_work.host_work(model, num_rows) for num_rows in (2, 12))
+    few, many = (host_work.host_work(model, num_rows, spread=40) for num_rows in (2, 12))
+    assert few.ran_ahead == many.ran_ahead == 1  # though rows come to the ends of blocks one by one
     assert 300 < few.calls < many.calls < few.calls + 10 * 10 and few.milliseconds > 0
 
 
