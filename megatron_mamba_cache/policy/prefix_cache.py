@@ -249,20 +249,22 @@ class PrefixCache:
         """
         row.block_ids.extend(self.kv.allocate(1))
 
-    def num_at_edges(self, rows: Iterable[RunningRequest]) -> int:
-        """Return how many requests begin or complete a block in the step after the one-token step that runs."""
-        return sum((row.computed + 2) % self.block_size < 2 for row in rows)
+    def at_edges(self, rows: Iterable[RunningRequest]) -> list[RunningRequest]:
+        """Return the requests that begin or complete a block in the step after the one-token step that runs."""
+        block_size = self.block_size
+        return [row for row in rows if (row.computed + 2) % block_size < 2]
 
-    def reserve_ahead(self, rows: Sequence[RunningRequest]) -> None:
-        """Give requests what they need in the step after the one-token step that runs, see `num_at_edges`.
+    def reserve_ahead(self, rows: Iterable[RunningRequest]) -> None:
+        """Give requests what they need in the step after the one-token step that runs, see `at_edges`.
 
         Raises:
             CacheCapacityError: If there are too few blocks.
         """
-        for row in rows:  # first: memory that both share may have too little left for a state
+        edges = self.at_edges(rows)
+        for row in edges:  # first: memory that both share may have too little left for a state
             if row.computed + 1 == len(row.block_ids) * self.block_size:
                 self.grow(row)
-        for row in rows if self._keeps_decode_states else ():
+        for row in edges if self._keeps_decode_states else ():
             boundary = row.computed + 2
             if boundary % self.block_size == 0 and self._publishes(row):
                 self._reservations.reserve_in_decode(row, boundary)

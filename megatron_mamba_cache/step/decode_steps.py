@@ -182,13 +182,25 @@ def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table
     for name in (*_COUNTED_BY_ROW, "token_offsets"):
         buffers.host(name)[:num_rows] += 1
     buffers.host_int64("token_positions")[:num_rows] += 1
-    has_new_blocks = _write_published_blocks(last.rows, buffers, block_size)
-    has_new_blocks |= _write_begun_blocks(last.rows, buffers, block_size)
-    _write_boundaries(last.rows, buffers, block_size)
+    has_new_blocks = _write_edges(last.rows, buffers, block_size)
     if last.draws is not Draws.BEST:
         write_next_uniforms(last.rows, buffers)
     buffers.send(num_table_rows)
     return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends, last.draws, has_new_blocks)
+
+
+def _write_edges(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    """Write what rows need that complete a block with their next token, begin one, or did so in the last step.
+
+    Returns:
+        Whether a row has another block than before.
+    """
+    if not ((buffers.host("computed")[: len(rows)] + 1) % block_size < 3).any():
+        return False
+    has_new_blocks = _write_published_blocks(rows, buffers, block_size)
+    has_new_blocks |= _write_begun_blocks(rows, buffers, block_size)
+    _write_boundaries(rows, buffers, block_size)
+    return has_new_blocks
 
 
 def _write_published_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:

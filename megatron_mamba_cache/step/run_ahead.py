@@ -74,8 +74,8 @@ def may_run_ahead(
         and len(step.rows) == num_running
         and planner.rest(step.rows)
         and graph.can_launch_next(step.rows, tokens)
-        and (not (num_edges := cache.num_at_edges(step.rows)) or not (queue.has_waiting or any_masked(step.rows)))
-        and num_edges <= cache.kv.num_available
+        and (not (edges := cache.at_edges(step.rows)) or not (queue.has_waiting or any_masked(step.rows)))
+        and len(edges) <= cache.kv.num_available
     )
 
 
