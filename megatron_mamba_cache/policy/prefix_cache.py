@@ -1,8 +1,10 @@
 """The prefix cache: KV blocks and state slots of requests that are admitted, published and released.
 
 Every public method applies completely, or raises and has changed no more than it says. The order of calls for a request
-is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. After
-a failed step the request must leave: abort it, or release it at once, because its live state can no longer be trusted.
+is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. For a
+step that is launched early, reserve_ahead takes the place of schedule_decode, before the step before it is published.
+After a failed step the request must leave: abort it, or release it at once, because its live state can no longer be
+trusted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -56,9 +56,6 @@ def may_run_ahead(
 ) -> bool:
     """Return whether the step after this one may be launched now; changes nothing.
 
-    While a request waits, no row may come to a boundary: with what it publishes there, the request may fit. Nor while a
-    row follows a grammar, for which the state is copied only when the step lands.
-
     Args:
         graph: The step's, if it verifies the step; otherwise it has no outcome that the next step could be fed with.
         num_running: Requests that have a row, paused ones included.
@@ -74,9 +71,24 @@ def may_run_ahead(
         and len(step.rows) == num_running
         and planner.rest(step.rows)
         and graph.can_launch_next(step.rows, tokens)
-        and (not (edges := cache.at_edges(step.rows)) or not (queue.has_waiting or any_masked(step.rows)))
-        and len(edges) <= cache.kv.num_available
+        and _may_cross(step.rows, queue, cache)
     )
+
+
+def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
+    """Return whether no row begins or completes a block in the step after this one, or all that do may do so ahead.
+
+    Not while a request waits: with what is published there, the request may fit. No row completes one where another
+    follows a grammar, which lets states be copied only when the step lands; nor where each token is a block, so that a
+    row would have two boundaries to publish.
+    """
+    edges = cache.at_edges(rows)
+    if not edges:
+        return True
+    if queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available:
+        return False
+    completes = any((row.computed + 2) % cache.block_size == 0 for row in edges)
+    return not (completes and any_masked(rows))
 
 
 def may_launch_drafts(

@@ -64,6 +64,7 @@ class Conditions:
     can_launch: bool = True
     tokens_in_block: int = 3  # of a row, before the step
     num_blocks: int = 2  # that are available
+    block_size: int = BLOCK
     grammar: str = ""
 
 
@@ -76,6 +77,7 @@ HOLDING = {
     "a row completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2),
     "a row has completed a block": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True, tokens_in_block=0),
     "a row has a grammar": replace(ALL_HOLD, grammar="{}"),
+    "a row with a grammar begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1, grammar="{}"),
 }
 FAILING = {
     "not wanted": {"is_wanted": False},
@@ -85,6 +87,7 @@ FAILING = {
     "drafts do not rest": {"drafts_rest": False},
     "the graph cannot feed it": {"can_launch": False},
     "no block for a row": {"tokens_in_block": BLOCK - 1, "num_blocks": 0},
+    "blocks of one token": {"block_size": 1},
     "a request waits, and a row begins a block": {"tokens_in_block": BLOCK - 1, "tokens": TOKENS, "has_waiting": True},
     "a request waits, and a row completes one": {"tokens_in_block": BLOCK - 2, "tokens": TOKENS, "has_waiting": True},
     "a row with a grammar completes a block": {"tokens_in_block": BLOCK - 2, "grammar": "{}"},
@@ -96,7 +99,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
     sampling = SamplingSettings(top_k=1, grammar=conditions.grammar)
     rows = [decoding(0), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block, sampling=sampling)]
     batch = lay_out(rows, "cpu")
-    cache = small_cache(num_blocks=2, block_size=BLOCK)
+    cache = small_cache(num_blocks=2, block_size=conditions.block_size)
     cache.kv.allocate(2 - conditions.num_blocks)
     step = Step(batch, graph=graph if conditions.is_captured else None)
     planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts())
