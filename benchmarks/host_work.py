@@ -7,9 +7,9 @@ machine. Tokens are meaningless. Only steps count that were launched early and l
 of a busy engine; no row ends in them. Calls include those of functions in C. Times are medians over steps without the
 profiler. To compare two versions, let them take turns: a machine's speed changes by the minute.
 
-"Ran ahead" counts, over the same steps, those that were launched early: before the others the device waits for the
-host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV blocks one by one,
-as those of a real load do.
+"Ran ahead" is the share of further steps, of whatever kind, that were launched early: before each other one the device
+waits for the host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV
+blocks one by one, as those of a real load do.
 """
 
 import argparse

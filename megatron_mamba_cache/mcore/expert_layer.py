@@ -21,12 +21,11 @@ from ..kernels.experts.routing import RoutingRule, route
 from ..kernels.experts.shared_product import shared_product, takes_shared_product
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
-from .expert_settings import checked_routing
+from .expert_settings import check_megatrons_experts, checked_routing
 from .feed_forward import fused_activation
 from .linear import product
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
-from .supported_settings import require_settings
 
 
 class ExpertLayer(TransformerLayer):
@@ -216,18 +215,11 @@ def waits_for_experts(model: Any) -> bool:
     return any(isinstance(module, MoELayer) for module in model.modules())
 
 
-_OF_MEGATRONS_LAYER = {  # with others, tokens would depend on the batch, or on chance
-    "moe_expert_capacity_factor": None,
-    "moe_router_force_load_balancing": False,
-    "moe_input_jitter_eps": None,
-}
-
-
 def check_expert_layers(model: Any) -> None:
     """Raise `ValueError` if Megatron's own layers of experts would compute a token by others of its step."""
     if not waits_for_experts(model):
         return
-    require_settings(model.config, _OF_MEGATRONS_LAYER)
+    check_megatrons_experts(model.config)
     if num_expert_ranks() > 1 and model.config.moe_token_dispatcher_type == "allgather":
         raise ValueError(
             "moe_token_dispatcher_type is 'allgather', which needs the same number of tokens on each expert-parallel "

@@ -13,6 +13,16 @@ _OF_ROUTERS = {
     "moe_apply_probs_on_input": False,
     "moe_router_force_load_balancing": False,
 }
+_OF_MEGATRONS_LAYER = {
+    "moe_expert_capacity_factor": None,
+    "moe_router_force_load_balancing": False,
+    "moe_input_jitter_eps": None,
+}
+
+
+def check_megatrons_experts(config: TransformerConfig) -> None:
+    """Raise `ValueError` naming the setting, if Megatron's own layer makes tokens depend on the batch, or on chance."""
+    require_settings(config, _OF_MEGATRONS_LAYER)
 
 
 def checked_routing(config: TransformerConfig, groups: Any, routing: RoutingRule | None = None) -> RoutingRule:

@@ -141,7 +141,9 @@ def _check_experts(config: Any, layer: ModuleSpec | type, groups: Any) -> None:
         raise ValueError(
             "num_experts of LocalSpecOptions is None, but hybrid_override_pattern has layers of experts (E); set it"
         )
-    checked_routing(config, groups, **layer.submodules.mlp.params)
+    mixture = layer.submodules.mlp
+    if mixture.module is MixtureOfExperts:  # else Megatron's own, which `check_expert_layers` looks at
+        checked_routing(config, groups, **mixture.params)
 
 
 def _mixer(options: LocalSpecOptions) -> ModuleSpec:

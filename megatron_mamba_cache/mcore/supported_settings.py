@@ -28,5 +28,5 @@ def check_settings(config: TransformerConfig) -> None:
 def require_settings(config: TransformerConfig, supported: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless each of these settings has its one supported value."""
     for name, value in supported.items():
-        if (found := getattr(config, name, value)) != value:
+        if (found := getattr(config, name)) != value:
             raise ValueError(f"{name} is {found!r}; only {value!r} is supported")

@@ -256,6 +256,10 @@ class PrefixCache:
         block_size = self.block_size
         return [row for row in rows if (row.computed + 2) % block_size < 2]
 
+    def completes_ahead(self, row: RunningRequest) -> bool:
+        """Return whether the request completes a block in that step."""
+        return (row.computed + 2) % self.block_size == 0
+
     def reserve_ahead(self, rows: Iterable[RunningRequest]) -> None:
         """Give requests what they need in the step after the one-token step that runs, see `at_edges`.
 
@@ -267,9 +271,8 @@ class PrefixCache:
             if row.computed + 1 == len(row.block_ids) * self.block_size:
                 self.grow(row)
         for row in edges if self._keeps_decode_states else ():
-            boundary = row.computed + 2
-            if boundary % self.block_size == 0 and self._publishes(row):
-                self._reservations.reserve_in_decode(row, boundary)
+            if self.completes_ahead(row) and self._publishes(row):
+                self._reservations.reserve_in_decode(row, row.computed + 2)
 
     def lengthen_prompt(self, row: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
         """Let the request prefill to the end of a longer prompt, which begins with the current one."""

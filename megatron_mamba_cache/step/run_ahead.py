@@ -87,8 +87,7 @@ def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixC
         return True
     if queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available:
         return False
-    completes = any((row.computed + 2) % cache.block_size == 0 for row in edges)
-    return not (completes and any_masked(rows))
+    return not (any(map(cache.completes_ahead, edges)) and any_masked(rows))
 
 
 def may_launch_drafts(

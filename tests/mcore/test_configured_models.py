@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -13,11 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_mamba_cache import CacheConfig, build_engine, with_mamba_cache
-from megatron_mamba_cache.mcore import expert_layer
 from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.expert_settings import routing_rule
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
@@ -49,12 +50,16 @@ def configured(**settings: Any) -> TransformerConfig:
     return config
 
 
-def built(config: TransformerConfig, num_experts: int | None = 4, **settings: Any) -> MambaModel:
-    """Build the model as a user of Megatron does."""
+def built(config: TransformerConfig, spec: ModuleSpec | None = None, **settings: Any) -> MambaModel:
+    """Build the model as a user of Megatron does, by default from the local spec with experts."""
     initialize_single_process()
-    spec = local_hybrid_spec(LocalSpecOptions(num_experts=num_experts))
     sizes: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": PATTERN}
-    return MambaModel(config, spec, **sizes, **settings).to(torch.cuda.current_device())
+    model = MambaModel(config, spec or spec_with_experts(), **(sizes | settings))
+    return model.to(torch.cuda.current_device())
+
+
+def spec_with_experts() -> ModuleSpec:
+    return local_hybrid_spec(LocalSpecOptions(num_experts=4))
 
 
 @pytest.fixture
@@ -111,16 +116,14 @@ def test_a_configuration_that_cannot_be_served_is_refused(setting: str, value: A
 def test_a_spec_without_experts_is_refused_for_a_pattern_with_some() -> None:
     """Megatron would leave these layers out, and tokens would be wrong."""
     with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
-        built(configured(), num_experts=None)
+        built(configured(), local_hybrid_spec())
 
 
 def test_a_model_whose_layers_are_left_out_is_refused() -> None:
     """A spec of the user's own may have none for a symbol; Megatron builds the model all the same."""
-    initialize_single_process()
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
-    settings = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": "M-M*"}
-    model = MambaModel(configured(), spec, **settings).to(torch.cuda.current_device())
+    model = built(configured(), spec, hybrid_override_pattern="M-M*")
     with pytest.raises(ValueError, match="the model's spec has no layer for '-'"):
         build_engine(model, SETTINGS)
 
@@ -136,10 +139,13 @@ def test_norms_of_queries_and_keys_that_the_spec_lacks_are_refused(setting: str)
     [("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("moe_input_jitter_eps", 0.1)],
 )
 def test_megatrons_layer_of_experts_is_refused_where_tokens_depend_on_others_or_on_chance(
-    setting: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    setting: str, value: Any
 ) -> None:
-    model = built(configured())
-    monkeypatch.setattr(expert_layer, "waits_for_experts", lambda _model: True)  # as if the spec had Megatron's
+    spec = spec_with_experts()
+    spec.submodules.moe_layer.module = TransformerLayer
+    spec.submodules.moe_layer.submodules.mlp = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
+    model = built(configured(), spec)
+    assert isinstance(model.decoder.layers[1].mlp, MoELayer)
     build_engine(model, SETTINGS).close()
     setattr(model.config, setting, value)
     with pytest.raises(ValueError, match=f"{setting} is {value!r}.*support"):
@@ -147,8 +153,7 @@ def test_megatrons_layer_of_experts_is_refused_where_tokens_depend_on_others_or_
 
 
 def test_a_request_may_not_be_longer_than_learned_positions() -> None:
-    settings = {"position_embedding_type": "learned_absolute"}
-    model = built(configured(), **settings)
+    model = built(configured(), position_embedding_type="learned_absolute")
     with pytest.raises(ValueError, match="embeddings of 64 positions, and a request may have 256 tokens; set"):
         build_engine(model, SETTINGS)
     build_engine(model, replace(SETTINGS, max_sequence_length=64)).close()
@@ -174,9 +179,8 @@ def test_a_layer_of_the_users_own_is_refused_where_none_would_call_it(layer: str
 
 
 def test_an_attention_of_the_users_own_is_refused_where_none_would_call_it() -> None:
-    initialize_single_process()
-    spec = local_hybrid_spec(LocalSpecOptions(num_experts=4))
+    spec = spec_with_experts()
     own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
     spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own
     with pytest.raises(ValueError, match="core_attention is Own, which no step would call"):
-        MambaModel(configured(), spec, vocab_size=128, max_sequence_length=64, hybrid_override_pattern=PATTERN)
+        built(configured(), spec)
