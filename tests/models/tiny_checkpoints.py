@@ -88,7 +88,7 @@ _OPTIONS["nemotron_h_moe"] = _OPTIONS["nemotron_h"] | {
     "latent": [None, 16, None, 12],
     "normalizes": [True, True, False],
 }
-_OPTIONS["granite_moe"] = _OPTIONS["granite"] | {"experts": [(4, 2), (8, 3), (6, 4), (8, 1), (1, 1)]}
+_OPTIONS["granite_moe"] = _OPTIONS["granite"] | {"experts": [(4, 2), (1, 1), (8, 3), (6, 4), (8, 1)]}
 
 
 @dataclass(frozen=True, slots=True)
