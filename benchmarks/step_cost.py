@@ -1,14 +1,15 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--draft-states FORM ...]
-        [--no-drafts] [--host-cache-gb G] [--json FILE]
+        [--spread N] [--no-drafts] [--host-cache-gb G] [--json FILE]
 
 Steps: rows decode together, without drafts. Their prompts differ by up to 15 tokens, so that rows whose states are
 replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring, each
-the median of three that lie 16 apart: each fold counts, a step in which the host was held up does not. Host work is
-wall time minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the
-last step's graphs, replayed back to back: its kernels and the short pauses between them; of few rows, none may fold in
-that step. Idle is wall time minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps
+the median of three that lie 16 apart: each fold counts, a step in which the host was held up does not. With `--spread`
+prompts differ by up to N tokens, so that rows come to the ends of KV blocks one by one, and each step counts. Host work
+is wall time minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of
+the last step's graphs, replayed back to back: its kernels and the short pauses between them; of few rows, none may fold
+in that step. Idle is wall time minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps
 under torch's profiler (`gpu_time`), without pauses. The floor is the bytes of weights, states and KV, and of the
 experts that as many tokens hit on average, at the rate of a plain copy of the same run. "µs a row" is the least-squares
 slope over the numbers of rows. On a CPU there are only wall time and its slope.
@@ -111,21 +112,27 @@ class Recording:
     speed: DraftSpeed
 
 
-def step_costs(model: Any, shape: ServedShape, rows: Sequence[int], num_prompt: int) -> list[StepCost]:
+def step_costs(
+    model: Any, shape: ServedShape, rows: Sequence[int], num_prompt: int, spread: int | None = None
+) -> list[StepCost]:
     """Measure decode steps of each number of rows."""
     shape = replace(shape, max_requests=max(rows), max_tokens=max(shape.max_tokens, max(rows)))
     with serving_engine(model, shape, MODES["full"]) as engine:
-        return [step_cost(model, engine, shape, num_rows, num_prompt) for num_rows in rows]
+        return [step_cost(model, engine, shape, num_rows, num_prompt, spread) for num_rows in rows]
 
 
-def step_cost(model: Any, engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> StepCost:
-    """Measure decode steps of some rows, whose prompts share no prefix."""
+def step_cost(
+    model: Any, engine: Any, shape: ServedShape, num_rows: int, num_prompt: int, spread: int | None = None
+) -> StepCost:
+    """Measure decode steps of some rows, whose prompts share no prefix and differ by up to `spread` tokens."""
     drawn = random.Random(num_rows)
     # The first rows decode while the others are prefilled in what they leave of a step.
-    num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // (num_prompt + PERIOD)) + 1
+    longest = num_prompt + (PERIOD if spread is None else spread)
+    num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // longest) + 1
     num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
     for index in range(num_rows):
-        send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt + index % PERIOD), num_tokens)
+        more = index % PERIOD if spread is None else drawn.randrange(spread + 1)
+        send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt + more), num_tokens)
     while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
         engine.step_modern()
     for _ in range(NUM_WARMING):
@@ -134,7 +141,7 @@ def step_cost(model: Any, engine: Any, shape: ServedShape, num_rows: int, num_pr
         raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
     with noted_waits() as waits:
         times = [timed_step(engine) for _ in range(NUM_STEPS)]
-    cost = StepCost(num_rows, 1e3 * mean_of_periods(times))
+    cost = StepCost(num_rows, 1e3 * (mean_of_periods(times) if spread is None else fmean(times)))
     if waits:
         cost = replace(cost, host_ms=1e3 * (median(times) - median(waits)), **gpu_times(engine))
     while engine.has_unfinished_requests():
@@ -280,6 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
     )
+    parser.add_argument("--spread", type=int, metavar="N", help="tokens by which prompts differ")
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
     parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of a host tier, measured too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
@@ -298,7 +306,7 @@ def main() -> None:
                 for form, one in shapes.items()
                 for tier, added in (("", {}), (" with a host tier", host))
             }
-        costs = [step_costs(model, one, arguments.rows, num_prompt) for one in shapes.values()]
+        costs = [step_costs(model, one, arguments.rows, num_prompt, arguments.spread) for one in shapes.values()]
         drafts = [
             {} if arguments.no_drafts else draft_speeds(model, one, num_prompt, NUM_REPLY) for one in shapes.values()
         ]
