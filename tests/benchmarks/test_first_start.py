@@ -1,5 +1,6 @@
 """The benchmark of starts runs with a tiny model, each start in a process of its own."""
 
+import os
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -12,7 +13,7 @@ from tests.command_line.command_runs import REPOSITORY
 @pytest.fixture
 def first_start(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     return import_module("first_start")
 
 

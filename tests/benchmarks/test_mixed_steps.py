@@ -34,7 +34,8 @@ def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.M
     found = [long_context.disturbed(model, shape, 2, chunk, 300) for chunk in (300, 100)]
     assert lone.history == 300 and lone.step_ms > 0 and lone.prefill_s > 0
     whole, cut = found
-    assert whole.median_ms == whole.p99_ms == approx(1e3 * whole.prefill_s)  # one step has all of it
+    num_steps = 1 + torch.cuda.is_available()  # one has all of it; before it, a GPU ends the step that runs ahead
+    assert num_steps * whole.median_ms == approx(1e3 * whole.prefill_s)
     assert 3 * cut.median_ms <= 1e3 * cut.prefill_s * 1.5 and cut.p99_ms < 1e3 * cut.prefill_s  # three steps or more
     assert "| 100 | " in long_context.table(lone, found)
 

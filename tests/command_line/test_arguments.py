@@ -17,6 +17,7 @@ BLOCK = "--inference-dynamic-batching-block-size"
 KV = "--inference-dynamic-batching-buffer-size-gb"
 EVICTION = "--inference-dynamic-batching-prefix-caching-eviction-policy"
 DRAFTS = "--num-speculative-tokens"
+WINDOWS = [DRAFTS, "4", "--draft-states", "window"]
 STORED = "--cached-state-dtype"
 STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 
@@ -68,9 +69,12 @@ BAD_FOR_THE_MODEL = [
     ([KV, "1e-9"], KV),
     ([KV, "1e6"], f"or {KV}"),
     ([KV, "1e7"], "below 1048576"),
-    ([DRAFTS, "4", STATES, "1e-4"], "4 draft states take"),
+    ([*WINDOWS, STATES, "1e-4"], "4 draft states take"),
     ([STORED, "int8", STATES, "1e-6"], "one cached state takes"),
-    ([STORED, "int8", DRAFTS, "4", STATES, "1e-4"], "draft states of max_requests requests and one cached state take"),
+    (
+        [STORED, "int8", *WINDOWS, STATES, "1e-4"],
+        "draft states of max_requests requests and one cached state take",
+    ),
     ([STORED, "int8", "--cache-gb", "1e-4"], "states beside the live states of max_requests="),
 ]
 

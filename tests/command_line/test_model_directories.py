@@ -71,7 +71,7 @@ def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(
         weights = nemotron / "model.safetensors"
     weights.write_bytes(b"no weights")
     directory = nemotron if format_flag == "--hf-model" else tmp_path / "saved"
-    flags = [format_flag, str(directory), "--device", "cpu", *(["--port", "0"] if command == "serve" else [])]
+    flags = [format_flag, str(directory), *(["--port", "0"] if command == "serve" else [])]
     flags += ["--prompts", str(write_lines(tmp_path, LINES))] if command == "generate" else []
     for budget, word in (("1e-6", "set --cache-gb to"), ("1", "weights" if format_flag == "--load" else "safetensors")):
         status = main([command, *flags, "--cache-gb", budget])
@@ -87,7 +87,7 @@ def test_a_budget_that_is_refused_names_one_that_a_draft_model_can_have_its_part
     save_model(draft_family, tmp_path / "draft")
     for directory in (nemotron, tmp_path / "draft"):
         (directory / "model.safetensors").write_bytes(b"no weights")
-    flags = ["--hf-model", str(nemotron), "--device", "cpu", "--num-speculative-tokens", "2"]
+    flags = ["--hf-model", str(nemotron), "--num-speculative-tokens", "2"]
     flags += ["--drafter", "draft-model", "--draft-hf-model", str(tmp_path / "draft"), "--cache-gb"]
     prompts = ["--prompts", str(write_lines(tmp_path, LINES))]
     flags = [command, *(["--port", "0"] if command == "serve" else prompts), *flags]

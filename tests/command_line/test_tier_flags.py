@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_mamba_cache.command_line.arguments import (
     check_arguments_for_card,
@@ -21,12 +22,12 @@ from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.command_line.command_runs import run_here, run_process
 
+WITHOUT_ONE_MEMORY = "a host budget without one memory"
 COMMANDS = ["generate", "serve"]
-MODEL = ["--random-model", "--device", "cpu"]
 MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 PROMPT = "def add(a, b):\n    return a + b\n" * 12
 BAD = {
-    "a host budget without one memory": (
+    WITHOUT_ONE_MEMORY: (
         ["--host-cache-gb", "1"],
         "which needs one memory, --cache-gb G, in the place",
     ),
@@ -54,6 +55,9 @@ BAD = {
 def test_what_cannot_work_is_one_line_and_status_2_before_anything_is_allocated(
     command: str, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if (command, case) == ("serve", WITHOUT_ONE_MEMORY) and torch.cuda.is_available():
+        pytest.skip("a server fills a card without being told")
+
     def allocate(*_: Any, **__: Any) -> None:
         raise AssertionError("memory was allocated")
 
@@ -61,7 +65,7 @@ def test_what_cannot_work_is_one_line_and_status_2_before_anything_is_allocated(
     (tmp_path / "file").touch()
     flags, words = BAD[case]
     port = ["--port", "0"] if command == "serve" else []
-    status = main([command, *MODEL, *port, *(flag.replace("DIR", str(tmp_path)) for flag in flags)])
+    status = main([command, "--random-model", *port, *(flag.replace("DIR", str(tmp_path)) for flag in flags)])
     told = capsys.readouterr().err
     assert status == 2 and told.count("\n") == 1 and told.startswith("mamba-cache: error: "), told
     assert words.replace("DIR", str(tmp_path)) in told
@@ -93,7 +97,7 @@ def test_a_server_that_fills_a_card_needs_no_budget_for_a_host_tier() -> None:
 
 @pytest.mark.long
 def test_a_process_that_cannot_use_its_flags_says_no_more_than_one_line(tmp_path: Path) -> None:
-    flags = [*MODEL, "--port", "0", "--cache-gb", "0.1", "--host-cache-gb", "1e-6"]
+    flags = ["--random-model", "--device", "cpu", "--port", "0", "--cache-gb", "0.1", "--host-cache-gb", "1e-6"]
     finished = run_process("-m", "megatron_mamba_cache", "serve", *flags, cwd=tmp_path)
     assert finished.status == 2 and finished.stderr.count("\n") == 1 and "set --host-cache-gb to" in finished.stderr
 

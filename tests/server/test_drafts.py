@@ -15,7 +15,7 @@ BODY: dict[str, Any] = {"prompt": "class Harbour:\n" + "    boats = []\n" * 30, 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server("--num-speculative-tokens", "3") as server:
+    with running_server("--num-speculative-tokens", "3", "--draft-states", "window") as server:
         yield server
 
 
