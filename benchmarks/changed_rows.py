@@ -1,12 +1,14 @@
-"""What do rows that are sampled, follow a grammar, or change their logits cost a decode step?
+"""What do rows that are sampled, follow a grammar, change their logits or want log-probabilities cost a decode step?
 
-    PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape NAME] [--rows N] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape NAME] [--rows N] [--kinds NAME ...] [--json FILE]
 
-Rows of equal length decode together, without drafts: all plain; one with a grammar beside plain ones; all with a
-grammar; all with penalties. Greedy rows, rows sampled from all tokens, and rows sampled with top-k and top-p are
-measured apart. Cases alternate over one engine; a line shows the median step of the middle round, and its ratios to
-greedy plain rows and to plain rows of its kind. The grammar is a JSON schema whose documents do not end meanwhile, over
-a vocabulary of made-up words of the model's size, compiled before. What a mask takes the host is timed alone.
+Rows decode together, without drafts: all plain; one that follows a grammar, has a penalty or wants log-probabilities
+beside plain ones; all that do. Their prompts differ by up to a KV block, so that they come to the ends of blocks one by
+one. Greedy rows, rows sampled from all tokens, and rows sampled with top-k and top-p are measured apart. Cases
+alternate over one engine; a line shows the mean step of the middle round, the share of steps that was launched before
+the tokens of the one before were read, and the step's ratios to greedy plain rows and to plain rows of its kind. The
+grammar is a JSON schema whose documents do not end meanwhile, over a vocabulary of made-up words of the model's size,
+compiled before. What a mask takes the host is timed alone.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from loads.made_up_tokenizer import MadeUpTokenizer
@@ -40,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top-k and top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
 }
 PENALTIES = {LOGITS: {"frequency_penalty": 0.5, "presence_penalty": 0.2}}
+LOG_PROBS = {"return_log_probs": True, "skip_prompt_log_probs": True}
 SCHEMA = {
     "type": "array",
     "minItems": 1000,
@@ -75,35 +78,41 @@ class Cost:
     """A decode step of a case.
 
     Args:
-        of_greedy: Its time by that of greedy plain rows.
+        ahead: The share of steps that ran ahead.
+        of_first: Its time by that of plain rows of the first kind.
         of_plain: Its time by that of plain rows of its kind.
     """
 
     case: str
     wall_ms: float
-    of_greedy: float
+    ahead: float
+    of_first: float
     of_plain: float
 
 
-def cases() -> dict[str, Case]:
-    """Return the cases by name."""
+def cases(kinds: Sequence[str]) -> dict[str, Case]:
+    """Return the cases of some kinds by name."""
     grammar = {GRAMMAR: json_grammar(SCHEMA).text}
     found = {}
-    for kind, sampling in KINDS.items():
+    for kind in kinds:
+        sampling = KINDS[kind]
         found |= {
             f"{kind}, plain": Case(sampling, {}),
             f"{kind}, one grammar": Case(sampling, grammar, 1),
             f"{kind}, all grammars": Case(sampling, grammar),
+            f"{kind}, one with penalties": Case(sampling, PENALTIES, 1),
             f"{kind}, all penalties": Case(sampling, PENALTIES),
+            f"{kind}, one's 5 best log-probs": Case(sampling, LOG_PROBS | {"top_n_logprobs": 5}, 1),
+            f"{kind}, all log-probs": Case(sampling, LOG_PROBS),
         }
     return found
 
 
-def step_ms(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int) -> float:
-    """Return the median milliseconds of a decode step of a case's rows."""
+def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int) -> tuple[float, float]:
+    """Return the mean milliseconds of a decode step of a case's rows, and the share of steps that ran ahead."""
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(
-            num_tokens_to_generate=NUM_WARMING + NUM_STEPS + 40,
+            num_tokens_to_generate=len(prompts) + NUM_WARMING + NUM_STEPS + 2,
             termination_id=-1,
             **case.sampling,
         )
@@ -116,27 +125,30 @@ def step_ms(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int
         engine.step_modern()
     if len(engine.context.rows) != len(prompts):
         raise RuntimeError(f"{len(engine.context.rows)} of {len(prompts)} rows decode; raise --kv-gb")
-    found = 1e3 * median(timed_step(engine) for _ in range(NUM_STEPS))
+    steps = [(engine.context.early_step is not None, timed_step(engine)) for _ in range(NUM_STEPS)]
     while engine.has_unfinished_requests():
         engine.step_modern()
-    return found
+    early, seconds = zip(*steps, strict=True)
+    return 1e3 * fmean(seconds), fmean(early)
 
 
-def costs(model: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> list[Cost]:
-    """Measure all cases."""
+def costs(model: Any, shape: ServedShape, num_rows: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Cost]:
+    """Measure all cases of some kinds."""
     shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
-    drawn, named = random.Random(0), cases()
-    times: dict[str, list[float]] = {name: [] for name in named}
+    drawn, named, block_size = random.Random(0), cases(kinds), shape.block_size
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
     with serving_engine(model, shape, MODES["full"]) as engine:
         engine.context.grammars.read(MadeUpTokenizer(shape.vocab_size))
         for number in range(NUM_ROUNDS):
             for place, name in enumerate(rotated(list(named), number)):
-                prompts = [some_tokens(drawn, shape, num_prompt) for _ in range(num_rows)]
-                times[name].append(step_ms(engine, named[name], prompts, 10_000 * (number * len(named) + place)))
+                lengths = [block_size * 9 // 8 + drawn.randrange(block_size) for _ in range(num_rows)]
+                prompts = [some_tokens(drawn, shape, length) for length in lengths]
+                times[name].append(measured(engine, named[name], prompts, 10_000 * (number * len(named) + place)))
     middle = {name: sorted(found)[NUM_ROUNDS // 2] for name, found in times.items()}
+    first, _ = middle[f"{kinds[0]}, plain"]
     return [
-        Cost(name, ms, ms / middle["greedy, plain"], ms / middle[f"{name.partition(',')[0]}, plain"])
-        for name, ms in middle.items()
+        Cost(name, ms, ahead, ms / first, ms / middle[f"{name.partition(',')[0]}, plain"][0])
+        for name, (ms, ahead) in middle.items()
     ]
 
 
@@ -162,8 +174,10 @@ def mask_us(shape: ServedShape) -> dict[str, float]:
 
 def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| rows | a step, ms | of greedy plain rows | of plain rows |", "|---|---:|---:|---:|"]
-    lines += [f"| {cost.case} | {cost.wall_ms:.3f} | {cost.of_greedy:.3f} | {cost.of_plain:.3f} |" for cost in found]
+    lines = ["| rows | a step, ms | ran ahead, % | of the first line | of plain rows |", "|---|---:|---:|---:|---:|"]
+    for cost in found:
+        times = f"{cost.of_first:.3f} | {cost.of_plain:.3f}"
+        lines.append(f"| {cost.case} | {cost.wall_ms:.3f} | {100 * cost.ahead:.0f} | {times} |")
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
     return "\n".join([*lines, "", f"A mask on one thread: {told}."])
 
@@ -173,11 +187,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--rows", type=int, default=NUM_ROWS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=[*KINDS], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     with quiet_libraries(), own_warnings_hidden():
-        found = costs(model_of(shape), shape, arguments.rows, shape.block_size * 9 // 8)
+        found = costs(model_of(shape), shape, arguments.rows, arguments.kinds)
     masks = mask_us(shape)
     print(table(found, masks))
     if arguments.json:

@@ -45,6 +45,18 @@ def test_steps_of_each_number_of_rows_are_timed(step_cost: ModuleType, serving_e
     assert all(cost.wall_ms > 0 for cost in costs)
 
 
+def test_rows_that_ask_for_more_are_timed(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    changed = import_module("changed_rows")
+    for name, count in (("NUM_ROUNDS", 1), ("NUM_STEPS", 2)):
+        monkeypatch.setattr(changed, name, count)
+    shape = serving_engine.SHAPES["tiny"]
+    found = changed.costs(serving_engine.model_of(shape), shape, 3, ["greedy"])
+    assert [cost.case for cost in found] == [*changed.cases(["greedy"])] and all(cost.wall_ms > 0 for cost in found)
+    assert found[0].of_first == found[0].of_plain == 1
+    assert "| greedy, all log-probs | " in changed.table(found, {"median": 20.0})
+
+
 def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
