@@ -256,10 +256,6 @@ class PrefixCache:
         block_size = self.block_size
         return [row for row in rows if (row.computed + 2) % block_size < 2]
 
-    def completes_ahead(self, row: RunningRequest) -> bool:
-        """Return whether the request completes a block in that step."""
-        return (row.computed + 2) % self.block_size == 0
-
     def reserve_ahead(self, rows: Iterable[RunningRequest]) -> None:
         """Give requests what they need in the step after the one-token step that runs, see `at_edges`.
 
@@ -271,7 +267,7 @@ class PrefixCache:
             if row.computed + 1 == len(row.block_ids) * self.block_size:
                 self.grow(row)
         for row in edges if self._keeps_decode_states else ():
-            if self.completes_ahead(row) and self._publishes(row):
+            if (row.computed + 2) % self.block_size == 0 and self._publishes(row):  # it completes one
                 self._reservations.reserve_in_decode(row, row.computed + 2)
 
     def lengthen_prompt(self, row: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:

@@ -1,10 +1,12 @@
 """Lay the rows of a step out for the model: one token array, decode rows first, then prefill rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..kernels.attention.attention_rows import AttentionRows
@@ -19,6 +21,8 @@ from .buffers import StepBuffers
 from .logits import StepLogits, view_logits, write_logits
 from .prefill_metadata import write_prefill_rows
 from .shapes import StepShape, pad_tail
+
+_Rows = TypeVar("_Rows", AlignRows, ReplayRows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,19 @@ class StepBatch:
     prefill: PrefillRows | None  # None: no prefill row
     logits: StepLogits
     align: AlignRows | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
+
+    def with_own_verification(self) -> "StepBatch":
+        """Return the step with copies, which later steps do not overwrite, of what follows its forward."""
+        align = None if self.align is None else _with_own_tensors(self.align)
+        replay = None if self.replay is None else _with_own_tensors(self.replay)
+        return replace(self, logits=self.logits.clone(), align=align, replay=replay)
+
+    @torch.inference_mode()
+    def forget_boundaries(self, places: Iterable[int]) -> None:
+        """Write no state of these places, whose rows have left: their slots are others' by now."""
+        if self.align is not None:
+            for place in places:
+                self.align.targets[place].fill_(PAD_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +288,9 @@ def _align_rows(num_rows: int, buffers: StepBuffers) -> AlignRows:
         state_columns=device("state_columns")[:num_rows],
         targets=device("align_slots")[:num_rows],
     )
+
+
+def _with_own_tensors(rows: _Rows) -> _Rows:
+    found = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    copies: dict[str, Any] = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+    return replace(rows, **copies)

@@ -40,10 +40,13 @@ class CapturedStep(Protocol):
             draws: A way that draws for all rows.
         """
 
+    def adopt(self, outcome: Tensor) -> None:
+        """Take the outcome of the step that was laid out last, [rows, 2 + K], which `verify` did not compute."""
+
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
 
-        False if that one draws a draft at random, or changes logits: `verify` does not compute its tokens.
+        False if rows of that one have drafts.
 
         Args:
             tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.
@@ -60,7 +63,7 @@ class EarlyStep(CapturedStep, Protocol):
         """Schedule what was launched for each row; return what its drafts were drawn from, see `Step`."""
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the tokens that its rows were fed, [rows], ends its row."""
+        """Return whether any of the tokens that its rows were fed, [rows], may end its row."""
 
     def is_of(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether these rows are exactly those that were launched."""

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.prefill_rows import PAD_SLOT
-from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
 from .batch import StepBatch, write_live_states
@@ -25,7 +24,7 @@ class RowEnds:
     """What ends each row of a step: a token or a length.
 
     Args:
-        end_ids: [rows, most end tokens of a row] int64; -1 for none.
+        end_ids: [rows, most end tokens of a row] int64, the last ones of longer stop words among them; -1 for none.
         max_lens: [rows] int64; prompt and generated tokens together.
     """
 
@@ -33,21 +32,17 @@ class RowEnds:
     max_lens: npt.NDArray[np.int64]
 
     @staticmethod
-    def of(rows: Sequence[RunningRequest]) -> "RowEnds | None":
-        """Return what ends the rows, None if more of one is read between two steps: longer stop words or log-probs."""
+    def of(rows: Sequence[RunningRequest]) -> "RowEnds":
+        """Return what ends the rows."""
         settings = [row.spec.sampling for row in rows]
-        if any(row.spec.log_probs.wanted for row in rows) or any(
-            len(word) != 1 for sampling in settings for word in sampling.stop_words
-        ):
-            return None
-        ends = [(sampling.termination_id, *(word[0] for word in sampling.stop_words)) for sampling in settings]
+        ends = [(sampling.termination_id, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
         end_ids = np.full((len(rows), max(map(len, ends), default=1)), -1, np.int64)
         for place, found in enumerate(ends):
             end_ids[place, : len(found)] = found
         return RowEnds(end_ids, np.array([row.spec.max_len for row in rows], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the new tokens, [rows], ends its row."""
+        """Return whether any of the new tokens, [rows], may end its row; the last token of a stop word need not."""
         return bool((np.array(tokens, np.int64)[:, None] == self.end_ids).any())
 
 
@@ -58,9 +53,8 @@ class DecodeStep:
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         widths: [rows] each row's tokens: one, and its drafts.
-        ends: What ends the rows of a one-token step, which draws from plain logits; None for another step, or if new
-            tokens alone do not tell whether a row continues. What a row's grammar bars is known only when the step's
-            tokens are: `LaunchedStep` verifies such a step later.
+        ends: What ends the rows of a one-token step; None for another step. What a row's text bars or changes is known
+            only when the step's tokens are: `LaunchedStep` verifies such a step later.
         draws: How its tokens are drawn.
         has_new_blocks: Whether a row has another KV block than in the step that this one continues.
     """
@@ -243,9 +237,7 @@ def _write_boundaries(rows: Sequence[RunningRequest], buffers: StepBuffers, bloc
 def _ends_of(rows: Sequence[RunningRequest]) -> RowEnds | None:
     """Return what ends the rows of a step that the device can go on from."""
     decodes_one_each = all(
-        row.scheduled == 1
-        and row.accepted == 1  # as in the step after this one
-        and row.spec.sampling.logits is PLAIN_LOGITS  # a row keeps its settings
+        row.scheduled == 1 and row.accepted == 1  # as in the step after this one
         for row in rows
     )
     return RowEnds.of(rows) if decodes_one_each else None

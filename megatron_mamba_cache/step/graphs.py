@@ -26,6 +26,7 @@ from ..state.model_shape import HybridModelShape
 from .captured_step import Capture, GraphsByShape
 from .decode_steps import LatestStep
 from .launched_step import LaunchedStep
+from .logits import any_scored
 from .memory import CacheMemory
 from .model import StepModel
 from .output_memory import OutputMemory
@@ -75,7 +76,7 @@ class StepGraphs:
 
     def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
         """Return the graph of a shape, by default the smallest that holds the rows of a step; None if there is none."""
-        if any(row.spec.log_probs.wanted for row in rows[num_decoding(rows) :]):
+        if any_scored(rows[num_decoding(rows) :]):
             return None  # the logits of a prompt's tokens are elsewhere in a padded step
         found = shape or smallest_holding(StepShape.of(rows), self._graphs)
         graph = self._graphs.get(found) if found else None

@@ -19,11 +19,15 @@ class HostCopy:
         return self._arrival is not None
 
     def wait(self) -> list[list[int]]:
-        """Wait for the copy and return its rows."""
+        """Wait for the copy of a table of integers and return its rows."""
+        lines: list[list[int]] = self.arrived().tolist()
+        return lines
+
+    def arrived(self) -> Tensor:
+        """Wait for the copy and return it."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        lines: list[list[int]] = self._copy.tolist()
-        return lines
+        return self._copy
 
 
 def stream_of(tensor: Tensor) -> torch.cuda.Stream:

@@ -27,6 +27,9 @@ class ReplayedGraph(Protocol):
     def verify(self, draws: Draws) -> Tensor:
         """See `CapturedStep`."""
 
+    def adopt(self, outcome: Tensor) -> None:
+        """See `CapturedStep`."""
+
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """See `CapturedStep`."""
 
@@ -70,7 +73,7 @@ class LaunchedStep:
         self._logits, self._outcome = self._logits.clone(), self._outcome.clone()
         self.wanted_outputs = self.wanted_outputs.clone()
         if not self._is_verified:
-            self._batch = replace(self._batch, logits=self._batch.logits.clone())
+            self._batch = self._batch.with_own_verification()
         self._graph = None
 
     def leave_buffers(self) -> None:
@@ -83,7 +86,7 @@ class LaunchedStep:
         return tuple(rows) == self._batch.rows
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the tokens that its rows were fed, [rows], ends its row."""
+        """Return whether any of the tokens that its rows were fed, [rows], may end its row."""
         return self._ends is not None and self._ends.any_ends(tokens)
 
     def schedule(self, rows: Sequence[RunningRequest]) -> list[Tensor | None]:
@@ -107,6 +110,8 @@ class LaunchedStep:
         if any(id(row) not in place_of for row in rows):
             raise CacheIntegrityError("a row joined a step that runs already; admit requests by the engine")
         places, starts = tuple(place_of[id(row)] for row in rows), batch.logits.starts
+        if not self._is_verified:
+            batch.forget_boundaries(set(batch.places).difference(places))
         start_of = dict(zip(batch.places, starts, strict=False))
         num_tokens = sum(row.scheduled for row in rows)
         return replace(
@@ -138,6 +143,11 @@ class LaunchedStep:
                 raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
             self._outcome, self._is_verified = self._graph.verify(draws), True
         return self._outcome
+
+    def adopt(self, outcome: Tensor) -> None:
+        """See `CapturedStep`."""
+        if self._graph is not None:
+            self._graph.adopt(outcome)
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """See `CapturedStep`; False once the graph is freed."""

@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens that follow each computed token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..policy.requests import RunningRequest, ScoredToken
+from ..ranks.group import Ranks
 from .batch import StepBatch
-from .prompt_log_probs import whole_scores
+from .host_copy import HostCopy
+from .logits import any_scored
+from .prompt_log_probs import score_prompts, whole_scores
+from .step import Step
+from .verify import logits_on_all_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,95 @@ def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tenso
         best=top_n_log_probs(step, places, log_probs),
         of_prompts=whole_scores(step.rows) if only_last else None,
     )
+
+
+class StepScorer:
+    """Scores the tokens of steps for the rows that want log-probs.
+
+    Args:
+        vocab_size: Of the model, padding included.
+        only_last: True when logits exist only for the tokens of `StepBatch.logits`, else for every token of a step.
+    """
+
+    def __init__(self, ranks: Ranks, vocab_size: int, *, only_last: bool) -> None:
+        self._ranks = ranks
+        self._vocab_size = vocab_size
+        self._only_last = only_last
+
+    def begin(self, step: Step, outcome: Tensor, logits: Tensor) -> "DrawnTokenScores | None":
+        """Begin to score a step of one token a row, before another step takes the place of its logits.
+
+        Args:
+            outcome: [rows, 2 + K] at the step's places.
+            logits: What the forward returned on this rank.
+
+        Returns:
+            None for another step, and where no row wants any.
+        """
+        if not step.has_one_token_each or not any_scored(step.rows):
+            return None
+        return DrawnTokenScores(step.batch, outcome, self.logits_on_all_ranks(step, logits))
+
+    def log_probs(
+        self, step: Step, kept: Sequence[Sequence[int]], logits: Tensor, logits_of: Callable[[Tensor], Tensor]
+    ) -> StepLogProbs:
+        """Return what the rows of another step want.
+
+        Args:
+            kept: See `followed_tokens`.
+            logits: What the forward returned on this rank.
+            logits_of: Computes the logits of hidden states.
+        """
+        if not any_scored(step.rows):
+            return NO_LOG_PROBS
+        if self._only_last:
+            score_prompts(step, self._ranks, logits_of, self._vocab_size)
+        return step_log_probs(step.batch, kept, self.logits_on_all_ranks(step, logits), only_last=self._only_last)
+
+    def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
+        """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
+        num_logits = step.batch.logits.tokens.shape[0] if self._only_last else step.num_padded_tokens
+        return logits_on_all_ranks(self._ranks, output, num_logits, self._vocab_size).squeeze(0)
+
+
+class DrawnTokenScores:
+    """Log-probs of the tokens that a step of one token a row draws, on their way to the host.
+
+    Args:
+        outcome: Of the step, [rows, 2 + K] at its places.
+        logits: [n, vocab] the model's own; they may be overwritten afterwards.
+    """
+
+    def __init__(self, step: StepBatch, outcome: Tensor, logits: Tensor) -> None:
+        wanted = [index for index, row in enumerate(step.rows) if _is_wanted(row)]
+        self._settings = {index: step.rows[index].spec.log_probs.top_n for index in wanted}
+        self._num_rows = len(step.rows)
+        tokens = _rows_of(outcome, [step.places[index] for index in wanted])[:, 1:2]
+        found = _rows_of(logits, [step.logits.starts[index] for index in wanted])
+        log_probs = F.log_softmax(found.float(), dim=-1)
+        self._drawn = HostCopy(log_probs.gather(1, tokens))
+        num_best = max(self._settings.values())
+        self._best = tuple(map(HostCopy, torch.topk(log_probs, num_best))) if num_best else ()
+
+    def arrived(self) -> StepLogProbs:
+        """Wait for them and return what the rows want."""
+        of_tokens: list[list[float] | None] = [None] * self._num_rows
+        for index, drawn in zip(self._settings, self._drawn.arrived().tolist(), strict=True):
+            of_tokens[index] = drawn
+        best = zip(*(copy.arrived() for copy in self._best), strict=True) if self._best else ()
+        lines = {
+            index: [(values[:num], ids[:num])]
+            for (index, num), (values, ids) in zip(self._settings.items(), best, strict=False)
+            if num
+        }
+        return StepLogProbs(of_tokens=of_tokens, best=lines or None)
+
+
+def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
+    """Return some rows of a table; the first ones need nothing from the host."""
+    if numbers == list(range(len(numbers))):
+        return table[: len(numbers)]
+    return table.index_select(0, torch.tensor(numbers).to(table.device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,16 @@ def any_masked(rows: Sequence[RunningRequest]) -> bool:
     return any(row.spec.sampling.grammar for row in rows)
 
 
+def any_scored(rows: Sequence[RunningRequest]) -> bool:
+    """Return whether a row wants log-probs."""
+    return any(row.spec.log_probs.wanted for row in rows)
+
+
+def need_text(rows: Sequence[RunningRequest]) -> bool:
+    """Return whether the logits of a row depend on its text, so that its token is drawn once the one before is read."""
+    return any_masked(rows) or any_changed(rows)
+
+
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
     """Return where each row's logits begin, [rows + 1]; a row without tokens has none."""
     return (0, *accumulate(1 + len(row.drafts) if row.scheduled else 0 for row in rows))

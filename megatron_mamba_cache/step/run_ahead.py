@@ -26,7 +26,6 @@ from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import RunningRequest
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .captured_step import CapturedStep, EarlyStep, GraphsByShape
-from .logits import any_masked
 from .step import Step
 
 
@@ -57,7 +56,7 @@ def may_run_ahead(
     """Return whether the step after this one may be launched now; changes nothing.
 
     Args:
-        graph: The step's, if it verifies the step; otherwise it has no outcome that the next step could be fed with.
+        graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
         num_running: Requests that have a row, paused ones included.
         is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
@@ -78,16 +77,11 @@ def may_run_ahead(
 def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
     """Return whether no row begins or completes a block in the step after this one, or all that do may do so ahead.
 
-    Not while a request waits: with what is published there, the request may fit. No row completes one where another
-    follows a grammar, which lets states be copied only when the step lands; nor where each token is a block, so that a
-    row would have two boundaries to publish.
+    Not while a request waits: with what is published there, the request may fit. Nor where each token is a block, so
+    that a row would have two boundaries to publish.
     """
     edges = cache.at_edges(rows)
-    if not edges:
-        return True
-    if queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available:
-        return False
-    return not (any(map(cache.completes_ahead, edges)) and any_masked(rows))
+    return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
 
 
 def may_launch_drafts(

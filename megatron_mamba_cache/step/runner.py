@@ -37,16 +37,15 @@ from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape, draf
 from .changed_logits import LogitsChanges
 from .grammar_masks import GrammarMasks
 from .host_copy import HostCopy
-from .log_probs import NO_LOG_PROBS, StepLogProbs, step_log_probs
+from .log_probs import StepScorer
 from .memory import CacheMemory
 from .model import StepModel
-from .prompt_log_probs import score_prompts
 from .run_ahead import EarlySteps, QueueState, may_launch_drafts, may_run_ahead
 from .shapes import StepShape
 from .shared_steps import OwnSteps, SharedSteps, StepSharing
 from .step import Step, any_drawn
 from .step_outcome import StepCounts, StepOutcome
-from .verify import copy_reached_boundaries, logits_on_all_ranks, outcome_on_all_ranks, verify_step
+from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
 class StepRunner:
@@ -85,6 +84,7 @@ class StepRunner:
         limits = config.max_requests, config.max_tokens, config.max_prompt_tokens_beside_decode
         self.requests = RunningRequests(memory.prefix_cache, *limits)
         self.counts = StepCounts()
+        self._scorer = StepScorer(ranks, vocab_size, only_last=only_last_logits)
         self._digest = digest
         self._step: Step | None = None
         self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
@@ -118,12 +118,13 @@ class StepRunner:
             raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
         if not lands:
             self.note_change()
-        copy = HostCopy(self._sample(step, logits))
+        outcome = self._sample(step, logits)
+        copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self._launch_next(step)
         if self.early_step is None and not step.num_prefill_rows:
             self.planner.foresee(step.rows)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
-        log_probs = self._log_probs(step, logits, kept, model)
+        log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
         held_back = self.land(kept) if lands else GrowthOutcome()
         self._launch_drafts(step)
@@ -333,8 +334,7 @@ class StepRunner:
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
-        num_logits = step.batch.logits.tokens.shape[0] if self.only_last_logits else step.num_padded_tokens
-        return logits_on_all_ranks(self.ranks, output, num_logits, self.vocab_size).squeeze(0)
+        return self._scorer.logits_on_all_ranks(step, output)
 
     # Running ahead.
 
@@ -410,6 +410,8 @@ class StepRunner:
             self.ranks, rows, lambda: verify_step(rows, self.wanted_logits(step, logits), step.draft_distributions)
         )
         copy_reached_boundaries(step.batch, outcome, self.memory)
+        if step.feeding_graph is not None:
+            step.feeding_graph.adopt(outcome)
         return outcome
 
     def _launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
@@ -420,7 +422,7 @@ class StepRunner:
         """
         if self.early_step is not None:
             return
-        graph = step.verifying_graph(only_last_logits=self.only_last_logits)
+        graph = step.feeding_graph
         num_running, queue, is_wanted = len(self.requests), self._queue, self._runs_ahead
         wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, self.cache, is_wanted=is_wanted)
         if self.sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
@@ -447,7 +449,7 @@ class StepRunner:
         Args:
             found: The outcome, [rows, 2 + K] at the step's places.
         """
-        if step.is_plain:
+        if not any_drawn(step.draft_distributions):
             tokens = [found[place][1] for place in step.batch.places]
             self._launch_next(step, tokens)
             if (early := self.early_step) is not None:
@@ -456,15 +458,6 @@ class StepRunner:
                     return StepTokens(list(zip(tokens, strict=True)))
         lines = (found[place] for place in step.batch.places)
         return StepTokens.of([row.keep(new[:accepted]) for row, (accepted, *new) in zip(step.rows, lines, strict=True)])
-
-    def _log_probs(self, step: Step, logits: Tensor, kept: StepTokens, model: StepModel) -> StepLogProbs:
-        """Return the log-probs that rows want; while the next step runs already, none does."""
-        if self.early_step is not None or not any(row.spec.log_probs.wanted for row in step.rows):
-            return NO_LOG_PROBS
-        if self.only_last_logits:
-            score_prompts(step, self.ranks, model.logits_of, self.vocab_size)
-        logits = self.logits_on_all_ranks(step, logits)
-        return step_log_probs(step.batch, kept.tokens, logits, only_last=self.only_last_logits)
 
     def _grow(self) -> GrowthOutcome:
         outcome = self.requests.grow(self.memory.num_paused_blocks)

@@ -11,7 +11,7 @@ from ..kernels.attention.interface import PlannedAttention
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
 from .captured_step import CapturedStep
-from .logits import any_masked
+from .logits import any_masked, any_scored
 
 
 def no_attention(*_: Tensor) -> Tensor:
@@ -84,6 +84,11 @@ class Step:
         """True when logits are changed by barring tokens at most, and every draft is certain."""
         return not self.batch.logits.any_changed and not any_drawn(self.draft_distributions)
 
+    @property
+    def has_one_token_each(self) -> bool:
+        """True when all rows decode, without drafts."""
+        return not self.num_prefill_rows and self.batch.num_tokens == len(self.rows)
+
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
         """Return the graph if it can verify the step by itself, from logits in which tokens may be barred before.
 
@@ -92,9 +97,14 @@ class Step:
         """
         if self.graph is None or not self.is_plain or not self.graph.can_verify:
             return None
-        if any_masked(self.rows) and (not only_last_logits or any(row.spec.log_probs.wanted for row in self.rows)):
+        if any_masked(self.rows) and (not only_last_logits or any_scored(self.rows)):
             return None  # log-probs are those of the model's own logits
         return self.graph
+
+    @property
+    def feeding_graph(self) -> CapturedStep | None:
+        """The graph whose outcome the next step can be fed with, None if drafts were drawn from distributions."""
+        return None if any_drawn(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].

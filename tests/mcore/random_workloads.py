@@ -15,7 +15,7 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
-from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR
+from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR, LOGITS
 from megatron_mamba_cache.models.architecture import ExpertsSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
@@ -92,6 +92,15 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
 )
 
 
+_CHANGED: tuple[dict[str, Any], ...] = (
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 0.8, "repetition_penalty": 1.2},
+    {"logit_bias": [[3, 2.0], [5, -4.0]]},
+    {"min_tokens": 6},
+    {"min_p": 0.2, "presence_penalty": -0.5},
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request that comes at a step; one that `follows` another comes after it, as the next turn of its text."""
@@ -120,7 +129,7 @@ class Arrival:
     @property
     def is_greedy(self) -> bool:
         """True when its tokens are the oracle's."""
-        return "temperature" not in self.wish
+        return "temperature" not in self.wish and LOGITS not in self.attributes
 
     def assert_ends_right(self, tokens: list[int]) -> None:
         """Assert that a reply ends where it must and nowhere before."""
@@ -350,6 +359,7 @@ def make_workload(
     *,
     has_log_probs: bool = False,
     sampled_share: float = 0.0,
+    changed_share: float = 0.0,
     has_grammars: bool = False,
     models: Sequence[dict[str, Any]] | None = None,
     replays: bool = False,
@@ -360,6 +370,7 @@ def make_workload(
     Args:
         has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
         sampled_share: How many of the requests draw their tokens at random.
+        changed_share: How many of them change their logits.
         has_grammars: Whether about half of the requests have to follow a grammar, and no others have stop words.
         models: Sizes of models, one of which is drawn; None: MODELS.
         replays: Whether states are replayed, from rings of some length; else what the device's default is.
@@ -391,6 +402,13 @@ def make_workload(
         )
     if has_grammars:
         arrivals = _with_grammars(random.Random(f"{flavour.name} {seed} grammars"), arrivals)
+    if changed_share:
+        arrivals = tuple(
+            replace(arrival, attributes=arrival.attributes | {LOGITS: rng.choice(_CHANGED)})
+            if rng.random() < changed_share
+            else arrival
+            for arrival in arrivals
+        )
     arrivals = _with_breakpoints(random.Random(f"{flavour.name} {seed} breakpoints"), arrivals)
     disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
     if replays:

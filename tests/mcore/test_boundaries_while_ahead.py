@@ -1,15 +1,20 @@
 """Steps run ahead over the ends of KV blocks: blocks and slots are there in time, and are published as ever."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.metrics import CacheCounters
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step import step_graph
 from megatron_mamba_cache.step.decode_steps import DecodeStep
-from tests.mcore.engine_runs import EngineRun, some_tokens
+from tests.mcore.engine_runs import EngineRun, greedy, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_run_ahead import is_ahead, start
+from tests.mcore.test_run_ahead import is_ahead, recapture, start
+from tests.mcore.test_warmup import rehearse_engine
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -139,3 +144,58 @@ def test_states_that_are_reserved_ahead_of_a_flush_are_not_published() -> None:
     finish(run)
     assert run.counters.states_published == before
     run.assert_exact()
+
+
+def penalised() -> SamplingParams:
+    """Return what a request asks for whose tokens are drawn once the ones before are read."""
+    sampling = greedy(60)
+    sampling.add_attributes({LOGITS: {"presence_penalty": 1.5}})
+    return sampling
+
+
+def start_beside_penalised() -> EngineRun:
+    """Return an engine of two rows and one with penalties, so that states are copied when a step lands."""
+    run = start(2, 60, decode_checkpoints="all")
+    run.add(2, some_tokens(25, seed=7), penalised())
+    while not run.engine.get_request(2).generated_tokens:
+        run.step()
+    return run
+
+
+def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
+    """Step until the step that runs already takes the row of a request to a boundary; return the row."""
+    while True:
+        run.step()
+        row = next(row for row in run.context.rows if row.request_id == request_id)
+        if is_ahead(run) and row.reserved:
+            return row
+
+
+@pytest.mark.parametrize("disturb", [None, rehearse_engine, recapture], ids=["nothing", "rehearsal", "capture"])
+@pytest.mark.parametrize("request_id", [0, 2])
+def test_states_are_copied_where_a_step_is_verified_late(
+    request_id: int, disturb: Callable[[EngineRun], None] | None
+) -> None:
+    run = start_beside_penalised()
+    boundary = step_until_reserved(run, request_id).computed + 1
+    if disturb is not None:
+        disturb(run)
+    run.finish()
+    text = [*run.prompts[request_id], *run.tokens(request_id)]
+    run.run(10, [*text[:boundary], *some_tokens(5)], 20)
+    assert run.engine.cached_tokens(10) == boundary
+    run.assert_matches_oracle([0, 1, 10]).assert_few_stops()
+    run.assert_nothing_held()
+
+
+def test_nothing_is_copied_for_a_row_that_leaves_before_its_step_is_verified() -> None:
+    """Its slot may be another's by then."""
+    run = start_beside_penalised()
+    slot = step_until_reserved(run, 0).reserved[0].slot
+    run.engine._send_back([0])
+    states = run.context.memory.state_pool.ssm[:, slot]
+    states.fill_(7.0)
+    run.step()
+    assert bool((states == 7.0).all())
+    run.finish()
+    run.assert_matches_oracle([0, 1]).assert_few_stops()

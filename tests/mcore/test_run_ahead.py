@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload, undisturbed
+from tests.mcore.test_log_probs import TOLERANCE, oracle_log_probs
 from tests.mcore.test_warmup import rehearse_engine
 
 pytestmark = pytest.mark.usefixtures("either_form")
@@ -125,25 +127,6 @@ def test_steps_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> 
     assert count_early_steps(start(**settings)) == 0
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        penalised(20),
-        greedy(20, return_log_probs=True, skip_prompt_log_probs=True),
-        greedy(20, stop_words=["95 95 95"]),
-    ],
-    ids=["penalties", "log-probs", "stop words"],
-)
-def test_steps_wait_for_a_row_that_is_looked_at_between_them(sampling: SamplingParams) -> None:
-    run = start(2, 20)
-    run.add(2, some_tokens(20, seed=9), sampling)
-    run.step()  # what runs already does not wait for it
-    while 2 in run.engine.requests:
-        run.step()
-        assert not is_ahead(run)
-    run.finish()
-
-
 SAMPLED = {
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 1.5, "top_k": 7},
@@ -181,12 +164,99 @@ def test_sampled_rows_run_ahead_and_draw_the_same_tokens(settings: dict[str, Any
     run.assert_nothing_held()
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "penalties": {LOGITS: {"presence_penalty": 2.5, "repetition_penalty": 1.3}},
+    "biases and a least length": {LOGITS: {"logit_bias": [[7, 3.0], [11, -2.0]], "min_tokens": 30}},
+    "log-probs": {"return_log_probs": True, "skip_prompt_log_probs": True},
+    "best log-probs": {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 3},
+    "penalties and log-probs": {
+        LOGITS: {"frequency_penalty": 0.7},
+        "return_log_probs": True,
+        "skip_prompt_log_probs": True,
+    },
+}
+
+
+@pytest.mark.parametrize("are_others_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], are_others_sampled: bool) -> None:
+    found = []
+    for may_be_ahead in (True, False):
+        run, num_ahead, num_steps = start_sampled(run_ahead=may_be_ahead), 0, 0
+        for request_id, drawn in ((8, {}), (9, SAMPLED["both"] if are_others_sampled else {})):
+            sampling = greedy(60, **drawn)
+            sampling.add_attributes(asked)
+            run.add(request_id, some_tokens(20, seed=request_id), sampling, seed=request_id)
+        while len(run.context.rows) < 7 or any(row.is_prefilling for row in run.context.rows):
+            run.step()
+        while run.engine.has_unfinished_requests():
+            num_steps += 1
+            num_ahead += is_ahead(run)
+            run.step()
+        assert num_ahead >= num_steps - 5 if may_be_ahead else not num_ahead  # steps wait where rows end
+        run.assert_nothing_held()
+        found.append(run)
+    ahead, plain = found
+    assert ahead.counters.decode_states_published == plain.counters.decode_states_published > 0
+    for request_id in (*range(1 + len(SAMPLED)), 8, 9):
+        assert ahead.tokens(request_id) == plain.tokens(request_id)
+    for request_id in (8, 9):
+        one, other = (run.finished[request_id] for run in found)
+        assert bool(one.generated_log_probs) is ("return_log_probs" in asked)
+        assert one.generated_log_probs == other.generated_log_probs
+        assert one.generated_top_n_logprobs == other.generated_top_n_logprobs
+        assert bool(one.generated_top_n_logprobs) is ("top_n_logprobs" in asked)
+    if "return_log_probs" in asked:
+        tokens, num_prompt = torch.tensor(ahead.prompts[8] + ahead.tokens(8)), len(ahead.prompts[8])
+        wanted = oracle_log_probs(ahead, 8).cpu()[:-1].gather(1, tokens[1:, None])[num_prompt - 1 :, 0].tolist()
+        assert ahead.finished[8].generated_log_probs == pytest.approx(wanted, abs=TOLERANCE)
+    print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
+
+
+def test_what_a_row_asks_for_changes_its_tokens() -> None:
+    """So that the comparison above is one."""
+    texts = set()
+    for asked in ({}, *ASKED.values()):
+        run = start(1, 20)
+        sampling = greedy(60)
+        sampling.add_attributes(asked)
+        run.run(8, some_tokens(20, seed=8), sampling)
+        texts.add(tuple(run.tokens(8)))
+    assert len(texts) == 4  # log-probs change nothing
+
+
+def test_steps_run_ahead_of_a_row_with_a_longer_stop_word() -> None:
+    alone = start(1, 20)
+    alone.run(2, some_tokens(20, seed=9), greedy(40))
+    tokens = alone.tokens(2)
+    end = next(place for place in range(8, 40) if tuple(tokens[place - 1 : place + 1]) not in _pairs(tokens[:place]))
+    run, num_ahead, num_steps = start(2, 40), 0, 0
+    run.add(2, some_tokens(20, seed=9), greedy(40, stop_words=[f"{tokens[end - 1]} {tokens[end]}"]))
+    while 2 not in run.engine.requests or not run.engine.get_request(2).generated_tokens:
+        run.step()
+    while 2 in run.engine.requests:
+        num_steps += 1
+        num_ahead += is_ahead(run)
+        run.step()
+    assert run.tokens(2) == tokens[: end + 1]
+    assert num_ahead >= num_steps - 2 > 4
+    run.finish()
+    run.assert_exact()
+
+
+def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
+    return set(pairwise(tokens))
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
-def test_random_workloads_with_sampled_rows_draw_the_same_tokens(name: str, seed: int, num_drafts: int) -> None:
+@pytest.mark.parametrize("changed_share", [0.0, 0.3])
+def test_random_workloads_with_sampled_rows_draw_the_same_tokens(
+    name: str, seed: int, num_drafts: int, changed_share: float
+) -> None:
     """With graphs, running ahead, the cache, drafts and faults, or without any of these."""
-    work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, sampled_share=0.6)
+    work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, sampled_share=0.6, changed_share=changed_share)
     plain = undisturbed(work)
     plain = replace(plain, config=replace(plain.config, prefix_caching=False, run_ahead=False))
     expected = run_workload(plain).texts
