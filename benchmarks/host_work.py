@@ -1,6 +1,6 @@
 """What does the host do in a decode step: how many calls of Python, how long do they take, and does the device wait?
 
-    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--waiting N] [--json FILE]
 
 The tiny model decodes with captured steps whose replays are left out: what remains is the host's own work, on any
 machine. Tokens are meaningless. Only steps count that were launched early and launch the next one, as nearly all steps
@@ -9,7 +9,8 @@ profiler. To compare two versions, let them take turns: a machine's speed change
 
 "Ran ahead" is the share of further steps, of whatever kind, that were launched early: before each other one the device
 waits for the host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV
-blocks one by one, as those of a real load do.
+blocks one by one, as those of a real load do. With `--waiting` requests wait for a row to end, as where a server has
+more users than rows: a step is launched once the tokens of the one before are read.
 """
 
 import argparse
@@ -66,8 +67,12 @@ class LeavesReplaysOut:
         return tuple(result.clone() for result in compute()), Replay(nothing, prepare)
 
 
-def host_work(model: Any, num_rows: int, spread: int = 0) -> HostWork:
-    """Measure steps of some rows, whose prompts have up to `spread` tokens more than the shortest one."""
+def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) -> HostWork:
+    """Measure steps of some rows, whose prompts have up to `spread` tokens more than the shortest one.
+
+    Args:
+        num_waiting: Requests that wait for one of them to end.
+    """
     room = {"max_requests": num_rows, "max_tokens": 4096, "state_gb": 0.1, "kv_gb": 0.1}
     shape = replace(SHAPES["tiny"], prefill_graph_tokens=0, **room)  # a capture computes all tokens of its graph
     drawn = random.Random(num_rows)
@@ -76,10 +81,10 @@ def host_work(model: Any, num_rows: int, spread: int = 0) -> HostWork:
         patch.object(graphs, "device_reason", lambda memory: None),
     ):
         engine = build_engine(model, replace(config_of(shape, MODES["full"]), num_cuda_graphs=1))
-    for index in range(num_rows):
+    for index in range(num_rows + num_waiting):
         num_tokens = NUM_PROMPT + drawn.randrange(spread + 1)
         send(engine, index, some_tokens(drawn, shape, num_tokens), NUM_REPLY)
-    while engine.waiting_request_ids or not engine.context.is_decode_only():
+    while len(engine.waiting_request_ids) > num_waiting or not engine.context.is_decode_only():
         engine.step_modern()
     calls = [_num_calls(engine) for _ in range(NUM_PROFILED)]
     seconds = [_seconds(engine) for _ in range(NUM_TIMED)]
@@ -127,10 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--spread", type=int, default=0, metavar="N", help="tokens by which prompts differ")
+    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a row to end")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     model = model_of(SHAPES["tiny"])
-    found = [host_work(model, num_rows, arguments.spread) for num_rows in arguments.rows]
+    found = [host_work(model, num_rows, arguments.spread, arguments.waiting) for num_rows in arguments.rows]
     print(describe_machine(), "\n\n| rows | calls a step | ms a step | ran ahead, % |\n|---:|---:|---:|---:|")
     for work in found:
         print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} | {100 * work.ran_ahead:.0f} |")

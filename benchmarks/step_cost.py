@@ -1,12 +1,13 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--draft-states FORM ...]
-        [--spread N] [--no-drafts] [--host-cache-gb G] [--json FILE]
+        [--spread N] [--waiting N] [--no-drafts] [--host-cache-gb G] [--json FILE]
 
 Steps: rows decode together, without drafts. Their prompts differ by up to 15 tokens, so that rows whose states are
 replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring, each
 the median of three that lie 16 apart: each fold counts, a step in which the host was held up does not. With `--spread`
-prompts differ by up to N tokens, so that rows come to the ends of KV blocks one by one, and each step counts. Host work
+prompts differ by up to N tokens, so that rows come to the ends of KV blocks one by one, and each step counts. With
+`--waiting` requests wait for one of the most rows to end: tokens are read before the next step is launched. Host work
 is wall time minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of
 the last step's graphs, replayed back to back: its kernels and the short pauses between them; of few rows, none may fold
 in that step. Idle is wall time minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps
@@ -113,16 +114,30 @@ class Recording:
 
 
 def step_costs(
-    model: Any, shape: ServedShape, rows: Sequence[int], num_prompt: int, spread: int | None = None
+    model: Any,
+    shape: ServedShape,
+    rows: Sequence[int],
+    num_prompt: int,
+    spread: int | None = None,
+    num_waiting: int = 0,
 ) -> list[StepCost]:
-    """Measure decode steps of each number of rows."""
+    """Measure decode steps of each number of rows; some requests wait for one of the most rows to end."""
     shape = replace(shape, max_requests=max(rows), max_tokens=max(shape.max_tokens, max(rows)))
     with serving_engine(model, shape, MODES["full"]) as engine:
-        return [step_cost(model, engine, shape, num_rows, num_prompt, spread) for num_rows in rows]
+        return [
+            step_cost(model, engine, shape, num_rows, num_prompt, spread, num_waiting if num_rows == max(rows) else 0)
+            for num_rows in rows
+        ]
 
 
 def step_cost(
-    model: Any, engine: Any, shape: ServedShape, num_rows: int, num_prompt: int, spread: int | None = None
+    model: Any,
+    engine: Any,
+    shape: ServedShape,
+    num_rows: int,
+    num_prompt: int,
+    spread: int | None = None,
+    num_waiting: int = 0,
 ) -> StepCost:
     """Measure decode steps of some rows, whose prompts share no prefix and differ by up to `spread` tokens."""
     drawn = random.Random(num_rows)
@@ -130,10 +145,10 @@ def step_cost(
     longest = num_prompt + (PERIOD if spread is None else spread)
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // longest) + 1
     num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
-    for index in range(num_rows):
+    for index in range(num_rows + num_waiting):
         more = index % PERIOD if spread is None else drawn.randrange(spread + 1)
         send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt + more), num_tokens)
-    while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
+    while len(engine.waiting_request_ids) > num_waiting or any(row.is_prefilling for row in engine.context.rows):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()
@@ -288,6 +303,9 @@ def main() -> None:
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
     )
     parser.add_argument("--spread", type=int, metavar="N", help="tokens by which prompts differ")
+    parser.add_argument(
+        "--waiting", type=int, default=0, metavar="N", help="requests that wait for one of the most rows"
+    )
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
     parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of a host tier, measured too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
@@ -306,7 +324,10 @@ def main() -> None:
                 for form, one in shapes.items()
                 for tier, added in (("", {}), (" with a host tier", host))
             }
-        costs = [step_costs(model, one, arguments.rows, num_prompt, arguments.spread) for one in shapes.values()]
+        costs = [
+            step_costs(model, one, arguments.rows, num_prompt, arguments.spread, arguments.waiting)
+            for one in shapes.values()
+        ]
         drafts = [
             {} if arguments.no_drafts else draft_speeds(model, one, num_prompt, NUM_REPLY) for one in shapes.values()
         ]

@@ -48,6 +48,11 @@ class RunningRequests:
         return iter(self._rows)
 
     @property
+    def is_full(self) -> bool:
+        """True when no request can join before another ends, whatever memory there is."""
+        return len(self._rows) >= self._max_requests
+
+    @property
     def rows(self) -> Sequence[RunningRequest]:
         """All rows, in order."""
         return self._rows
@@ -107,7 +112,7 @@ class RunningRequests:
             age: See `PrefixCache.admit`.
             following: Requests that wait after it: where they part from its prompt, it keeps a state for them.
         """
-        if len(self._rows) >= self._max_requests:
+        if self.is_full:
             return Refusal.NO_ROW
         plan = self.cache.plan(candidate, budget)
         while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._rows:  # no row will make room

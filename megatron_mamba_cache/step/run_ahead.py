@@ -2,7 +2,9 @@
 
 `may_run_ahead` decides when this step's tokens need not be read first, so that the GPU feeds itself: only they are
 unknown. Every row decodes one more token without drafts, and no request can join. A row whose token begins a KV block,
-or completes one, gets the block, or the slot for its state there, before it is known whether the row goes on.
+or completes one, gets the block, or the slot for its state there, before it is known whether the row goes on. Where a
+row's text decides what its logits become (`need_text`), the forward alone is launched: tokens are drawn, and states at
+boundaries copied, when the step lands.
 
 Drafts follow what this step keeps. `may_launch_drafts` decides when the step that verifies them may be launched once
 this one has landed, before it is reported: no row has ended, no request can join, and each row stays in its KV block
@@ -51,6 +53,7 @@ def may_run_ahead(
     tokens: Sequence[int] | None,
     cache: PrefixCache,
     *,
+    is_full: bool,
     is_wanted: bool,
 ) -> bool:
     """Return whether the step after this one may be launched now; changes nothing.
@@ -58,6 +61,7 @@ def may_run_ahead(
     Args:
         graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
         num_running: Requests that have a row, paused ones included.
+        is_full: Whether a request that waits can join only once another ends, whatever memory there is.
         is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for a row to end: it would be admitted a step later.
@@ -70,18 +74,18 @@ def may_run_ahead(
         and len(step.rows) == num_running
         and planner.rest(step.rows)
         and graph.can_launch_next(step.rows, tokens)
-        and _may_cross(step.rows, queue, cache)
+        and _may_cross(step.rows, cache, waits_for_memory=queue.has_waiting and not is_full)
     )
 
 
-def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
+def _may_cross(rows: Sequence[RunningRequest], cache: PrefixCache, *, waits_for_memory: bool) -> bool:
     """Return whether no row begins or completes a block in the step after this one, or all that do may do so ahead.
 
-    Not while a request waits: with what is published there, the request may fit. Nor where each token is a block, so
+    Not while a request waits for memory: with what is published there, it may fit. Nor where each token is a block, so
     that a row would have two boundaries to publish.
     """
     edges = cache.at_edges(rows)
-    return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
+    return not edges or not (waits_for_memory or cache.block_size == 1 or len(edges) > cache.kv.num_available)
 
 
 def may_launch_drafts(

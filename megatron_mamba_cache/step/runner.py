@@ -423,8 +423,9 @@ class StepRunner:
         if self.early_step is not None:
             return
         graph = step.feeding_graph
-        num_running, queue, is_wanted = len(self.requests), self._queue, self._runs_ahead
-        wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, self.cache, is_wanted=is_wanted)
+        requests, queue = self.requests, self._queue
+        asked = {"is_full": requests.is_full, "is_wanted": self._runs_ahead}
+        wants = may_run_ahead(step, graph, len(requests), queue, self.planner, tokens, self.cache, **asked)
         if self.sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
             self.early_steps.launch(graph, step.rows, self.cache)
 

@@ -60,6 +60,7 @@ class Conditions:
     has_waiting: bool = False
     tokens: Sequence[int] | None = None
     num_running: int = 2
+    is_full: bool = False
     drafts_rest: bool = True
     can_launch: bool = True
     tokens_in_block: int = 3  # of a row, before the step
@@ -80,6 +81,12 @@ HOLDING = {
     "a row with a grammar begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1, grammar="{}"),
     "a row with a grammar completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2, grammar="{}"),
 }
+WAITS_FOR_MEMORY = {"tokens": TOKENS, "has_waiting": True, "is_full": False}
+WAITS_FOR_A_ROW = replace(ALL_HOLD, tokens=TOKENS, has_waiting=True, is_full=True)
+HOLDING |= {
+    "a request waits for a row, and one begins a block": replace(WAITS_FOR_A_ROW, tokens_in_block=BLOCK - 1),
+    "a request waits for a row, and one completes a block": replace(WAITS_FOR_A_ROW, tokens_in_block=BLOCK - 2),
+}
 FAILING = {
     "not wanted": {"is_wanted": False},
     "eager": {"is_captured": False},
@@ -89,8 +96,8 @@ FAILING = {
     "the graph cannot feed it": {"can_launch": False},
     "no block for a row": {"tokens_in_block": BLOCK - 1, "num_blocks": 0},
     "blocks of one token": {"block_size": 1},
-    "a request waits, and a row begins a block": {"tokens_in_block": BLOCK - 1, "tokens": TOKENS, "has_waiting": True},
-    "a request waits, and a row completes one": {"tokens_in_block": BLOCK - 2, "tokens": TOKENS, "has_waiting": True},
+    "a request waits for memory, and a row begins a block": {"tokens_in_block": BLOCK - 1, **WAITS_FOR_MEMORY},
+    "a request waits for memory, and a row completes one": {"tokens_in_block": BLOCK - 2, **WAITS_FOR_MEMORY},
 }
 
 
@@ -111,6 +118,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
         planner,
         conditions.tokens,
         cache,
+        is_full=conditions.is_full,
         is_wanted=conditions.is_wanted,
     )
     return is_allowed, graph
