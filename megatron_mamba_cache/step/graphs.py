@@ -46,15 +46,23 @@ class StepGraphs:
     Args:
         weights: Addresses at which the graphs read the weights.
         tables: What they read of the model besides its weights, kept from being freed.
+        only_last_logits: See `StepRunner`.
     """
 
     def __init__(
-        self, graphs: Sequence[StepGraph], capture: Capture, weights: WeightPlaces, tables: Sequence[Tensor]
+        self,
+        graphs: Sequence[StepGraph],
+        capture: Capture,
+        weights: WeightPlaces,
+        tables: Sequence[Tensor],
+        *,
+        only_last_logits: bool,
     ) -> None:
         self._graphs = {graph.shape: graph for graph in graphs}
         self._tables = {id(table): table for table in tables}
         self.capture = capture
         self.weights = weights
+        self._only_last_logits = only_last_logits
 
     @property
     def shapes(self) -> Collection[StepShape]:
@@ -76,8 +84,9 @@ class StepGraphs:
 
     def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
         """Return the graph of a shape, by default the smallest that holds the rows of a step; None if there is none."""
-        if any_scored(rows[num_decoding(rows) :]):
-            return None  # the logits of a prompt's tokens are elsewhere in a padded step
+        prompts = rows[num_decoding(rows) :]
+        if any(row.scores_prompt for row in prompts) or (any_scored(prompts) and not self._only_last_logits):
+            return None  # hidden states and logits of a prompt's tokens are elsewhere in a padded step
         found = shape or smallest_holding(StepShape.of(rows), self._graphs)
         graph = self._graphs.get(found) if found else None
         return graph if graph and graph.reads_blocks_of(rows) else None
@@ -143,4 +152,4 @@ def capture_graphs(
         ]
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes() + outputs.num_bytes)
-    return StepGraphs(graphs, capture, model.weight_places(), tables)
+    return StepGraphs(graphs, capture, model.weight_places(), tables, only_last_logits=runner.only_last_logits)

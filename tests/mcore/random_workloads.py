@@ -153,6 +153,7 @@ class Workload:
     disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
     disk_gb: float | None = None  # of a directory that `run_workload` makes
     keeps_all_logits: bool = False  # as log-probs need; a graph's logits are then those of every token
+    scores_prompts: bool = False  # apart from steps, so that log-probs do not need all logits
 
     @property
     def has_grammars(self) -> bool:
@@ -464,8 +465,10 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
 
 
 def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
-    only_last = not (work.has_log_probs or work.keeps_all_logits)
+    only_last = work.scores_prompts or not (work.has_log_probs or work.keeps_all_logits)
     settings: dict[str, Any] = {"tokenizer": PieceTokenizer()} if work.has_grammars else {}
+    if work.scores_prompts:
+        settings["scores_prompts"] = True
     run = EngineRun.start(
         work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last, **settings
     )

@@ -315,18 +315,28 @@ def test_prompts_are_scored_beside_graphs() -> None:
     assert run.counters.graph_steps
 
 
-def test_log_probs_are_those_without_graphs() -> None:
+@pytest.mark.parametrize("only_last", [True, False])
+def test_log_probs_are_those_without_graphs(only_last: bool) -> None:
     subject = tiny_hybrid()
     config = cache_config(subject.sizes)
     found = []
     for settings in (config, with_graphs(config)):
-        run = EngineRun.start(subject, settings)
-        run.add(0, some_tokens(20), greedy(9, return_log_probs=True, top_n_logprobs=2, skip_prompt_log_probs=True))
-        run.add(1, some_tokens(20, seed=1), 5)
+        run = EngineRun.start(subject, settings, materialize_only_last_token_logits=only_last)
+        run.add(0, some_tokens(20), 5)
+        run.step()
+        wish = {"return_log_probs": True, "top_n_logprobs": 2, "skip_prompt_log_probs": True}
+        run.add(1, some_tokens(16, seed=1), greedy(9, **wish))
+        run.add(2, some_tokens(7, seed=2), greedy(9, **wish))
+        num_steps, num_graphs = run.counters.steps, run.counters.graph_steps
         run.finish()
-        found.append(torch.tensor(run.finished[0].generated_log_probs))
-    assert found[0].shape == (9,)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+        num_steps, num_graphs = run.counters.steps - num_steps, run.counters.graph_steps - num_graphs
+        is_captured = settings is not config
+        # Where each token has logits, those behind a prompt are not where a padded step has them.
+        assert num_graphs == is_captured * (num_steps if only_last else num_steps - 1)
+        found.append([torch.tensor(run.finished[request_id].generated_log_probs) for request_id in (1, 2)])
+    for plain, captured in zip(*found, strict=True):
+        assert plain.shape == (9,)
+        torch.testing.assert_close(plain, captured, rtol=0, atol=1e-5)
 
 
 def test_where_the_host_waits_for_experts_steps_run_without_graphs(

@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload, undisturbed
 from tests.mcore.record_lists import assert_same_lists
@@ -47,3 +49,24 @@ def test_lists_are_those_of_an_undisturbed_run(
 
     exercises = ["faults in reports", "steps_aborted", "chunked_steps", *(["accepted_tokens"] if has_drafts else [])]
     totals.run_batch(name, seeds, run, exercises)
+
+
+@pytest.mark.parametrize("scores_prompts", [False, True])
+@pytest.mark.parametrize("changed_share", [0.0, 0.3])
+def test_lists_are_those_of_an_undisturbed_run_where_steps_are_captured_and_run_ahead(
+    scores_prompts: bool, changed_share: float, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_without_cuda(monkeypatch)
+
+    def run(seed: int) -> WorkloadOutcome:
+        work = make_workload(FLAVOURS["disturbed"], 2100 + seed, has_log_probs=True, changed_share=changed_share)
+        plain = undisturbed(work)
+        plain = replace(plain, config=replace(plain.config, prefix_caching=False, run_ahead=False))
+        expected = run_workload(plain)
+        assert not expected.seen["graph_steps"]
+        config = replace(work.config, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
+        outcome = run_workload(replace(work, config=config, scores_prompts=scores_prompts))
+        assert_same_lists(outcome.run, expected.run.finished)
+        return outcome
+
+    totals.run_batch("disturbed, graphs", range(3), run, ["faults in reports", "steps_aborted", "graph_steps"])
