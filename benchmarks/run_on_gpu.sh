@@ -60,7 +60,7 @@ section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_sca
 section step_cost "What a decode step costs, and what drafts give at best" \
     python3 benchmarks/step_cost.py --json "$results/step_cost.json"
 section host_work "What the host does in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
-section changed_rows "What sampled rows, grammars and penalties cost a decode step" \
+section changed_rows "What sampled rows, grammars, penalties and log-probs cost a decode step" \
     python3 benchmarks/changed_rows.py --json "$results/changed_rows.json"
 section sampling "How long it takes to draw tokens" python3 benchmarks/sampling.py --json "$results/sampling.json"
 section parallel_decode "Decoding by cards that share a model" \
