@@ -7,8 +7,7 @@ row's text decides what its logits become (`need_text`), the forward alone is la
 boundaries copied, when the step lands.
 
 Drafts follow what this step keeps. `may_launch_drafts` decides when the step that verifies them may be launched once
-this one has landed, before it is reported: no row has ended, no request can join, and each row stays in its KV block
-however many of its drafts are kept, so that no block or slot is needed.
+this one has landed, before it is reported: no row has ended, and no request can join.
 
 Either is the step that would have been launched later, and it lands like any other: when the rows reach it, they are
 compared with those that were launched. Rows may leave in between (a token ends one, a request is cancelled, the engine
@@ -95,17 +94,24 @@ def may_launch_drafts(
     planner: DraftPlanner | NoDrafts,
     block_size: int,
     *,
+    is_full: bool,
     is_wanted: bool,
 ) -> bool:
     """Return whether the step after this one, which has landed, may be launched with its drafts; changes nothing.
 
-    While a request waits, this step must not have reached a boundary: with what it published, the request may fit.
+    While a request waits for memory, this step must not have reached a boundary: with what it published, the request
+    may fit. Nor may a row take a block before it, so none may come to a boundary in the next step.
 
     Args:
         running: Requests that have a row now, paused ones included.
-        is_wanted: See `may_run_ahead`.
+        is_full, is_wanted: See `may_run_ahead`.
     """
-    most = 1 + planner.max_drafts
+    most, waits_for_memory = 1 + planner.max_drafts, queue.has_waiting and not is_full
+
+    def is_near_boundary(row: RunningRequest) -> bool:
+        place = row.computed % block_size
+        return place < row.accepted or place + most >= block_size
+
     return (
         is_wanted
         and most > 1
@@ -113,8 +119,7 @@ def may_launch_drafts(
         and not step.num_prefill_rows
         and queue.is_settled
         and step.rows == tuple(running)
-        and all(not row.is_paused and row.computed % block_size + most < block_size for row in step.rows)
-        and not (queue.has_waiting and any(row.computed % block_size < row.accepted for row in step.rows))
+        and not any(row.is_paused or (waits_for_memory and is_near_boundary(row)) for row in step.rows)
     )
 
 

@@ -433,7 +433,8 @@ class StepRunner:
         """Launch the step after this one, which has landed, unless it is launched or `may_launch_drafts` forbids it."""
         running, planner, block_size = self.requests.rows, self.planner, self.cache.block_size
         is_wanted = self._runs_ahead and self.early_step is None and not self.sharing.is_shared
-        if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
+        asked = {"is_full": self.requests.is_full, "is_wanted": is_wanted}
+        if not may_launch_drafts(step, running, self._queue, planner, block_size, **asked):
             return
         if (graphs := self._graphs) is None or not graphs.hold(StepShape(len(running), 1 + planner.max_drafts)):
             return

@@ -152,6 +152,7 @@ class DraftConditions:
     is_captured: bool = True
     is_settled: bool = True
     has_waiting: bool = True
+    is_full: bool = False
     num_left: int = 2
     num_others: int = 0
     is_paused: bool = False
@@ -169,9 +170,9 @@ FAILING_DRAFTS = {
     "a row has ended, and a running request is not in the step": {"num_left": 1, "num_others": 1},
     "a row is paused": {"is_paused": True},
     "a row prefilled": {"prefills": True},
-    "a boundary is within reach": {"tokens_in_block": BLOCK - 4},
-    "a row is at the end of its block": {"tokens_in_block": BLOCK - 1},
-    "a request waits, and a boundary was reached": {"tokens_in_block": 0},
+    "a request waits for memory, and a boundary is within reach": {"tokens_in_block": BLOCK - 4},
+    "a request waits for memory, and a row is at the end of its block": {"tokens_in_block": BLOCK - 1},
+    "a request waits for memory, and a boundary was reached": {"tokens_in_block": 0},
 }
 
 
@@ -189,13 +190,16 @@ def may_draft(conditions: DraftConditions) -> bool:
         QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
         DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts()) if conditions.has_drafter else NoDrafts(),
         BLOCK,
+        is_full=conditions.is_full,
         is_wanted=conditions.is_wanted,
     )
 
 
 def test_a_step_with_drafts_may_be_launched_if_every_condition_holds() -> None:
     assert may_draft(DraftConditions())
-    assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=0))
+    for place in (0, BLOCK - 4, BLOCK - 1):
+        assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=place))
+        assert may_draft(DraftConditions(is_full=True, tokens_in_block=place))
 
 
 @pytest.mark.parametrize("failing", FAILING_DRAFTS)
