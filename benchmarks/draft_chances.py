@@ -4,8 +4,8 @@
 
 A drafter knows each reply, and each token that it drafts is right with a given chance, independently; it takes no time,
 like prompt lookup. The model has random weights that make it sure of the next token (see `loads/sure_model.py`). The
-same prompts are served together without drafts, with four drafts of each row in every step, and with those that the
-engine's policy takes. Decode steps are timed. `--shape tiny` runs on a CPU.
+same prompts, which differ by up to a KV block, are served together without drafts, with four drafts of each row in
+every step, and with those that the engine's policy takes. Decode steps are timed. `--shape tiny` runs on a CPU.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
     num_graphs = min(shape.num_graphs, NUM_GRAPHS)
     shape = replace(shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=0)  # decode steps only
     drawn = random.Random(rows)
-    prompts = [some_tokens(drawn, shape, PROMPT) for _ in range(rows)]
+    prompts = [some_tokens(drawn, shape, PROMPT + drawn.randrange(shape.block_size)) for _ in range(rows)]
     # Not timed: on a GPU the first engine of a process may be 2 % faster than those that follow.
     replies = _without_drafts(model, shape, prompts).replies
     found: dict[bool, list[DraftSpeed]] = {False: [], True: []}
