@@ -10,7 +10,7 @@ profiler. To compare two versions, let them take turns: a machine's speed change
 "Ran ahead" is the share of further steps, of whatever kind, that were launched early: before each other one the device
 waits for the host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV
 blocks one by one, as those of a real load do. With `--waiting` requests wait for a row to end, as where a server has
-more users than rows: a step is launched once the tokens of the one before are read.
+more users than rows.
 """
 
 import argparse

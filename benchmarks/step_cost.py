@@ -7,13 +7,13 @@ Steps: rows decode together, without drafts. Their prompts differ by up to 15 to
 replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring, each
 the median of three that lie 16 apart: each fold counts, a step in which the host was held up does not. With `--spread`
 prompts differ by up to N tokens, so that rows come to the ends of KV blocks one by one, and each step counts. With
-`--waiting` requests wait for one of the most rows to end: tokens are read before the next step is launched. Host work
-is wall time minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of
-the last step's graphs, replayed back to back: its kernels and the short pauses between them; of few rows, none may fold
-in that step. Idle is wall time minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps
-under torch's profiler (`gpu_time`), without pauses. The floor is the bytes of weights, states and KV, and of the
-experts that as many tokens hit on average, at the rate of a plain copy of the same run. "µs a row" is the least-squares
-slope over the numbers of rows. On a CPU there are only wall time and its slope.
+`--waiting` requests wait for one of the most rows to end. Host work is wall time minus the host's waits for the step's
+tokens; much of it overlaps with the GPU's work. GPU time is that of the last step's graphs, replayed back to back: its
+kernels and the short pauses between them; of few rows, none may fold in that step. Idle is wall time minus GPU time:
+the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler (`gpu_time`), without
+pauses. The floor is the bytes of weights, states and KV, and of the experts that as many tokens hit on average, at the
+rate of a plain copy of the same run. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are
+only wall time and its slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
 wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model

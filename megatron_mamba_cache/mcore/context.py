@@ -276,6 +276,11 @@ class MambaCacheContext(DynamicInferenceContext):
         if self._runner is not None:
             self._runner.drop([row for row in self.rows if row.request_id in request_ids])
 
+    def note_arrival(self) -> None:
+        """Note that a request has come, which may join the next step unless there are as many as there can be."""
+        if self._runner is not None and not self._runner.requests.is_full:
+            self._runner.note_change()
+
     def note_change(self) -> None:
         """Note that a request may now join the next step; see `StepRunner.note_change`."""
         if self._runner is not None:

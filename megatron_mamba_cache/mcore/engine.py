@@ -121,7 +121,7 @@ class MambaCacheEngine(SuspendableEngine):
         ends = other_ends(sampling, self.controller.tokenizer)
         with scoring_allowed(sampling):
             future = super()._add_request(request)
-        self.context.note_change()
+        self.context.note_arrival()
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
         spec = self._spec_of(request)
@@ -207,10 +207,10 @@ class MambaCacheEngine(SuspendableEngine):
         runner = self.context.runner
         if runner.memory.below.land(wait=not runner.requests):
             runner.note_change()
-        awaits_copy = runner.memory.below.tiers.awaits
-        runner.note_queue(has_waiting=not all(map(awaits_copy, self.waiting_request_ids)))
+        awaits_copy, is_full = runner.memory.below.tiers.awaits, runner.requests.is_full
+        runner.note_queue(has_waiting=not is_full and not all(map(awaits_copy, self.waiting_request_ids)))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
-            runner.note_scheduled(is_settled=not self.waiting_request_ids and self._is_at_rest())
+            runner.note_scheduled(is_settled=(is_full or not self.waiting_request_ids) and self._is_at_rest())
             return
         if runner.early_step is not None:
             return

@@ -12,8 +12,8 @@ this one has landed, before it is reported: no row has ended, and no request can
 Either is the step that would have been launched later, and it lands like any other: when the rows reach it, they are
 compared with those that were launched. Rows may leave in between (a token ends one, a request is cancelled, the engine
 suspends). What is computed for such a row goes to the blocks and the slots that it had, before anything launched later
-can use them. A request that is queued already never waits an extra step: while one is queued, tokens are read first,
-unless a copy has to bring its prefix before it can join. One that arrives behind the launch joins the step after it.
+can use them. A request that may join as soon as there is memory never waits an extra step: tokens are read first. One
+that arrives behind the launch joins the step after it, and so does one that waits for a row to end, if a token ends it.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ class QueueState:
     """The queue as the scheduler last saw it, and whether that still holds.
 
     Args:
-        has_waiting: True when a request waits for a row to end, and not for a copy.
+        has_waiting: True when a request waits that may join as soon as there is memory: neither for a row to end, as
+            where there are as many as there can be, nor for a copy.
         is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
     """
 
@@ -52,7 +53,6 @@ def may_run_ahead(
     tokens: Sequence[int] | None,
     cache: PrefixCache,
     *,
-    is_full: bool,
     is_wanted: bool,
 ) -> bool:
     """Return whether the step after this one may be launched now; changes nothing.
@@ -60,7 +60,6 @@ def may_run_ahead(
     Args:
         graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
         num_running: Requests that have a row, paused ones included.
-        is_full: Whether a request that waits can join only once another ends, whatever memory there is.
         is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for a row to end: it would be admitted a step later.
@@ -73,18 +72,18 @@ def may_run_ahead(
         and len(step.rows) == num_running
         and planner.rest(step.rows)
         and graph.can_launch_next(step.rows, tokens)
-        and _may_cross(step.rows, cache, waits_for_memory=queue.has_waiting and not is_full)
+        and _may_cross(step.rows, queue, cache)
     )
 
 
-def _may_cross(rows: Sequence[RunningRequest], cache: PrefixCache, *, waits_for_memory: bool) -> bool:
+def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
     """Return whether no row begins or completes a block in the step after this one, or all that do may do so ahead.
 
-    Not while a request waits for memory: with what is published there, it may fit. Nor where each token is a block, so
-    that a row would have two boundaries to publish.
+    Not while a request waits: with what is published there, it may fit. Nor where each token is a block, so that a row
+    would have two boundaries to publish.
     """
     edges = cache.at_edges(rows)
-    return not edges or not (waits_for_memory or cache.block_size == 1 or len(edges) > cache.kv.num_available)
+    return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
 
 
 def may_launch_drafts(
@@ -94,19 +93,18 @@ def may_launch_drafts(
     planner: DraftPlanner | NoDrafts,
     block_size: int,
     *,
-    is_full: bool,
     is_wanted: bool,
 ) -> bool:
     """Return whether the step after this one, which has landed, may be launched with its drafts; changes nothing.
 
-    While a request waits for memory, this step must not have reached a boundary: with what it published, the request
-    may fit. Nor may a row take a block before it, so none may come to a boundary in the next step.
+    While a request waits, this step must not have reached a boundary: with what it published, the request may fit. Nor
+    may a row take a block before it, so none may come to a boundary in the next step.
 
     Args:
         running: Requests that have a row now, paused ones included.
-        is_full, is_wanted: See `may_run_ahead`.
+        is_wanted: See `may_run_ahead`.
     """
-    most, waits_for_memory = 1 + planner.max_drafts, queue.has_waiting and not is_full
+    most = 1 + planner.max_drafts
 
     def is_near_boundary(row: RunningRequest) -> bool:
         place = row.computed % block_size
@@ -119,7 +117,7 @@ def may_launch_drafts(
         and not step.num_prefill_rows
         and queue.is_settled
         and step.rows == tuple(running)
-        and not any(row.is_paused or (waits_for_memory and is_near_boundary(row)) for row in step.rows)
+        and not any(row.is_paused or (queue.has_waiting and is_near_boundary(row)) for row in step.rows)
     )
 
 

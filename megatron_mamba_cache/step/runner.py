@@ -349,9 +349,9 @@ class StepRunner:
         return self._queue
 
     def note_queue(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait for a row to end, and not for a copy."""
+        """Note whether requests wait that may join as soon as there is memory; the first may fit already."""
         if has_waiting is not self._queue.has_waiting:
-            self._queue = replace(self._queue, has_waiting=has_waiting)
+            self._queue = QueueState(has_waiting, is_settled=self._queue.is_settled and not has_waiting)
 
     def note_scheduled(self, *, is_settled: bool) -> None:
         """Note whether the scheduler found no request that can join the next step."""
@@ -423,9 +423,8 @@ class StepRunner:
         if self.early_step is not None:
             return
         graph = step.feeding_graph
-        requests, queue = self.requests, self._queue
-        asked = {"is_full": requests.is_full, "is_wanted": self._runs_ahead}
-        wants = may_run_ahead(step, graph, len(requests), queue, self.planner, tokens, self.cache, **asked)
+        num_running, queue, is_wanted = len(self.requests), self._queue, self._runs_ahead
+        wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, self.cache, is_wanted=is_wanted)
         if self.sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
             self.early_steps.launch(graph, step.rows, self.cache)
 
@@ -433,8 +432,7 @@ class StepRunner:
         """Launch the step after this one, which has landed, unless it is launched or `may_launch_drafts` forbids it."""
         running, planner, block_size = self.requests.rows, self.planner, self.cache.block_size
         is_wanted = self._runs_ahead and self.early_step is None and not self.sharing.is_shared
-        asked = {"is_full": self.requests.is_full, "is_wanted": is_wanted}
-        if not may_launch_drafts(step, running, self._queue, planner, block_size, **asked):
+        if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
             return
         if (graphs := self._graphs) is None or not graphs.hold(StepShape(len(running), 1 + planner.max_drafts)):
             return

@@ -81,21 +81,29 @@ def test_a_row_ends_with_a_token_while_the_next_step_computes_it_on(
     run.assert_nothing_held()
 
 
-def test_a_request_that_waits_for_a_row_to_end_is_admitted_by_the_step_after_its_end(
-    replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_waiting", [1, 4])
+@pytest.mark.parametrize("ends_by_token", [True, False])
+def test_a_request_that_waits_for_a_row_to_end_joins_once_what_runs_then_has_landed(
+    ends_by_token: bool, num_waiting: int, replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    last = last_of_new_ones(replies[1], NUM_TOKENS - 5)
-    run = start(ends={1: replies[1][last]}, max_requests=3)
-    run.add(3, some_tokens(25, seed=3), 6)
-    run.step()  # what runs already does not wait for it
+    """A length is known before, so that the step behind it is not launched early."""
+    last = last_of_new_ones(replies[1], NUM_TOKENS - 5) if ends_by_token else NUM_TOKENS - 1
+    run = start(ends={1: replies[1][last]} if ends_by_token else {}, max_requests=3)
+    for request_id in range(3, 3 + num_waiting):
+        run.add(request_id, some_tokens(22 + request_id, seed=request_id), 6)
+    run.step()
     found = launched_before_read(run, monkeypatch)
     num_ahead = 0
     while 1 in run.engine.requests:
         run.step()
         num_ahead += is_ahead(run)
-    assert not any(found) and num_ahead and not is_ahead(run)
+    assert found.count(True) > last - 8 and num_ahead
+    assert is_ahead(run) is ends_by_token
+    if ends_by_token:
+        run.step()
+        assert {row.request_id for row in run.context.rows} == {0, 2} and not is_ahead(run)
     run.step()
-    assert {row.request_id for row in run.context.rows} == {0, 2, 3}
+    assert 3 in {row.request_id for row in run.context.rows}
     run.finish()
     assert run.tokens(1) == replies[1][: last + 1] and run.tokens(0) == replies[0]
     run.assert_nothing_held()
@@ -128,3 +136,15 @@ def test_a_reading_is_of_the_time_when_it_began(device: str) -> None:
     reading = HostCopy(tensor)
     tensor.zero_()
     assert reading.wait() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_request_that_arrives_where_there_is_no_row_for_it_keeps_no_step_back() -> None:
+    run = start(max_requests=3)
+    num_ahead = 0
+    for request_id in range(3, 15):
+        run.step()
+        num_ahead += is_ahead(run)
+        run.add(request_id, some_tokens(20, seed=request_id), 5)
+    assert num_ahead >= 11
+    run.finish()
+    run.assert_exact()

@@ -60,7 +60,6 @@ class Conditions:
     has_waiting: bool = False
     tokens: Sequence[int] | None = None
     num_running: int = 2
-    is_full: bool = False
     drafts_rest: bool = True
     can_launch: bool = True
     tokens_in_block: int = 3  # of a row, before the step
@@ -81,12 +80,6 @@ HOLDING = {
     "a row with a grammar begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1, grammar="{}"),
     "a row with a grammar completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2, grammar="{}"),
 }
-WAITS_FOR_MEMORY = {"tokens": TOKENS, "has_waiting": True, "is_full": False}
-WAITS_FOR_A_ROW = replace(ALL_HOLD, tokens=TOKENS, has_waiting=True, is_full=True)
-HOLDING |= {
-    "a request waits for a row, and one begins a block": replace(WAITS_FOR_A_ROW, tokens_in_block=BLOCK - 1),
-    "a request waits for a row, and one completes a block": replace(WAITS_FOR_A_ROW, tokens_in_block=BLOCK - 2),
-}
 FAILING = {
     "not wanted": {"is_wanted": False},
     "eager": {"is_captured": False},
@@ -96,8 +89,8 @@ FAILING = {
     "the graph cannot feed it": {"can_launch": False},
     "no block for a row": {"tokens_in_block": BLOCK - 1, "num_blocks": 0},
     "blocks of one token": {"block_size": 1},
-    "a request waits for memory, and a row begins a block": {"tokens_in_block": BLOCK - 1, **WAITS_FOR_MEMORY},
-    "a request waits for memory, and a row completes one": {"tokens_in_block": BLOCK - 2, **WAITS_FOR_MEMORY},
+    "a request waits, and a row begins a block": {"tokens_in_block": BLOCK - 1, "tokens": TOKENS, "has_waiting": True},
+    "a request waits, and a row completes one": {"tokens_in_block": BLOCK - 2, "tokens": TOKENS, "has_waiting": True},
 }
 
 
@@ -118,7 +111,6 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
         planner,
         conditions.tokens,
         cache,
-        is_full=conditions.is_full,
         is_wanted=conditions.is_wanted,
     )
     return is_allowed, graph
@@ -152,7 +144,6 @@ class DraftConditions:
     is_captured: bool = True
     is_settled: bool = True
     has_waiting: bool = True
-    is_full: bool = False
     num_left: int = 2
     num_others: int = 0
     is_paused: bool = False
@@ -170,9 +161,9 @@ FAILING_DRAFTS = {
     "a row has ended, and a running request is not in the step": {"num_left": 1, "num_others": 1},
     "a row is paused": {"is_paused": True},
     "a row prefilled": {"prefills": True},
-    "a request waits for memory, and a boundary is within reach": {"tokens_in_block": BLOCK - 4},
-    "a request waits for memory, and a row is at the end of its block": {"tokens_in_block": BLOCK - 1},
-    "a request waits for memory, and a boundary was reached": {"tokens_in_block": 0},
+    "a request waits, and a boundary is within reach": {"tokens_in_block": BLOCK - 4},
+    "a request waits, and a row is at the end of its block": {"tokens_in_block": BLOCK - 1},
+    "a request waits, and a boundary was reached": {"tokens_in_block": 0},
 }
 
 
@@ -190,7 +181,6 @@ def may_draft(conditions: DraftConditions) -> bool:
         QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
         DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts()) if conditions.has_drafter else NoDrafts(),
         BLOCK,
-        is_full=conditions.is_full,
         is_wanted=conditions.is_wanted,
     )
 
@@ -199,7 +189,6 @@ def test_a_step_with_drafts_may_be_launched_if_every_condition_holds() -> None:
     assert may_draft(DraftConditions())
     for place in (0, BLOCK - 4, BLOCK - 1):
         assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=place))
-        assert may_draft(DraftConditions(is_full=True, tokens_in_block=place))
 
 
 @pytest.mark.parametrize("failing", FAILING_DRAFTS)
