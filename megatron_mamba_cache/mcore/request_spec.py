@@ -44,7 +44,7 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             top_p=sampling.top_p,
             seed=seed,
             termination_id=-1 if sampling.termination_id is None else sampling.termination_id,
-            stop_words=tuple(tuple(word) for word in request.stop_word_ids or ()),
+            stop_words=tuple(tuple(word) for word in request.stop_word_ids or () if len(word)),
             logits=logits_settings_of(getattr(sampling, LOGITS, None)),
             grammar=getattr(sampling, GRAMMAR, ""),
         ),

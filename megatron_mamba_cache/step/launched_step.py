@@ -44,7 +44,7 @@ class LaunchedStep:
         batch: The step as its readers see it, with all the rows that were launched, which have its drafts now.
         ends: What ends each of them; None if the host already knew the tokens that the rows were fed.
         is_verified: Whether the outcome is launched already. If not, it is launched when the step lands, after tokens
-            are barred.
+            are barred; where logits are changed otherwise, the runner computes it.
         draft_distributions: See `Step`.
     """
 
@@ -111,6 +111,7 @@ class LaunchedStep:
             raise CacheIntegrityError("a row joined a step that runs already; admit requests by the engine")
         places, starts = tuple(place_of[id(row)] for row in rows), batch.logits.starts
         if not self._is_verified:
+            self._wait_for_launch()
             batch.forget_boundaries(set(batch.places).difference(places))
         start_of = dict(zip(batch.places, starts, strict=False))
         num_tokens = sum(row.scheduled for row in rows)
@@ -127,9 +128,12 @@ class LaunchedStep:
 
     def forward(self) -> Tensor:
         """Return the logits, which may still be computed; a stream other than the launching one waits for them."""
+        self._wait_for_launch()
+        return self._logits
+
+    def _wait_for_launch(self) -> None:
         if self._stream is not None and (stream := stream_of(self._outcome)) != self._stream:
             stream.wait_stream(self._stream)
-        return self._logits
 
     @property
     def can_verify(self) -> bool:

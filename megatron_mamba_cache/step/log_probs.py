@@ -72,7 +72,7 @@ class StepScorer:
             logits: What the forward returned on this rank.
 
         Returns:
-            None for another step, and where no row wants any.
+            None for a step with prompts or drafts, and where no row wants any.
         """
         if not step.has_one_token_each or not any_scored(step.rows):
             return None
@@ -81,7 +81,7 @@ class StepScorer:
     def log_probs(
         self, step: Step, kept: Sequence[Sequence[int]], logits: Tensor, logits_of: Callable[[Tensor], Tensor]
     ) -> StepLogProbs:
-        """Return what the rows of another step want.
+        """Return what the rows of a step want that `begin` did not score.
 
         Args:
             kept: See `followed_tokens`.
@@ -116,21 +116,24 @@ class DrawnTokenScores:
         found = _rows_of(logits, [step.logits.starts[index] for index in wanted])
         log_probs = F.log_softmax(found.float(), dim=-1)
         self._drawn = HostCopy(log_probs.gather(1, tokens))
-        num_best = max(self._settings.values())
-        self._best = tuple(map(HostCopy, torch.topk(log_probs, num_best))) if num_best else ()
+        # Each number of them apart: which of equal ones are among the best is to depend on no other row.
+        self._best = {
+            num: tuple(map(HostCopy, torch.topk(log_probs, num))) for num in {*self._settings.values()} if num
+        }
 
     def arrived(self) -> StepLogProbs:
         """Wait for them and return what the rows want."""
         of_tokens: list[list[float] | None] = [None] * self._num_rows
         for index, drawn in zip(self._settings, self._drawn.arrived().tolist(), strict=True):
             of_tokens[index] = drawn
-        best = zip(*(copy.arrived() for copy in self._best), strict=True) if self._best else ()
-        lines = {
-            index: [(values[:num], ids[:num])]
-            for (index, num), (values, ids) in zip(self._settings.items(), best, strict=False)
+        tables = {num: [copy.arrived() for copy in copies] for num, copies in self._best.items()}
+        best = {
+            index: [(values[line], ids[line])]
+            for line, (index, num) in enumerate(self._settings.items())
             if num
+            for values, ids in [tables[num]]
         }
-        return StepLogProbs(of_tokens=of_tokens, best=lines or None)
+        return StepLogProbs(of_tokens=of_tokens, best=best or None)
 
 
 def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:

@@ -158,8 +158,8 @@ def any_scored(rows: Sequence[RunningRequest]) -> bool:
     return any(row.spec.log_probs.wanted for row in rows)
 
 
-def need_text(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether the logits of a row depend on its text, so that its token is drawn once the one before is read."""
+def need_host(rows: Sequence[RunningRequest]) -> bool:
+    """Return whether the host, which knows the text, bars or changes a row's logits before its token is drawn."""
     return any_masked(rows) or any_changed(rows)
 
 

@@ -225,6 +225,13 @@ def test_what_a_row_asks_for_changes_its_tokens() -> None:
     assert len(texts) == 4  # log-probs change nothing
 
 
+def test_an_empty_stop_word_ends_nothing() -> None:
+    run = start(2, 20)
+    run.add(2, some_tokens(20, seed=9), greedy(20, stop_words=["", ""]))
+    assert count_early_steps(run) > 15
+    assert not run.counters.steps_aborted and len(run.tokens(2)) == 20
+
+
 def test_steps_run_ahead_of_a_row_with_a_longer_stop_word() -> None:
     alone = start(1, 20)
     alone.run(2, some_tokens(20, seed=9), greedy(40))
@@ -263,6 +270,7 @@ def test_random_workloads_with_sampled_rows_draw_the_same_tokens(
     captured = replace(work, config=replace(work.config, num_cuda_graphs=3, cuda_graph_prefill_tokens=40))
     outcome = run_workload(captured, PromptLookupDrafter(min_match=1) if num_drafts else None)
     assert outcome.texts == expected and outcome.seen["graph_steps"]
+    assert outcome.seen["early steps that need the host" if changed_share else "early steps"]
 
 
 def test_steps_run_ahead_of_rows_with_several_end_tokens() -> None:

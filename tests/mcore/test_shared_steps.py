@@ -17,6 +17,7 @@ import torch
 from megatron.core.inference.engines import dynamic_engine
 
 from megatron_mamba_cache import build
+from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
@@ -25,6 +26,11 @@ from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.step.test_shared_steps import Meeting
 
 NUM_REQUESTS = 7
+ASKED: list[dict[str, Any]] = [
+    {},
+    {LOGITS: {"logit_bias": [[5, 1e-30]]}},  # which changes no token
+    {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2},
+]
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="threads of one process cannot capture on a GPU at the same time"
@@ -81,9 +87,13 @@ def in_threads(num_ranks: int, serve_rank: Callable[[int], Any]) -> list[Any]:
 
 
 def serve(
-    subject: Hybrid, rank: int, seed: int, meeting: Meeting, launches: Launches, drafts: int
+    subject: Hybrid, rank: int, seed: int, meeting: Meeting, launches: Launches, drafts: int, *, asks: bool = False
 ) -> tuple[EngineRun, list[Any]]:
-    """Serve this rank's requests in step with the other ranks; return what was launched."""
+    """Serve this rank's requests in step with the other ranks; return what was launched.
+
+    Args:
+        asks: Whether requests ask for more than tokens.
+    """
     drawn = random.Random(100 * seed + rank)
     settings = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": 40, "max_requests": 4, "max_tokens": 96}
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=drafts, **settings))
@@ -94,7 +104,9 @@ def serve(
     while True:
         due = [(count, step) for step_due, count in arrivals.items() if step_due == step]
         for (num_prompt, num_tokens), request_id in due:
-            run.add(request_id, some_tokens(num_prompt, seed=request_id), greedy(num_tokens))
+            sampling = greedy(num_tokens)
+            sampling.add_attributes(ASKED[request_id % len(ASKED)] if asks else {})
+            run.add(request_id, some_tokens(num_prompt, seed=request_id), sampling)
         is_busy = bool(run.engine.requests) or any(step_due > step for step_due in arrivals)
         if not run.engine.owes_step and not meeting.greatest([is_busy])[0]:
             break
@@ -107,13 +119,16 @@ def serve(
     return run, noted
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize(("seed", "num_ranks", "drafts"), [(0, 2, 0), (1, 3, 0), (3, 2, 2)])
-def test_ranks_launch_the_same_steps(seed: int, num_ranks: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_launch_the_same_steps(
+    seed: int, num_ranks: int, drafts: int, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capture_without_cuda(monkeypatch)
     launches, meeting = Launches(monkeypatch), Meeting(num_ranks)
     subjects = [tiny_hybrid(seed=rank + 1) for rank in range(num_ranks)]
     monkeypatch.setattr(build, "expert_peers_of_process", lambda: meeting)
-    done = in_threads(num_ranks, lambda rank: serve(subjects[rank], rank, seed, meeting, launches, drafts))
+    done = in_threads(num_ranks, lambda rank: serve(subjects[rank], rank, seed, meeting, launches, drafts, asks=asks))
     shapes = [[what for what in noted if what != "early"] for _, noted in done]
     assert all(mine == shapes[0] for mine in shapes) and any(isinstance(what, StepShape) for what in shapes[0])
     for run, _ in done:
