@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
 from ..policy.scheduler import StepScheduler
+from ..policy.tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
 from ..ranks.agreement import known_to_any
 from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
@@ -49,6 +51,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler()
+        self._looked_at: tuple[int, ...] = ()  # the head of the queue, when copies for it began last
         self._runs_in = EngineLoop()
         self._states = RequestStates(random_seed)
         self._failed_steps = FailedSteps()
@@ -207,12 +210,13 @@ class MambaCacheEngine(SuspendableEngine):
         runner = self.context.runner
         if runner.memory.below.land(wait=not runner.requests):
             runner.note_change()
+            self._looked_at = ()
         awaits_copy, is_full = runner.memory.below.tiers.awaits, runner.requests.is_full
         runner.note_queue(has_waiting=not is_full and not all(map(awaits_copy, self.waiting_request_ids)))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
             runner.note_scheduled(is_settled=(is_full or not self.waiting_request_ids) and self._is_at_rest())
-            return
-        if runner.early_step is not None:
+        if runner.sharing.is_fixed or runner.early_step is not None:
+            self._look_ahead()
             return
         scheduled = runner.schedule(
             self.scheduler, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
@@ -320,6 +324,13 @@ class MambaCacheEngine(SuspendableEngine):
             if request_id in self.requests and request_id not in self.failed_request_ids:
                 self.context.drop_rows([request_id])
                 self._refuse(self.get_request(request_id), reason)
+
+    def _look_ahead(self) -> None:
+        """Let copies begin for what has come to the head of the queue while steps run ahead."""
+        head = tuple(islice(self.waiting_request_ids, RESTORED_AHEAD))
+        if head != self._looked_at:
+            self._looked_at = head
+            self.context.runner.look_ahead(self.scheduler, head, self._candidate_of)
 
     def _is_at_rest(self) -> bool:
         """Return whether nothing but a new request can change what the next step has to compute."""

@@ -50,7 +50,7 @@ class StepScheduler:
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.prompt_budget
         queue = [] if requests.any_paused else list(waiting)
-        requests.cache.look_ahead(self._candidates(queue[:RESTORED_AHEAD], None, candidate_of))
+        self.look_ahead(requests, queue, candidate_of)
         for place, request_id in enumerate(queue):
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
@@ -67,6 +67,12 @@ class StepScheduler:
                 break
         self._in_hand = None
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
+
+    def look_ahead(
+        self, requests: RunningRequests, queue: Sequence[int], candidate_of: Callable[[int], Candidate]
+    ) -> None:
+        """Bring back from the tiers below what the next requests of a queue start from; see `Tiers.look_ahead`."""
+        requests.cache.look_ahead(self._candidates(queue[:RESTORED_AHEAD], None, candidate_of))
 
     def _candidates(
         self, request_ids: Sequence[int], in_hand: int | None, candidate_of: Callable[[int], Candidate]

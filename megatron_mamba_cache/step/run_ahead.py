@@ -62,7 +62,7 @@ def may_run_ahead(
         num_running: Requests that have a row, paused ones included.
         is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
-            waits for a row to end: it would be admitted a step later.
+            waits for memory: it would be admitted a step later.
     """
     return (
         is_wanted

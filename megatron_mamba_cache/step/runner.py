@@ -233,6 +233,14 @@ class StepRunner:
         self._count()
         return scheduled
 
+    def look_ahead(
+        self, scheduler: StepScheduler, waiting: Sequence[int], candidate_of: Callable[[int], Candidate]
+    ) -> None:
+        """Let copies begin for requests that cannot join the next step, as it runs already; see `StepScheduler`."""
+        if not self.requests.any_paused:
+            scheduler.look_ahead(self.requests, waiting, candidate_of)
+            self.memory.below.start()
+
     def drop(self, rows: Collection[RunningRequest]) -> None:
         """Drop rows between steps; what they published stays findable."""
         self.note_change()

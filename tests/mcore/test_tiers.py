@@ -34,6 +34,7 @@ from tests.mcore.engine_runs import (
     with_one_budget,
 )
 from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.graph_stand_ins import capture_without_cuda
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_TEXTS = 6
@@ -80,6 +81,39 @@ class Conversations:
 
 def settle(run: EngineRun) -> None:
     """Wait for all copies, and assert that nothing is held."""
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_copies_begin_for_a_request_that_comes_while_all_rows_are_taken(
+    run_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run ahead while it waits, and its prefix is there when the row ends."""
+    capture_without_cuda(monkeypatch)
+    subject = tiny_hybrid()
+    config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=1), subject.shape, 12)
+    graphs = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": 40, "run_ahead": run_ahead}
+    run = EngineRun.start(subject, replace(with_host_tier(config, subject.shape, 120), **graphs))
+    texts = [some_tokens(PROMPT_LEN, seed=seed) for seed in range(20)]
+    for number, text in enumerate(texts):
+        run.run(number, text, 10)
+        run.end_copies()
+    run.add(100, some_tokens(30, seed=77), 40)
+    for _ in range(6):
+        run.step()
+    run.add(101, [*texts[0], *some_tokens(5, seed=3)], 5)
+    num_early, tiers = 0, run.context.runner.memory.below.tiers
+    began = None
+    for number in range(8):
+        run.step()
+        num_early += run.context.early_step is not None
+        began = number if began is None and tiers.takes_room else began
+    print(num_early, "steps ran ahead; the copy began in step", began)
+    assert 100 in run.engine.requests and (num_early >= 5 if run_ahead else not num_early)
+    assert began is not None and began < 3
+    run.end_copies()
+    run.finish()
+    assert run.counters.prompt_tokens_from_host >= 96
     run.assert_exact()
 
 
