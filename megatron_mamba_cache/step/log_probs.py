@@ -74,7 +74,7 @@ class StepScorer:
         Returns:
             None for a step with prompts or drafts, and where no row wants any.
         """
-        if not step.has_one_token_each or not any_scored(step.rows):
+        if not step.has_one_token_each or not self._scores(step):
             return None
         return DrawnTokenScores(step.batch, outcome, self.logits_on_all_ranks(step, logits))
 
@@ -88,11 +88,14 @@ class StepScorer:
             logits: What the forward returned on this rank.
             logits_of: Computes the logits of hidden states.
         """
-        if not any_scored(step.rows):
+        if not self._scores(step):
             return NO_LOG_PROBS
         if self._only_last:
             score_prompts(step, self._ranks, logits_of, self._vocab_size)
         return step_log_probs(step.batch, kept, self.logits_on_all_ranks(step, logits), only_last=self._only_last)
+
+    def _scores(self, step: Step) -> bool:
+        return step.batch.logits.any_scored and any_scored(step.rows)  # those that wanted any may have left
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""

@@ -40,7 +40,7 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 class StepLogits:
     """The tokens whose logits are wanted, each row's last and those that drafts follow, and how each is sampled.
 
-    Device tensors, but for `starts`, `draws` and `any_changed`.
+    Device tensors, but for `starts`, `draws` and what any of the rows asks for.
     """
 
     tokens: Tensor  # [logits] int32 packed index
@@ -54,6 +54,7 @@ class StepLogits:
     residual_uniforms: Tensor  # likewise
     draws: Draws
     any_changed: bool  # whether a row changes its logits first, other than by barring tokens as its grammar says
+    any_scored: bool  # whether a row wants log-probs
 
     def clone(self) -> "StepLogits":
         """Return a copy that later steps do not overwrite."""
@@ -140,6 +141,7 @@ def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: Step
         residual_uniforms=device("residual_uniforms")[: 2 * num_logits].view(torch.float64),
         draws=Draws.of(rows),
         any_changed=any_changed(rows),
+        any_scored=any_scored(rows),
     )
 
 
@@ -156,11 +158,6 @@ def any_masked(rows: Sequence[RunningRequest]) -> bool:
 def any_scored(rows: Sequence[RunningRequest]) -> bool:
     """Return whether a row wants log-probs."""
     return any(row.spec.log_probs.wanted for row in rows)
-
-
-def need_host(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether the host, which knows the text, bars or changes a row's logits before its token is drawn."""
-    return any_masked(rows) or any_changed(rows)
 
 
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 `may_run_ahead` decides when this step's tokens need not be read first, so that the GPU feeds itself: only they are
 unknown. Every row decodes one more token without drafts, and no request can join. A row whose token begins a KV block,
 or completes one, gets the block, or the slot for its state there, before it is known whether the row goes on. Where the
-host changes a row's logits (`need_host`), most often as its text says, the forward alone is launched: tokens are drawn,
-and states at boundaries copied, when the step lands.
+host bars or changes a row's logits, most often as its text says, the forward alone is launched: tokens are drawn, and
+states at boundaries copied, when the step lands.
 
 Drafts follow what this step keeps. `may_launch_drafts` decides when the step that verifies them may be launched once
 this one has landed, before it is reported: no row has ended, and no request can join.

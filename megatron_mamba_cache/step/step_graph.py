@@ -20,7 +20,7 @@ from ..policy.requests import RunningRequest, num_decoding
 from .batch import StepBatch, send_padded_step, view_step
 from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
 from .launched_step import LaunchedStep
-from .logits import Draws, StepLogits, any_changed, logits_starts, need_host
+from .logits import Draws, StepLogits, any_changed, any_masked, any_scored, logits_starts
 from .model import StepModel
 from .output_memory import OutputMemory
 from .recorder import Recorder
@@ -141,7 +141,7 @@ class StepGraph:
         batch = self._note_next(before, sent)
         buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
-        is_verified = not need_host(rows)
+        is_verified = not (before.batch.logits.any_changed or any_masked(rows))  # else the host has to know the text
         if is_verified:
             self.verify(before.step.draws)
         return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
@@ -179,6 +179,7 @@ class StepGraph:
                 starts=(*(starts[place] for place in places), starts[-1]),
                 draws=Draws.of(rows),
                 any_changed=any_changed(rows),
+                any_scored=any_scored(rows),
             ),
         )
 

@@ -18,7 +18,7 @@ from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR, LOGITS
 from megatron_mamba_cache.models.architecture import ExpertsSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
-from megatron_mamba_cache.step.logits import any_scored, need_host
+from megatron_mamba_cache.step.logits import any_changed, any_masked, any_scored
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import (
@@ -483,7 +483,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
         if run.context.early_step is not None:
             seen["early steps"] += 1
             seen["early steps that are scored"] += any_scored(run.context.rows)
-            seen["early steps that need the host"] += need_host(run.context.rows)
+            seen["early steps that need the host"] += any_masked(run.context.rows) or any_changed(run.context.rows)
         if rng.random() < work.disturbed_share:
             disturbed_step(rng, run, seen, work.fault_places(rng), work.disturbances)
         else:
