@@ -6,7 +6,7 @@ Rows decode together, without drafts: all plain; one that follows a grammar, has
 beside plain ones; all that do. Their prompts differ by up to a KV block, so that they come to the ends of blocks one by
 one. Greedy rows, rows sampled from all tokens, and rows sampled with top-k and top-p are measured apart. Cases
 alternate over one engine; a line shows the mean step of the middle round, the share of steps that was launched before
-the tokens of the one before were read, and the step's ratios to greedy plain rows and to plain rows of its kind. The
+the tokens of the one before were read, and the step's ratios to the first line and to plain rows of its kind. The
 grammar is a JSON schema whose documents do not end meanwhile, over a vocabulary of made-up words of the model's size,
 compiled before. What a mask takes the host is timed alone.
 """

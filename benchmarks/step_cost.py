@@ -303,9 +303,7 @@ def main() -> None:
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
     )
     parser.add_argument("--spread", type=int, metavar="N", help="tokens by which prompts differ")
-    parser.add_argument(
-        "--waiting", type=int, default=0, metavar="N", help="requests that wait for one of the most rows"
-    )
+    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a row to end")
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
     parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of a host tier, measured too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")

@@ -80,11 +80,6 @@ class Step:
         return len(self.batch.rows) if self.graph is None else self.graph.shape.num_rows
 
     @property
-    def is_plain(self) -> bool:
-        """True when logits are changed by barring tokens at most, and every draft is certain."""
-        return not self.batch.logits.any_changed and not any_drawn(self.draft_distributions)
-
-    @property
     def has_one_token_each(self) -> bool:
         """True when all rows decode, without drafts."""
         return not self.num_prefill_rows and self.batch.num_tokens == len(self.rows)
@@ -95,11 +90,12 @@ class Step:
         Args:
             only_last_logits: See `StepRunner`; the logits of other steps are selected inside the graph.
         """
-        if self.graph is None or not self.is_plain or not self.graph.can_verify:
+        graph = self.feeding_graph
+        if graph is None or self.batch.logits.any_changed or not graph.can_verify:
             return None
         if any_masked(self.rows) and (not only_last_logits or any_scored(self.rows)):
             return None  # log-probs are those of the model's own logits
-        return self.graph
+        return graph
 
     @property
     def feeding_graph(self) -> CapturedStep | None:

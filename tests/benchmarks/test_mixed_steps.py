@@ -36,6 +36,7 @@ def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.M
     whole, cut = found
     num_steps = 1 + torch.cuda.is_available()  # one has all of it; before it, a GPU ends the step that runs ahead
     assert num_steps * whole.median_ms == approx(1e3 * whole.prefill_s)
+    assert num_steps > 1 or whole.p99_ms == whole.median_ms
     assert 3 * cut.median_ms <= 1e3 * cut.prefill_s * 1.5 and cut.p99_ms < 1e3 * cut.prefill_s  # three steps or more
     assert "| 100 | " in long_context.table(lone, found)
 
