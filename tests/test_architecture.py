@@ -299,6 +299,17 @@ def name_violations(package: Package) -> Iterator[str]:
                 yield f"{module.label}.{function.name}: the name does not say what is done"
 
 
+def launch_violations(package: Package) -> Iterator[str]:
+    """Yield launches of Triton kernels that leave the fusion of multiply and add to Triton's default, which changes."""
+    for module in package.modules.values():
+        for node in ast.walk(module.tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
+                continue
+            kernel = ast.unparse(node.func.value)
+            if kernel.endswith("kernel") and all(keyword.arg != "enable_fp_fusion" for keyword in node.keywords):
+                yield f"{module.label}: {kernel} is launched without enable_fp_fusion"
+
+
 def _is_one_class(module: Module, num_lines: int) -> bool:
     """Return whether one class takes up most of a module: it is one idea, and splitting it would hide that."""
     lengths = [(node.end_lineno or 0) - node.lineno for node in module.tree.body if isinstance(node, ast.ClassDef)]
@@ -318,6 +329,7 @@ CHECKS: tuple[Check, ...] = (
     cycle_violations,
     size_violations,
     name_violations,
+    launch_violations,
 )
 
 
@@ -415,6 +427,7 @@ PLANTED = {
     ),
     "very_long_class": ({"state/pool": "class A:\n" + "    x = 1\n" * 500}, "501 lines"),
     "long_function": ({"state/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
+    "default_fp_fusion": ({"kernels/ops": "def f(x):\n    _add_kernel[(1,)](x=x)"}, "without enable_fp_fusion"),
     "banned_module": ({"state/pool_utils": ""}, "'utils'"),
     "banned_function": ({"state/pool": "def _maybe_grow(): ..."}, "_maybe_grow"),
 }

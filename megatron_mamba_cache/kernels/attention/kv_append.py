@@ -133,6 +133,7 @@ def append_kv(
         WIDTH=width,
         TOKENS=tokens,
         num_warps=max(1, min(8, width * tokens // 256)),
+        enable_fp_fusion=True,
         **overlapping(key.device),
     )
     return packed

@@ -257,5 +257,6 @@ def _launch(
         READS_EARLY=after_cut,
         num_warps=tiling.num_warps,
         maxnreg=_MAX_REGISTERS,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )

@@ -220,5 +220,6 @@ def _launch(
         D_CONV=d_conv,
         CHANNELS=channels,
         num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )

@@ -170,6 +170,7 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
         NUM_EXPERTS=num_experts,
         PAIRS=at_once,
         num_warps=_FEW_PAIRS[at_once],
+        enable_fp_fusion=True,
         **overlapping(ids.device),
     )
     return order
@@ -183,8 +184,15 @@ def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
     of_chunks = {"counts": counts, "num_chunks": num_chunks}
     bins = max(_LEAST_BINS, triton.next_power_of_2(num_experts))
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": bins, "CHUNK": _CHUNK}
-    _count_kernel[(num_chunks,)](**of_pairs, **of_chunks, **sizes, num_warps=4, **overlaps)
-    _sum_counts_kernel[(num_experts,)](**of_chunks, totals=totals, CHUNKS=_CHUNKS_AT_A_TIME, num_warps=4, **overlaps)
+    _count_kernel[(num_chunks,)](**of_pairs, **of_chunks, **sizes, num_warps=4, enable_fp_fusion=True, **overlaps)
+    _sum_counts_kernel[(num_experts,)](
+        **of_chunks,
+        totals=totals,
+        CHUNKS=_CHUNKS_AT_A_TIME,
+        num_warps=4,
+        enable_fp_fusion=True,
+        **overlaps,
+    )
     _place_kernel[(num_chunks,)](
         **of_pairs,
         **of_chunks,
@@ -194,5 +202,6 @@ def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
         places=order.places,
         starts=order.starts,
         num_warps=4,
+        enable_fp_fusion=True,
         **overlaps,
     )

@@ -252,6 +252,7 @@ def grouped_product(
         HAS_HALVES=form.has_halves,
         num_warps=form.num_warps,
         num_stages=form.num_stages,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )
     return out

@@ -186,6 +186,7 @@ def product_of_pairs(
         ROWS=rows,
         WIDTH=tile_width(x),
         num_warps=4,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )
     return out, shared_out

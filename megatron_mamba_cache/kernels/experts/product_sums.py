@@ -201,6 +201,7 @@ def sum_of_products(
         ROWS=_ROWS,
         WIDTH=tile_width(rows),
         num_warps=4,
+        enable_fp_fusion=True,
         **overlapping(rows.device),
     )
     return out

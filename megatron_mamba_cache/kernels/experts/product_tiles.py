@@ -77,6 +77,7 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
         MOST_ROWS=MOST_ROWS,
         ROW_STEP=ROW_STEP,
         num_warps=1,
+        enable_fp_fusion=True,
         **overlapping(starts.device),
     )
     return tiles

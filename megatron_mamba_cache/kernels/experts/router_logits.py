@@ -105,6 +105,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
         DEPTH=_DEPTH,
         num_warps=4,
         num_stages=3,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )
     return logits

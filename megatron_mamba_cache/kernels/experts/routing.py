@@ -183,6 +183,7 @@ def route(
         HAS_PADDING=is_real is not None,
         NORMALIZES=rule.normalizes,
         num_warps=1,
+        enable_fp_fusion=True,
         **overlapping(logits.device),
     )
     return ids, weights

@@ -70,5 +70,6 @@ def sum_of_ranks(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -
         RANKS=num_ranks,
         WIDTH=_SUM_WIDTH,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return out

@@ -79,6 +79,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor |
         TOP_K=top_k,
         WIDTH=_SUM_WIDTH,
         num_warps=4,
+        enable_fp_fusion=True,
         **overlapping(rows.device),
     )
     return out

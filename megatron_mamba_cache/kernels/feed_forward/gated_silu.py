@@ -57,7 +57,13 @@ def gated_silu(products: Tensor) -> Tensor:
         width = min(_WIDTH, triton.next_power_of_2(outputs))
         grid = (out.numel() // outputs, triton.cdiv(outputs, width))
         _gated_silu_kernel[grid](
-            products=products, out=out, OUTPUTS=outputs, WIDTH=width, num_warps=4, **overlapping(products.device)
+            products=products,
+            out=out,
+            OUTPUTS=outputs,
+            WIDTH=width,
+            num_warps=4,
+            enable_fp_fusion=True,
+            **overlapping(products.device),
         )
     return out
 

@@ -35,7 +35,15 @@ def squared_relu(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         grid = (triton.cdiv(x.numel(), _WIDTH),)
-        _squared_relu_kernel[grid](x=x, out=out, count=x.numel(), WIDTH=_WIDTH, num_warps=4, **overlapping(x.device))
+        _squared_relu_kernel[grid](
+            x=x,
+            out=out,
+            count=x.numel(),
+            WIDTH=_WIDTH,
+            num_warps=4,
+            enable_fp_fusion=True,
+            **overlapping(x.device),
+        )
     return out
 
 

@@ -111,6 +111,7 @@ def multiply_one_token(
         ROWS=rows,
         WIDTH=min(triton.next_power_of_2(inputs), _AT_ONCE),
         num_warps=4 if inputs <= _AT_ONCE else 8,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )
     return out

@@ -99,6 +99,7 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
         GROUPS=groups,
         IS_GATED=z is not None,
         num_warps=max(4, min(16, width // 256)),
+        enable_fp_fusion=True,
         **overlapping(y.device),
     )
     return out

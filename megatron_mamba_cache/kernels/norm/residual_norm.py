@@ -82,6 +82,7 @@ def add_and_norm(
             CHANNELS=channels,
             WIDTH=width,
             num_warps=max(4, min(16, width // 256)),
+            enable_fp_fusion=True,
             **overlapping(residual.device),
         )
     return total, normed

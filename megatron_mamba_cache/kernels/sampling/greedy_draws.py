@@ -72,6 +72,7 @@ def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
         vocab_size=vocab_size,
         TILE=TILE,
         num_warps=4,
+        enable_fp_fusion=True,
         **overlapping(logits.device),
     )
     return peaks, ids
@@ -88,6 +89,7 @@ def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
         num_tiles=num_tiles,
         TILES=triton.next_power_of_2(num_tiles),
         num_warps=1,
+        enable_fp_fusion=True,
         **overlapping(peaks.device),
     )
     return tokens

@@ -67,6 +67,7 @@ def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
         most=most,
         COLUMNS=max(_COLUMNS, triton.next_power_of_2(most)),
         num_warps=1,
+        enable_fp_fusion=True,
         **overlapping(tokens.device),
     )
     return outcome

@@ -159,7 +159,9 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
     }
     _narrow_down(read, tiles)
     lists = _Lists.of(tiles.peaks).arguments()
-    list_kernel[(num_rows, num_tiles)](**read, **lists, tile_weights=tiles.weights, num_warps=_WARPS)
+    list_kernel[(num_rows, num_tiles)](
+        **read, **lists, tile_weights=tiles.weights, num_warps=_WARPS, enable_fp_fusion=True
+    )
     # Memory of their own, so that they are aligned: what is compiled depends on it.
     cuts = TokenCuts(*(torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2)))
     _cut_kernel[(num_rows,)](
@@ -171,6 +173,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
         COLUMNS=max(_CHUNK // tiles_read, 1),
         ROW_COLUMNS=max(_ROW_CHUNK // tiles_read, 1),
         num_warps=_CUT_WARPS,
+        enable_fp_fusion=True,
     )
     return cuts
 
@@ -192,4 +195,5 @@ def _narrow_down(read: dict[str, Any], tiles: RowTiles) -> None:
             PART=_PART,
             PIVOTS=_PIVOTS,
             num_warps=_WARPS,
+            enable_fp_fusion=True,
         )

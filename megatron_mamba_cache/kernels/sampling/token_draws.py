@@ -132,12 +132,14 @@ def draw_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tenso
         "tile_weights": tiles.weights,
         "TILES": triton.next_power_of_2(num_tiles),
     }
-    _peaks_kernel[(num_rows, num_tiles)](**read, peaks=tiles.peaks, leasts=tiles.leasts, num_warps=_WARPS)
+    _peaks_kernel[(num_rows, num_tiles)](
+        **read, peaks=tiles.peaks, leasts=tiles.leasts, num_warps=_WARPS, enable_fp_fusion=True
+    )
     if any_cut:
         cuts = find_cuts(rows, tiles)
     else:
         cuts = TokenCuts(tokens, tokens)
-        _weigh_kernel[(num_rows, num_tiles)](**weighed, num_warps=_WARPS)
+        _weigh_kernel[(num_rows, num_tiles)](**weighed, num_warps=_WARPS, enable_fp_fusion=True)
     _pick_kernel[(num_rows,)](
         **weighed,
         top_k=rows.top_k,
@@ -147,5 +149,6 @@ def draw_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tenso
         tokens=tokens,
         IS_CUT=any_cut,
         num_warps=_PICK_WARPS,
+        enable_fp_fusion=True,
     )
     return tokens

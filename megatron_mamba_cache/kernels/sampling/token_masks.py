@@ -52,6 +52,7 @@ def bar_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
             rows=rows,
             vocab_size=vocab_size,
             BLOCK=_BLOCK,
+            enable_fp_fusion=True,
         )
 
 

@@ -200,6 +200,7 @@ def _launch(
         SSM_LANES=ssm.lanes,
         SSM_WIDTH=ssm.width,
         num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )
 
 

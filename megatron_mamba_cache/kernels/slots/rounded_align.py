@@ -156,6 +156,7 @@ def _launch(
         HEAD_DIM=head_dim,
         TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
         num_warps=TILING.num_warps,
+        enable_fp_fusion=True,
     )
 
 

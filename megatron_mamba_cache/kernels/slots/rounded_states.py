@@ -191,6 +191,7 @@ def restore_states(rounded: RoundedStates, ssm_pool: Tensor, src: Tensor, dst: T
         HEAD_DIM=head_dim,
         TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -140,6 +140,7 @@ def copy_slots_between(
         num_slots=src.shape[0],
         **_sizes([pool for _, pool in moved], to_tiles),
         num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )
 
 
@@ -169,6 +170,7 @@ def zero_slots(pools: Sequence[Tensor], slots: Tensor, tiling: CopyTiling = TILI
         num_slots=slots.shape[0],
         **_sizes(cleared, tiles),
         num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
     )
 
 

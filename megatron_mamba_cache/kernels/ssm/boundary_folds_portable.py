@@ -115,6 +115,7 @@ def fold_portably(
         RING=ring_len,
         TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -110,4 +110,5 @@ def fold_by_products(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, 
         RING=ring_len,
         WIDTH=hopper_width(head_dim, d_state),
         num_warps=1,
+        enable_fp_fusion=True,
     )

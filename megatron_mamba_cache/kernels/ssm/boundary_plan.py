@@ -84,6 +84,7 @@ def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block
         block_size=block_size,
         ring_len=ring_len,
         ROWS=_ROWS,
+        enable_fp_fusion=True,
     )
     return _folds(rows, plan[:, :num_rows])
 

@@ -159,6 +159,7 @@ def append_and_weigh(
         TOKENS=1 if rows.max_tokens == 1 else own,
         READS_EARLY=after_conv,
         num_warps=8 if rows.max_tokens == 1 else 4,
+        enable_fp_fusion=True,
         **overlapping(y.device),
     )
     return factors

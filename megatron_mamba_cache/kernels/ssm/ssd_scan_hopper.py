@@ -253,6 +253,7 @@ def scan_on_hopper(
         SCAN_REGISTERS=_SCAN_REGISTERS,
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

@@ -242,6 +242,7 @@ def scan_portably(
         PRECISION="ieee" if tokens.x.dtype == torch.float32 else "tf32",
         NUM_STAGES=_NUM_STAGES,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -248,6 +248,7 @@ def cut_tiles(
         HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
         LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * head_dim),
         SUBTRACTS=dtype == torch.bfloat16,
+        enable_fp_fusion=True,
         **overlapping(device),
     )
     return ScanTiles(shape, decays, slots, y)

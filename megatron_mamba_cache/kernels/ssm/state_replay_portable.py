@@ -140,5 +140,6 @@ def replay_portably(
         WIDTH=width,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
         **overlapping(ssm_pool.device),
     )

@@ -260,6 +260,7 @@ def replay_by_products(
         PREFETCHES=_prefetches(ssm_pool),
         num_warps=1,
         maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
         **overlapping(ssm_pool.device),
     )
 

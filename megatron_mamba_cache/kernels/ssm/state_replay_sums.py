@@ -245,5 +245,6 @@ def replay_by_sums(
         LANES=lanes,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
         **overlapping(ssm_pool.device),
     )

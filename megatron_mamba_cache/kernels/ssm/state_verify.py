@@ -242,6 +242,7 @@ def _launch(
         READS_EARLY=after_conv,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
         **overlapping(ssm_pool.device),
     )
 
