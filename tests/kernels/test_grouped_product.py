@@ -4,13 +4,13 @@ Where a kernel neither compiles nor is interpreted, the op is its twin; `test_in
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
@@ -306,13 +306,30 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     assert all(shape in products.ptx[0] for shape in ("m64n224k16", "m64n112k16"))  # own weights, and shared ones
     assert "wgmma.wait_group.sync.aligned 1;" in products.ptx[0]
     assert products.shared_bytes[0] <= HOPPER_SHARED_BYTES
-    # Rows lie before weights: what `check_places` writes to either goes where its own PTX reads it.
-    marks = re.findall(r"st\.shared\.v4\.b32\s+\[%r\d+(?:\+(\d+))?\], \{(\d+)", products.ptx[0])
-    assert marks or triton.__version__.startswith("3.7."), "only Triton 3.7 has these places in registers"
-    rows = [int(place or 0) for place, mark in marks if mark == str(0x3F803F80)]
-    weights = [int(place or 0) for place, mark in marks if mark == str(0x40004000)]
-    print(f"marks of rows at {rows}, of weights at {weights}; {products.shared_bytes[0]} bytes")
+    # Rows come before weights in memory: `check_places` writes a mark to each, where its PTX then reads it.
+    places = marked_places(products.ptx[0])
+    print(f"places of marks: {places}; {products.shared_bytes[0]} bytes")
     first_weight, after_weights = (3 * 256 + 224) * 128, (3 * 256 + 224 + 4 * 192) * 128
-    assert not marks or (min(rows), min(weights)) == (0, first_weight)
-    # What results pass through lies behind: 16 rows of either group.
+    assert min(places[0x40004000]) - min(places[0x3F803F80]) == first_weight
+    # After both come 16 rows of results of either group.
     assert products.shared_bytes[0] >= after_weights + 2 * 16 * (32 if activation == "gated_silu" else 64) * 2
+
+
+def marked_places(ptx: str) -> dict[int, set[int]]:
+    """Return the places in shared memory that PTX fills with a constant of 16 bytes, by the constant's first four.
+
+    Places are bytes from one register; Triton 3.7 and 3.8 keep constants and sums of it in further registers.
+    """
+    constants = {name: int(value) for name, value in re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx)}
+    sums = {name: (base, int(step)) for name, base, step in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx)}
+    stores = re.findall(r"st\.shared(?:::cta)?\.v4\.b32\s+\[ ?(%r\d+)(?: ?\+ ?(\d+))? ?\], \{ ?([%r\d]+),", ptx)
+    found = [
+        (*sums.get(register, (register, 0)), int(step or 0), constants.get(value) or int(value))
+        for register, step, value in stores
+        if value in constants or value.isdecimal()
+    ]
+    assert len({base for base, *_ in found}) == 1
+    places = defaultdict(set)
+    for _, first, step, value in found:
+        places[value].add(first + step)
+    return places

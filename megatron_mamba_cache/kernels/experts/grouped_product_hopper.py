@@ -133,10 +133,7 @@ def _multiply_tiles(ring, tiles, out, sizes, GROUP: gl.constexpr):
 @gluon.jit
 def _product_kernel(
     weight,
-    x128,
-    x64,
-    x32,
-    x16,
+    rows32,
     x,
     pairs,
     tiles,
@@ -159,7 +156,7 @@ def _product_kernel(
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
     sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
-    ring = allocate_ring(weight, x16, sizes)
+    ring = allocate_ring(weight, rows32, sizes)
     if AHEAD == 0:
         await_then_release(OVERLAPS)
     first, second = (ring, tiles, out, sizes, 0), (ring, tiles, out, sizes, 1)
@@ -178,7 +175,7 @@ def _product_kernel(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (fill_by_boxes, (weight, x128, x64, x32, x16, ring, tiles, sizes)),
+                (fill_by_boxes, (weight, rows32, ring, tiles, sizes)),
             ],
             [4, 1],
             [MULTIPLY_REGISTERS, FILL_REGISTERS],
@@ -214,10 +211,7 @@ def multiply_on_hopper(
     most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
     _product_kernel[(min(num_programs, most_tiles),)](
         weight=_describe_gated(weight) if is_gated else _describe(weight.flatten(0, 1), 64),
-        x128=_describe(x, 128),
-        x64=_describe(x, 64),
-        x32=_describe(x, 32),
-        x16=_describe(x, 16),
+        rows32=_describe(x, 32),
         x=x,
         pairs=order.pairs,
         tiles=order.tiles,
@@ -237,6 +231,7 @@ def multiply_on_hopper(
         MULTIPLY_REGISTERS=_MULTIPLY_REGISTERS,
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
+        enable_fp_fusion=True,
         **overlapping(x.device),
     )
 

@@ -90,44 +90,34 @@ class Tile:
 class Ring:
     """What is multiplied, with the barriers that signal when a stage is full and when it may be overwritten.
 
-    weights [STAGES * UNITS, *box of 64 lines]; rows of a stage in 256 lines, of the last one in 224, of all stages in
-    pieces of 128, 64, 32 and 16 [pieces, lines, DEPTH].
+    weights [STAGES * UNITS, *box of 64 lines]; rows [boxes, 32, DEPTH], of which a stage has 8, the last one 7.
     """
 
     weights: gl.shared_memory_descriptor
-    rows128: gl.shared_memory_descriptor
-    rows64: gl.shared_memory_descriptor
-    rows32: gl.shared_memory_descriptor
-    rows16: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, weights, rows128, rows64, rows32, rows16, full, empty):
+    def __init__(self, weights, rows, full, empty):
         self.weights = weights
-        self.rows128 = rows128
-        self.rows64 = rows64
-        self.rows32 = rows32
-        self.rows16 = rows16
+        self.rows = rows
         self.full = full
         self.empty = empty
 
 
 @gluon.jit
-def allocate_ring(weight, x16, sizes):
+def allocate_ring(weight, rows32, sizes):
     """Return an empty ring; call it before warps are specialized."""
-    # A stage is full once its weights have arrived, and each of four pieces or each of 128 threads' gathered rows.
-    ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 4
-    LINES: gl.constexpr = first_weights(sizes) // LINE
+    # A stage is full once its weights have arrived, and its boxes of rows or each of 128 threads' gathered rows.
+    ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1
+    BOXES: gl.constexpr = first_weights(sizes) // (32 * LINE)
     UNITS: gl.constexpr = sizes.STAGES * sizes.UNITS
-    rows = gl.allocate_shared_memory(gl.bfloat16, [LINES // 32, 32, 64], x16.layout)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], x16.layout)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [BOXES, 32, 64], rows32.layout)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], rows32.layout)
     ring = Ring(
         _reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
-        _reinterpret(rows, gl.bfloat16, [LINES // 128, 128, 64], x16.layout),
-        _reinterpret(rows, gl.bfloat16, [LINES // 64, 64, 64], x16.layout),
         rows,
-        _reinterpret(rows, gl.bfloat16, [LINES // 16, 16, 64], x16.layout),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
     )
@@ -187,17 +177,22 @@ def _copy_weights(weight, ring, stage, tile, begin, sizes):
 
 
 @gluon.jit
-def _copy_rows(rows, full, place, first, begin, is_used):
-    """Start copying a piece of a tile's rows, or signal that there is none."""
-    if is_used:
-        mbarrier.expect(full, place.shape[0] * 64 * 2)
-        load_tile(rows, [first, begin], full, place)
-    else:
-        mbarrier.arrive(full, count=1)
+def _copy_rows(rows32, ring, stage, first, num_boxes, begin):
+    """Start copying a tile's rows in boxes of 32; the stage's barrier signals when they have arrived.
+
+    The last box also has rows of other experts, or zeros after the last row of all. Their products are not stored.
+    """
+    MOST_BOXES: gl.constexpr = MOST_ROWS // 32
+    full = ring.full.index(stage)
+    for boxes in gl.static_range(1, MOST_BOXES + 1):
+        mbarrier.expect(full, boxes * 32 * 64 * 2, pred=num_boxes == boxes)
+    for i in gl.static_range(MOST_BOXES):
+        if i < num_boxes:
+            load_tile(rows32, [first + 32 * i, begin], full, ring.rows.index(stage * (_LINES_OF_ROWS // 32) + i))
 
 
 @gluon.jit
-def fill_by_boxes(weight, x128, x64, x32, x16, ring, tiles, sizes):
+def fill_by_boxes(weight, rows32, ring, tiles, sizes):
     """Fill the ring with weights and rows, as stages become empty; one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD > 0:
@@ -209,23 +204,13 @@ def fill_by_boxes(weight, x128, x64, x32, x16, ring, tiles, sizes):
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile = find_tile(tiles, number, num_tiles, sizes)
-        # The largest piece comes first, so that each begins at a multiple of its length.
-        num_16 = (tile.last - tile.first + 15) // 16
-        first_64, first_32, first_16 = num_16 & 8, num_16 & 12, num_16 & 14
+        num_boxes = (tile.last - tile.first + 31) // 32
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            full, lines = ring.full.index(stage), stage * (_LINES_OF_ROWS // 16)
             mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
             if step + k >= sizes.AHEAD:
                 _copy_weights(weight, ring, stage, tile, k * 64, sizes)
-            begin = k * 64
-            _copy_rows(x128, full, ring.rows128.index(lines // 8), tile.first, begin, (num_16 & 8) != 0)
-            place = ring.rows64.index((lines + first_64) // 4)
-            _copy_rows(x64, full, place, tile.first + 16 * first_64, begin, (num_16 & 4) != 0)
-            place = ring.rows32.index((lines + first_32) // 2)
-            _copy_rows(x32, full, place, tile.first + 16 * first_32, begin, (num_16 & 2) != 0)
-            place = ring.rows16.index(lines + first_16)
-            _copy_rows(x16, full, place, tile.first + 16 * first_16, begin, (num_16 & 1) != 0)
+            _copy_rows(rows32, ring, stage, tile.first, num_boxes, k * 64)
         step += sizes.STEPS
 
 
@@ -257,6 +242,6 @@ def gather(weight, x, x_stride, pairs, ring, tiles, sizes):
             _copy_weights(weight, ring, stage, tile, k * 64, sizes)
             for i in gl.static_range(PIECES):
                 if i < num_pieces:
-                    copy_gathered(ring.rows32.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + places[i])
+                    copy_gathered(ring.rows.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + places[i])
             async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
         step += sizes.STEPS
