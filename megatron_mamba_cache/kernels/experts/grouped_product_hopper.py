@@ -28,7 +28,8 @@ from .product_ring import (
     MOST_ROWS,
     Sizes,
     allocate_ring,
-    fill_by_boxes,
+    fill_with_rows,
+    fill_with_weights,
     find_tile,
     find_unit,
     gather,
@@ -157,7 +158,7 @@ def _product_kernel(
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
     sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
     ring = allocate_ring(weight, rows32, sizes)
-    if AHEAD == 0:
+    if not AHEAD:
         await_then_release(OVERLAPS)
     first, second = (ring, tiles, out, sizes, 0), (ring, tiles, out, sizes, 1)
     if DIVISOR > 0:
@@ -175,10 +176,11 @@ def _product_kernel(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (fill_by_boxes, (weight, rows32, ring, tiles, sizes)),
+                (fill_with_weights, (weight, ring, tiles, sizes)),
+                (fill_with_rows, (rows32, ring, tiles, sizes)),
             ],
-            [4, 1],
-            [MULTIPLY_REGISTERS, FILL_REGISTERS],
+            [4, 1, 1],
+            [MULTIPLY_REGISTERS, FILL_REGISTERS, FILL_REGISTERS],
         )
 
 
@@ -227,7 +229,7 @@ def multiply_on_hopper(
         OUTPUTS=outputs,
         ACTIVATION=activation,
         DIVISOR=top_k or 0,
-        AHEAD=min(_STAGES, num_steps) if follows_first and top_k is None else 0,
+        AHEAD=follows_first and top_k is None,
         MULTIPLY_REGISTERS=_MULTIPLY_REGISTERS,
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,

@@ -1,6 +1,7 @@
 """A ring of tiles of weights and of rows in the shared memory of a Hopper GPU, filled ahead of their products; Gluon.
 
-One warp fills it by boxes; rows that have to be gathered, four warps fill in by ordinary copies, and weights with them.
+One warp fills it with weights and another one with rows, both by TMA boxes. Rows that have to be gathered are filled in
+by ordinary copies of four warps, which load the weights too.
 """
 
 from triton.experimental import gluon
@@ -35,7 +36,7 @@ class Sizes:
     A tile has units of 64 weights, from which come PER_UNIT outputs each. All outputs of an expert are in TILES tiles:
     the first NUM_WIDE have UNITS units (2 or 3), the others one fewer. Each tile of rows begins with another tile of
     outputs, TURN after that of the tile of rows before. STEPS stages, of which the ring holds STAGES, have all inputs.
-    The first AHEAD stages' weights are read before the kernel before is waited for.
+    If AHEAD, only rows wait for the previous kernel, not weights.
     """
 
     UNITS: gl.constexpr
@@ -192,14 +193,24 @@ def _copy_rows(rows32, ring, stage, first, num_boxes, begin):
 
 
 @gluon.jit
-def fill_by_boxes(weight, rows32, ring, tiles, sizes):
-    """Fill the ring with weights and rows, as stages become empty; one warp."""
+def fill_with_weights(weight, ring, tiles, sizes):
+    """Fill the ring with weights, as stages become empty; one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
-    if sizes.AHEAD > 0:
-        if gl.program_id(0) < num_tiles:
-            tile = find_tile(tiles, gl.program_id(0), num_tiles, sizes)
-            for k in range(sizes.AHEAD):
-                _copy_weights(weight, ring, k, tile, k * 64, sizes)
+    step = 0
+    for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        tile = find_tile(tiles, number, num_tiles, sizes)
+        for k in range(sizes.STEPS):
+            stage = (step + k) % sizes.STAGES
+            mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_weights(weight, ring, stage, tile, k * 64, sizes)
+        step += sizes.STEPS
+
+
+@gluon.jit
+def fill_with_rows(rows32, ring, tiles, sizes):
+    """Fill the ring with rows, as stages become empty; one warp."""
+    num_tiles = gl.load(tiles) * sizes.TILES
+    if sizes.AHEAD:
         await_then_release(sizes.OVERLAPS)
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -208,8 +219,6 @@ def fill_by_boxes(weight, rows32, ring, tiles, sizes):
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
             mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            if step + k >= sizes.AHEAD:
-                _copy_weights(weight, ring, stage, tile, k * 64, sizes)
             _copy_rows(rows32, ring, stage, tile.first, num_boxes, k * 64)
         step += sizes.STEPS
 
