@@ -1,5 +1,6 @@
 """A conversation as a chat template reads it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -8,10 +9,10 @@ from .parsers.parts import ParsedReply
 from .strict_json import strict_value
 
 _MARK = "\u2400"
-_DEVELOPER = "developer"
-_INSTRUCTING = ("system", _DEVELOPER)
+DEVELOPER = "developer"
+INSTRUCTING = ("system", DEVELOPER)
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_MARKING_TOOL = {
+MARKING_TOOL = {
     "type": "function",
     "function": {"name": _MARK, "description": _MARK, "parameters": _NO_PARAMETERS},
 }
@@ -66,7 +67,7 @@ class Conversation:
         They begin a prompt together, in an order that the template knows: who marks one means both.
         """
         roles = [message["role"] for message in self.messages]
-        count = next((at for at, role in enumerate(roles) if role not in _INSTRUCTING), len(roles))
+        count = next((at for at, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
         if not (count and self.tools):
             return ()
         ends = (Breakpoint(), Breakpoint(count - 1, len(self.messages[count - 1]["content"])))
@@ -76,33 +77,19 @@ class Conversation:
     def text(self, tokenizer: Any) -> str:
         """Return the conversation as the tokenizer's template renders it.
 
-        A template that does not know the role `developer` gets `system` instead.
-
         Raises:
             ValueError: If the template is missing or refuses it.
         """
         return str(
             tokenizer.render_chat(
-                self._messages_for(tokenizer),
-                self.tools,
-                self.values,
-                adds_prompt=self.adds_prompt,
-                continues=self.continues,
+                self.messages, self.tools, self.values, adds_prompt=self.adds_prompt, continues=self.continues
             )
         )
-
-    def _messages_for(self, tokenizer: Any) -> Sequence[dict[str, Any]]:
-        has_developer = any(message["role"] == _DEVELOPER for message in self.messages)
-        if not has_developer or _DEVELOPER in getattr(tokenizer, "chat_template", ""):
-            return self.messages
-        return [
-            {**message, "role": "system"} if message["role"] == _DEVELOPER else message for message in self.messages
-        ]
 
     def marked(self, place: Breakpoint) -> Self:
         """Return a conversation that parts from this one at a breakpoint: up to there, both have the same text."""
         if place.message is None:
-            return replace(self, tools=(*self.tools, _MARKING_TOOL))
+            return replace(self, tools=(*self.tools, MARKING_TOOL))
         message = self.messages[place.message]
         messages = [*self.messages]
         if place.call is None:
@@ -111,7 +98,8 @@ class Conversation:
         else:
             calls = message["tool_calls"][: place.call + 1]
             is_last = len(calls) == len(message["tool_calls"])
-            marking = [called(_MARK, "{}", _MARK)] if is_last else []  # which begins like a call that follows
+            # A call that follows begins like this one; some templates want ids of nine characters.
+            marking = [called(_MARK, "{}", _MARK * 9)] if is_last else []
             messages[place.message] = {**message, "tool_calls": [*calls, *marking]}
         return replace(self, messages=messages)
 
@@ -130,6 +118,17 @@ def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, A
     """Return a tool call for a template; see `arguments_object`."""
     identified = {} if call_id is None else {"id": call_id}
     return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
+
+
+def shown_call(name: str, arguments: Any) -> str:
+    """Return a call as text, for templates and kinds of calls that have no other form."""
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"[Called {name} with {written}]"
+
+
+def shown_result(name: str, text: str) -> str:
+    """Return the result of a call as text."""
+    return f"[Result of {name}]\n{text}"
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from .conversation import Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
 from .parsers.parts import ParsedReply
+from .template_fit import TemplateFit
 from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
 
@@ -53,6 +54,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._transcripts = transcripts
         self._knows_continuations = hasattr(tokenizer, "tokenize_after_tokens")
+        self._fit = TemplateFit(lambda conversation: conversation.text(tokenizer), _template_of(tokenizer))
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int]) -> Prompt:
         """Return a prompt of text or token ids; known tokens are reused if no token of the whole text spans their end.
@@ -86,19 +88,22 @@ class PromptReader:
             ApiError: 400 if there is no template, it has no place for tools or their calls, it refuses the messages, or
                 the prompt is too long.
         """
-        template = getattr(self._tokenizer, "chat_template", "")
+        template = _template_of(self._tokenizer)
         if not template:
             raise bad_request("this model has no chat template; use /v1/completions", "messages")
         if conversation.tools and "tools" not in template:
             raise bad_request("this model's chat template has no place for tools; leave them out", "tools")
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
-        prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
+        self._fit.note_unread_values(conversation)
+        count = len(conversation.breakpoints)
         places = (*conversation.breakpoints, *conversation.marked_head)
+        conversation = self._fit.fitted(replace(conversation, breakpoints=places))
+        prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
+        places = conversation.breakpoints
         ends = {replace(place, keep_s=0) for place in places}  # one of the head is marked already
         counts = {end: self._tokens_before(end, tenant, conversation, prompt) for end in ends}
-        breakpoints = _placed(conversation.breakpoints, counts)
-        head = _placed(conversation.marked_head, counts)
+        breakpoints, head = _placed(places[:count], counts), _placed(places[count:], counts)
         if head and max(head) not in breakpoints:
             breakpoints.append(max(head))
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
@@ -117,7 +122,7 @@ class PromptReader:
         if prompt.conversation is None or prompt.text is None or self._turn_end is None:
             return None
         try:
-            text = self._rendered(prompt.conversation.answered(reply))
+            text = self._rendered(self._fit.fitted(prompt.conversation.answered(reply)))
         except ApiError:
             return None
         if not text.startswith(prompt.text) or not text.endswith(self._turn_end):
@@ -179,6 +184,12 @@ class PromptReader:
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
         return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+
+
+def _template_of(tokenizer: Any) -> str:
+    """Return the source of a tokenizer's chat template; "" if it has none."""
+    found: str = getattr(tokenizer, "chat_template", "")
+    return found
 
 
 def _placed(places: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:

@@ -1,0 +1,255 @@
+"""Changes of a conversation for chat templates that do not read it as the client sent it.
+
+Each takes the turns of a conversation and returns those of one that says the same. None changes a turn because of what
+comes after it, except for messages right next to it, so a longer conversation begins like a shorter one.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, Self
+
+from .conversation import DEVELOPER, INSTRUCTING, Breakpoint, Conversation, shown_call, shown_result
+
+_JOINT = "\n\n"
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message with the breakpoints in it.
+
+    Args:
+        places: Each breakpoint with its index among those of the conversation.
+    """
+
+    message: dict[str, Any]
+    places: tuple[tuple[int, Breakpoint], ...] = ()
+
+    @property
+    def role(self) -> str:
+        """The role of the message."""
+        found: str = self.message["role"]
+        return found
+
+    @property
+    def content(self) -> str:
+        """The text of the message."""
+        found: str = self.message["content"]
+        return found
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The tool calls of the message."""
+        found: list[dict[str, Any]] = self.message.get("tool_calls", [])
+        return found
+
+    @property
+    def instructs(self) -> bool:
+        """True for a message with instructions."""
+        return self.role in INSTRUCTING
+
+    def with_role(self, role: str) -> Self:
+        """Return the turn as one of another role, with its text alone."""
+        return replace(self, message={"role": role, "content": self.content})
+
+    def after(self, text: str) -> Self:
+        """Return the turn with a text before its own."""
+        places = tuple((index, replace(place, end=place.end + len(text))) for index, place in self.places)
+        return replace(self, message={**self.message, "content": text + self.content}, places=places)
+
+    def joined(self, other: Self) -> Self:
+        """Return the turn with the text, the calls and the breakpoints of the next one."""
+        is_between = bool(self.content and other.content)
+        moved = other.after(self.content + _JOINT * is_between)
+        message = {**other.message, **self.message, "content": moved.content}
+        if self.message.get("name") != other.message.get("name"):
+            message.pop("name", None)
+        return replace(self, message=message, places=(*self.places, *moved.places))
+
+
+Rewrite = Callable[[Sequence[Turn]], list[Turn]]
+
+
+def turns_of(conversation: Conversation) -> list[Turn]:
+    """Return the messages of a conversation, each with its breakpoints."""
+    numbered = [*enumerate(conversation.breakpoints)]
+    return [
+        Turn(message, tuple((number, place) for number, place in numbered if place.message == index))
+        for index, message in enumerate(conversation.messages)
+    ]
+
+
+def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversation:
+    """Return a conversation with other turns, and its breakpoints where they are in them."""
+    places = [*conversation.breakpoints]
+    for index, turn in enumerate(turns):
+        for number, place in turn.places:
+            places[number] = replace(place, message=index)
+    return replace(conversation, messages=[turn.message for turn in turns], breakpoints=tuple(places))
+
+
+def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
+    """Give instructions of the developer the role `system`."""
+    return [
+        replace(turn, message={**turn.message, "role": "system"}) if turn.role == DEVELOPER else turn for turn in turns
+    ]
+
+
+def joined_instructions(turns: Sequence[Turn]) -> list[Turn]:
+    """Join neighbouring instructions of one role."""
+    return _joined(turns, lambda one, other: one.instructs and one.role == other.role)
+
+
+def joined_users(turns: Sequence[Turn]) -> list[Turn]:
+    """Join neighbouring messages of the user."""
+    return _joined(turns, lambda one, other: one.role == other.role == "user")
+
+
+def joined_replies(turns: Sequence[Turn]) -> list[Turn]:
+    """Join neighbouring messages of the model, up to one that calls tools."""
+    return _joined(turns, lambda one, other: one.role == other.role == "assistant" and not one.calls)
+
+
+def later_instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
+    """Put instructions after the first messages into the user's messages next to them."""
+    first = next((index for index, turn in enumerate(turns) if not turn.instructs), len(turns))
+    return [*turns[:first], *_instructions_in_users(turns[first:])]
+
+
+def instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
+    """Put all instructions into the user's messages next to them."""
+    return _instructions_in_users(turns)
+
+
+def short_ids(turns: Sequence[Turn]) -> list[Turn]:
+    """Give calls and results ids of nine letters and digits."""
+    return [replace(turn, message=_with_short_ids(turn.message)) for turn in turns]
+
+
+def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Divide messages of the model with text and calls into one with the text and one with the calls."""
+    return [part for turn in turns for part in (_text_and_calls(turn) if turn.calls and turn.content else [turn])]
+
+
+def single_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Divide messages with several calls into one for each call, followed by its result."""
+    found: list[Turn] = []
+    rest = [*turns]
+    while rest:
+        turn = rest.pop(0)
+        if len(turn.calls) < 2:
+            found.append(turn)
+            continue
+        results: list[Turn] = []
+        while rest and rest[0].role == "tool":
+            results.append(rest.pop(0))
+        found += _calls_with_results(turn, results)
+    return found
+
+
+def texts_in_results(turns: Sequence[Turn]) -> list[Turn]:
+    """Put a user's text that follows the result of a call into that result."""
+    return _joined(turns, lambda one, other: one.role == "tool" and other.role == "user")
+
+
+def calls_as_text(turns: Sequence[Turn]) -> list[Turn]:
+    """Write calls as text of the model, and their results as text of the user, next to the user's own."""
+    names: dict[Any, str] = {}
+    found: list[Turn] = []
+    for turn in turns:
+        names |= {call.get("id"): call["function"]["name"] for call in turn.calls}
+        if turn.role == "tool":
+            name = turn.message.get("name") or names.get(turn.message.get("tool_call_id"), "a tool")
+            found.append(turn.with_role("user").after(shown_result(name, "")))
+        else:
+            found.append(_with_written_calls(turn) if turn.calls else turn)
+    return joined_replies(joined_users(found))
+
+
+def _joined(turns: Sequence[Turn], belongs: Callable[[Turn, Turn], bool]) -> list[Turn]:
+    found: list[Turn] = []
+    for turn in turns:
+        if found and belongs(found[-1], turn):
+            found[-1] = found[-1].joined(turn)
+        else:
+            found.append(turn)
+    return found
+
+
+def _instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
+    """Put instructions into a message of the user; those between a call and its result come after the result."""
+    found: list[Turn] = []
+    held: list[Turn] = []
+    for turn in turns:
+        if turn.instructs:
+            held.append(turn.with_role("user"))
+        elif turn.role == "tool" or not held:
+            found.append(turn)
+        else:
+            instructions = _joined(held, lambda _one, _other: True)[0]
+            held.clear()
+            if found and found[-1].role == "user":
+                found[-1] = found[-1].joined(instructions)
+                found.append(turn)
+            elif turn.role == "user":
+                found.append(instructions.joined(turn))
+            else:
+                found += [instructions, turn]
+    if held and found and found[-1].role == "user":
+        held.insert(0, found.pop())
+    return [*found, *_joined(held, lambda _one, _other: True)]
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(message)
+    if "tool_calls" in message:
+        changed["tool_calls"] = [
+            {**call, "id": _short(call.get("id") or f"{index} {call['function']['name']}")}
+            for index, call in enumerate(message["tool_calls"])
+        ]
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short(message["tool_call_id"])
+    return changed
+
+
+def _short(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _text_and_calls(turn: Turn) -> Iterator[Turn]:
+    text = {key: value for key, value in turn.message.items() if key != "tool_calls"}
+    calls = {key: value for key, value in turn.message.items() if key != "reasoning_content"} | {"content": ""}
+    yield Turn(text, tuple((number, place) for number, place in turn.places if place.call is None))
+    yield Turn(calls, tuple((number, replace(place, end=0)) for number, place in turn.places if place.call is not None))
+
+
+def _calls_with_results(turn: Turn, results: list[Turn]) -> Iterator[Turn]:
+    for index, call in enumerate(turn.calls):
+        kept = {"role": turn.role, "content": ""} if index else turn.message
+        places = [
+            (number, place if place.call is None else replace(place, call=0, end=0 if index else place.end))
+            for number, place in turn.places
+            if place.call == index or (place.call is None and not index)
+        ]
+        yield Turn({**kept, "tool_calls": [call]}, tuple(places))
+        own = next((result for result in results if result.message.get("tool_call_id") == call.get("id")), None)
+        if own is not None:
+            results.remove(own)
+            yield own
+    yield from results
+
+
+def _with_written_calls(turn: Turn) -> Turn:
+    """Return a turn whose calls are text after its own; a breakpoint after a call is at the end of the call's text."""
+    text, ends = turn.content, []
+    for call in turn.calls:
+        text += _JOINT * bool(text) + shown_call(call["function"]["name"], call["function"]["arguments"])
+        ends.append(len(text))
+    message = {key: value for key, value in turn.message.items() if key != "tool_calls"} | {"content": text}
+    places = [
+        (number, place if place.call is None else replace(place, call=None, end=ends[place.call]))
+        for number, place in turn.places
+    ]
+    return Turn(message, tuple(places))

@@ -1,0 +1,230 @@
+"""Fit conversations to a chat template that would drop or refuse some of their messages."""
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from .conversation import DEVELOPER, MARKING_TOOL, Conversation, called
+from .errors import bad_request
+from .ignored import note_ignored
+from .rewrites import (
+    Rewrite,
+    calls_as_text,
+    developer_as_system,
+    instructions_in_users,
+    joined_instructions,
+    joined_replies,
+    joined_users,
+    later_instructions_in_users,
+    short_ids,
+    single_calls,
+    text_before_calls,
+    texts_in_results,
+    turns_of,
+    with_turns,
+)
+
+_ORDER: tuple[Rewrite, ...] = (
+    developer_as_system,
+    joined_instructions,
+    instructions_in_users,
+    later_instructions_in_users,
+    short_ids,
+    text_before_calls,
+    single_calls,
+    texts_in_results,
+    calls_as_text,
+    joined_users,
+    joined_replies,
+)
+"""All rewrites in the order in which they are applied, the later ones to what the earlier ones leave."""
+
+_SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
+_CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
+_PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
+    (developer_as_system, ((_DEVELOPER, _USER), (_SYSTEM, _DEVELOPER, _USER), (_USER, _REPLY, _DEVELOPER, _USER))),
+    (instructions_in_users, ((_SYSTEM, _USER),)),
+    (
+        later_instructions_in_users,
+        ((_SYSTEM, _USER, _REPLY, _SYSTEM, _USER), (_USER, _SYSTEM), (_USER, _REPLY, _SYSTEM, _USER)),
+    ),
+    (joined_users, ((_USER, _USER), (_USER, _REPLY, _USER, _USER))),
+    (joined_replies, ((_USER, _REPLY, _REPLY, _USER),)),
+    (short_ids, ((_USER, _CALL, _RESULT, _REPLY, _USER),)),
+    (calls_as_text, ((_USER, _CALL, _RESULT, _REPLY, _USER),)),
+    (single_calls, ((_USER, _CALLS, _RESULT, _OTHER_RESULT, _REPLY, _USER),)),
+    (text_before_calls, ((_USER, _SAYING_CALL, _RESULT, _REPLY, _USER), (_USER, _SAYING_CALL, _RESULT))),
+    (texts_in_results, ((_USER, _CALL, _RESULT, _USER), (_USER, _CALL, _RESULT, _USER, _REPLY, _USER))),
+)
+"""For each rewrite, small conversations that a template reads as they are if it does not need the rewrite."""
+
+Render = Callable[[Conversation], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a template reads of a conversation.
+
+    Args:
+        is_refused: Whether the template raises.
+        unread: Indexes of messages that its text leaves out, except those of `unread_with_calls`.
+        unread_with_calls: Indexes of messages of which the calls are read, but not the text before them.
+    """
+
+    is_refused: bool = False
+    unread: tuple[int, ...] = ()
+    unread_with_calls: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """True when nothing is left out."""
+        return not self.is_refused and not self.unread and not self.unread_with_calls
+
+    @property
+    def is_usable(self) -> bool:
+        """True when nothing is left out but what the model itself wrote before its calls."""
+        return not self.is_refused and not self.unread
+
+
+class TemplateFit:
+    """Rewrites conversations so that a chat template reads all their messages.
+
+    What a template reads is found by rendering the conversation with a marker text in place of each text. Rewrites that
+    a template always needs are found once, from small conversations, so that each turn begins like the turn before.
+    Reasoning of earlier turns may be left out.
+
+    Args:
+        render: Returns the text of a conversation; raises `ValueError` if the template refuses it.
+        source: The template.
+    """
+
+    def __init__(self, render: Render, source: str) -> None:
+        self._render = render
+        self._source = source
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """Return a conversation that the template reads and that says the same, its breakpoints where they belong.
+
+        A conversation that the template refuses in every form is returned too; rendering it says why.
+
+        Raises:
+            ApiError: 400 if the template leaves out a message in every form.
+        """
+        for rewrites in self._choices(conversation):
+            found = _rewritten(conversation, rewrites)
+            reading = self._reading(found)
+            if reading.is_usable:
+                if not reading.is_whole:
+                    note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
+                return found
+        if reading.unread:  # of the conversation as it is, the last choice
+            index = reading.unread[0]
+            role = conversation.messages[index]["role"]
+            raise bad_request(
+                f"messages.{index}: the model's chat template leaves out a message of role {role} at this place; "
+                "move it, or leave it out",
+                f"messages.{index}",
+            )
+        return _rewritten(conversation, self._needed)
+
+    def note_unread_values(self, conversation: Conversation) -> None:
+        """Count the variables of a conversation that the template does not read."""
+        note_ignored(
+            "the chat template does not read it", [name for name in conversation.values if name not in self._source]
+        )
+
+    @cached_property
+    def _needed(self) -> frozenset[Rewrite]:
+        """The rewrites that the template needs for every conversation to which they apply."""
+        needed: set[Rewrite] = {joined_instructions}
+        if DEVELOPER not in self._source:
+            needed.add(developer_as_system)
+        for rewrite, roles in _PROBES:
+            probes = [_conversation_of(names) for names in roles]
+            if not self._reads_all(probes, needed) and self._reads_all(probes, needed | {rewrite}):
+                needed.add(rewrite)
+        return frozenset(needed)
+
+    def _reads_all(self, probes: Sequence[Conversation], rewrites: Set[Rewrite]) -> bool:
+        return all(self._reading(_rewritten(probe, rewrites)).is_whole for probe in probes)
+
+    def _choices(self, conversation: Conversation) -> Iterator[frozenset[Rewrite]]:
+        """Yield the sets of rewrites to try: what is always needed, with each further one, with all, and none."""
+        others = [rewrite for rewrite in _ORDER if rewrite not in self._needed]
+        if not conversation.has_calls:
+            others = [rewrite for rewrite in others if rewrite is not calls_as_text]
+        yield self._needed
+        for rewrite in others:
+            yield self._needed | {rewrite}
+        yield self._needed | {rewrite for rewrite in others if rewrite is not calls_as_text}
+        yield self._needed | {*others}
+        yield frozenset()
+
+    def _reading(self, conversation: Conversation) -> Reading:
+        marked = _marked(conversation)
+        try:
+            text = self._render(marked)
+        except ValueError:
+            return Reading(is_refused=True)
+        unread: list[int] = []
+        unread_with_calls: list[int] = []
+        for index, message in enumerate(marked.messages):
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            if not all(call["name"] in text and all(key in text for key in call["arguments"]) for call in calls):
+                unread.append(index)
+            elif message["content"] not in text:
+                (unread_with_calls if calls else unread).append(index)
+        return Reading(False, tuple(unread), tuple(unread_with_calls))
+
+
+def _rewritten(conversation: Conversation, rewrites: Set[Rewrite]) -> Conversation:
+    turns = turns_of(conversation)
+    for rewrite in _ORDER:
+        if rewrite in rewrites:
+            turns = rewrite(turns)
+    return with_turns(conversation, turns)
+
+
+def _marked(conversation: Conversation) -> Conversation:
+    """Return a conversation of the same form with a marker in place of each text, and at most one tool."""
+    return replace(
+        conversation,
+        messages=[_with_markers(index, message) for index, message in enumerate(conversation.messages)],
+        tools=(MARKING_TOOL,) if conversation.tools else (),
+    )
+
+
+def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    marked = {**message, "content": f"words{index:05}here" if message["content"].strip() else ""}
+    if "reasoning_content" in message:
+        marked["reasoning_content"] = f"thought{index:05}here"
+    if "tool_calls" in message:
+        marked["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    "name": f"name{index:05}and{number:05}here",
+                    "arguments": {f"key{index:05}and{number:05}here": "value"} if call["function"]["arguments"] else {},
+                },
+            }
+            for number, call in enumerate(message["tool_calls"])
+        ]
+    return marked
+
+
+def _conversation_of(names: Sequence[str]) -> Conversation:
+    """Return a probe, by the names of its messages."""
+    messages = [{"role": name, "content": "x"} | _CALLING.get(name, {}) for name in names]
+    return Conversation(messages, tools=(MARKING_TOOL,) if "call" in " ".join(names) else (), adds_prompt=True)
+
+
+_IDS = ("call_0123456789abcdef", "call_fedcba9876543210")
+_CALLED = [called("x", '{"x": "x"}', call_id) for call_id in _IDS]
+_CALLING: dict[str, dict[str, Any]] = {
+    _CALL: {"role": "assistant", "content": "", "tool_calls": _CALLED[:1]},
+    _SAYING_CALL: {"role": "assistant", "tool_calls": _CALLED[:1]},
+    _CALLS: {"role": "assistant", "content": "", "tool_calls": _CALLED},
+    _RESULT: {"role": "tool", "tool_call_id": _IDS[0]},
+    _OTHER_RESULT: {"role": "tool", "tool_call_id": _IDS[1]},
+}

@@ -1,0 +1,248 @@
+"""Every message that a client sends is in the prompt, whatever the family's chat template reads, or is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.server.conversation import Conversation
+from megatron_mamba_cache.server.errors import ApiError
+from megatron_mamba_cache.server.prompts import Prompt, PromptReader
+from megatron_mamba_cache.server.schemas import ChatRequest
+from megatron_mamba_cache.server.tenants import Tenant
+from megatron_mamba_cache.server.transcripts import Transcripts
+from tests.server.family_templates import FAMILIES
+from tests.server.scripted_agent import TOOL, agent_tokenizer
+
+IDS = ("call_4f1d9b7c", "toolu_01A9")
+
+
+def said(role: str, text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": text} | fields
+
+
+def calling(text: str, *cities: str) -> dict[str, Any]:
+    """Return a message of the model that calls a tool for each city."""
+    calls = [
+        {"id": call_id, "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}}
+        for call_id, city in zip(IDS, cities, strict=False)
+    ]
+    return said("assistant", text, tool_calls=calls)
+
+
+def result(text: str, number: int = 0) -> dict[str, Any]:
+    return said("tool", text, tool_call_id=IDS[number])
+
+
+BRIEF, KIND, RULE = said("system", "Be brief."), said("system", "Be kind."), said("developer", "Write no code.")
+ASKED, AGAIN, HELLO = said("user", "Weather in Oslo?"), said("user", "And in Rome?"), said("assistant", "Hello there.")
+
+TALKS: dict[str, list[dict[str, Any]]] = {
+    "instructions first": [BRIEF, ASKED],
+    "two instructions": [BRIEF, KIND, ASKED],
+    "instructions of both": [BRIEF, RULE, ASKED, AGAIN],
+    "the developer alone": [RULE, ASKED],
+    "instructions in between": [BRIEF, ASKED, HELLO, KIND, RULE, AGAIN],
+    "instructions without any before": [ASKED, HELLO, RULE, AGAIN],
+    "instructions last": [BRIEF, ASKED, KIND],
+    "instructions after a reply, last": [ASKED, HELLO, KIND],
+    "instructions alone": [BRIEF],
+    "two users": [ASKED, AGAIN, HELLO, said("user", "One."), said("user", "Two.")],
+    "two replies": [ASKED, HELLO, said("assistant", "How are you?"), AGAIN],
+}
+CALLING_TALKS: dict[str, list[dict[str, Any]]] = {
+    "a call": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees")],
+    "a call and its answer": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), HELLO, AGAIN],
+    "text after a result": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), AGAIN],
+    "two calls": [ASKED, calling("", "Oslo", "Rome"), result("5 degrees"), result("20 degrees", 1), HELLO, AGAIN],
+    "instructions before a result": [ASKED, calling("", "Oslo"), KIND, result("5 degrees")],
+    "instructions after a result": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), KIND, AGAIN],
+}
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptReader]:
+    folder = tmp_path_factory.mktemp("families")
+    return {
+        name: PromptReader(agent_tokenizer(folder / name.replace(" ", "_"), source), Transcripts(0), 4096)
+        for name, source in FAMILIES.items()
+    }
+
+
+def conversation(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
+    """Return what a chat completion with these messages is."""
+    return ChatRequest.model_validate({"messages": messages} | fields).conversation()
+
+
+def prompt_of(reader: PromptReader, messages: list[dict[str, Any]], **fields: Any) -> Prompt:
+    return reader.read_chat(Tenant(), conversation(messages, **fields))
+
+
+def knows_tools(family: str) -> bool:
+    return "tool_calls" in FAMILIES[family]
+
+
+@pytest.mark.parametrize("talk", [*TALKS, *CALLING_TALKS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_message_is_in_the_prompt_once(readers: dict[str, PromptReader], family: str, talk: str) -> None:
+    if talk in CALLING_TALKS and not knows_tools(family):
+        return
+    messages = (TALKS | CALLING_TALKS)[talk]
+    text = prompt_of(readers[family], messages, tools=[TOOL] if talk in CALLING_TALKS else None).text
+    assert text is not None
+    for message in messages:
+        assert text.count(message["content"]) == 1 or not message["content"], text
+        for call in message.get("tool_calls", ()):
+            city = call["function"]["arguments"].split('"')[3]
+            assert city in text.replace(f"in {city}", ""), text
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral 3"}))
+def test_messages_stay_in_order(readers: dict[str, PromptReader], family: str) -> None:
+    """Instructions of the beginning come first, and those in between are next to the messages around them."""
+    text = prompt_of(readers[family], TALKS["instructions in between"]).text or ""
+    wanted = [message["content"] for message in TALKS["instructions in between"]]
+    assert sorted(wanted, key=text.index) == wanted
+    assert "Be kind.\n\nWrite no code." in text
+
+
+def test_a_template_that_reads_all_messages_gets_them_as_they_are(readers: dict[str, PromptReader]) -> None:
+    for talk in ("instructions in between", "two users", "two replies", "instructions last"):
+        talked = [said("system", "Be kind.") if message is RULE else message for message in TALKS[talk]]
+        if talk == "instructions in between":
+            talked.pop(4)
+        roles = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in talked]
+        text = prompt_of(readers["hermes"], talked).text
+        assert text == "".join(roles) + "<|im_start|>assistant\n"
+
+
+LONG = [
+    *TALKS["instructions of both"],
+    HELLO,
+    KIND,
+    said("user", "One."),
+    calling("", "Oslo"),
+    result("5 degrees"),
+    said("user", "<note>"),
+    said("assistant", "Cold."),
+    said("user", "Two."),
+]
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral 3"}))  # which puts instructions into the last message
+def test_each_turn_begins_like_the_turn_before(readers: dict[str, PromptReader], family: str) -> None:
+    talk = [message for message in LONG if knows_tools(family) or message["role"] != "tool"]
+    if not knows_tools(family):
+        talk = [message for message in talk if "tool_calls" not in message]
+    before = ""
+    for end, message in enumerate(talk):
+        is_turn = end + 1 == len(talk) or talk[end + 1]["role"] == "assistant"
+        if message["role"] not in ("user", "tool") or not is_turn:
+            continue
+        text = prompt_of(readers[family], talk[: end + 1], add_generation_prompt=False).text or ""
+        assert text.startswith(before) and len(text) > len(before)
+        before = text
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def marked(text: str) -> list[dict[str, Any]]:
+    """Return content whose first part ends at a mark."""
+    return [{"type": "text", "text": text} | MARK, {"type": "text", "text": "The rest."}]
+
+
+MARKED: dict[str, list[dict[str, Any]]] = {
+    "instructions": [said("system", marked("Be brief.")), ASKED],  # type: ignore[arg-type]
+    "instructions of the developer": [BRIEF, said("developer", marked("Be kind.")), ASKED],  # type: ignore[arg-type]
+    "instructions in between": [BRIEF, ASKED, HELLO, said("system", marked("Be kind.")), AGAIN],  # type: ignore[arg-type]
+    "the second of two users": [ASKED, said("user", marked("And in Rome?"))],  # type: ignore[arg-type]
+    "the first of two users": [said("user", marked("And in Rome?")), ASKED],  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("talk", MARKED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_breakpoints_move_with_their_messages(readers: dict[str, PromptReader], family: str, talk: str) -> None:
+    prompt = prompt_of(readers[family], MARKED[talk])
+    (words,) = (m["content"][0]["text"] for m in MARKED[talk] if isinstance(m["content"], list))
+    (place,) = prompt.breakpoints
+    assert prompt.text is not None
+    end = prompt.text.index(words) + len(words)
+    tokenizer = readers[family]._tokenizer
+    found = tokenizer.detokenize(prompt.token_ids[: place.position], skip_special_tokens=False)
+    assert abs(len(found) - end) <= 3, found  # a token may span the end
+
+
+CALL_MARKS: list[tuple[str, list[dict[str, Any]], str]] = [
+    ("a result", [ASKED, calling("", "Oslo"), result("5 degrees") | MARK, AGAIN], "5 degrees"),
+    ("text after a result", [ASKED, calling("", "Oslo"), result("5 degrees"), AGAIN | MARK], "And in Rome?"),
+    ("text before a call", [ASKED, calling("", "Oslo") | {"content": marked("I look.")}, result("5")], "I look."),
+]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if knows_tools(name)])
+@pytest.mark.parametrize(("_name", "messages", "words"), CALL_MARKS)
+def test_breakpoints_around_calls_move_too(
+    readers: dict[str, PromptReader], family: str, _name: str, messages: list[dict[str, Any]], words: str
+) -> None:
+    prompt = prompt_of(readers[family], messages, tools=[TOOL])
+    assert prompt.text is not None
+    if words not in prompt.text:  # a text that the family has no place for
+        assert (family, words) == ("mistral 3", "I look.") and not prompt.breakpoints
+        return
+    (place,) = prompt.breakpoints
+    end = prompt.text.index(words) + len(words)
+    found = readers[family]._tokenizer.detokenize(prompt.token_ids[: place.position], skip_special_tokens=False)
+    assert abs(len(found) - end) <= 3, found
+
+
+def test_text_before_a_call_gets_a_message_of_its_own_where_calls_hide_it(readers: dict[str, PromptReader]) -> None:
+    messages = [ASKED, calling("I look.", "Oslo"), result("5 degrees")]
+    assert "assistant\nI look.<|eot|><|header|>assistant\n{" in (
+        prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
+    )
+
+
+def test_calls_are_divided_and_named_as_the_template_wants_them(readers: dict[str, PromptReader]) -> None:
+    messages = CALLING_TALKS["two calls"]
+    text = prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
+    words = ["Oslo?", '"Oslo"}', "5 degrees", '"Rome"}', "20 degrees", "Hello"]
+    assert sorted(words, key=text.index) == words
+    text = prompt_of(readers["mistral 3"], messages, tools=[TOOL]).text or ""
+    ids = [call["id"] for call in messages[1]["tool_calls"]]
+    assert not any(call_id in text for call_id in ids) and text.count("[RESULTS]") == 2
+
+
+def test_results_that_a_template_drops_are_text_of_the_user(readers: dict[str, PromptReader]) -> None:
+    text = prompt_of(readers["phi 4"], CALLING_TALKS["a call"], tools=[TOOL]).text or ""
+    assert '<|assistant|>[Called get_weather with {"city": "Oslo"}]<|end|>' in text
+    assert text.endswith("<|user|>[Result of get_weather]\n5 degrees<|end|><|assistant|>")
+
+
+DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "words"),
+    [
+        (DEAF, [ASKED, HELLO, AGAIN], "messages.1: the model's chat template leaves out a message of role assistant"),
+        ("{{ messages[-1].content }}", [ASKED, HELLO, AGAIN], "messages.0: the model's chat template leaves out"),
+        ("gemma", [HELLO, ASKED], "the model's chat template refuses the messages: roles must alternate"),
+        ("mistral 3", [HELLO], "the model's chat template refuses the messages: roles must alternate"),
+    ],
+)
+def test_what_no_form_of_a_conversation_shows_is_refused(
+    tmp_path: Path, family: str, messages: list[dict[str, Any]], words: str
+) -> None:
+    reader = PromptReader(agent_tokenizer(tmp_path / "model", FAMILIES.get(family, family)), Transcripts(0), 4096)
+    with pytest.raises(ApiError) as found:
+        prompt_of(reader, messages)
+    assert words in found.value.message
+
+
+def test_reasoning_of_earlier_turns_may_be_left_out(readers: dict[str, PromptReader]) -> None:
+    reply = said("assistant", "Hello there.", reasoning_content="Hm, well.")
+    for family in FAMILIES:
+        text = prompt_of(readers[family], [ASKED, reply, AGAIN]).text or ""
+        assert "Hello there." in text and "Hm, well." not in text
