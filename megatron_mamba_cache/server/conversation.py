@@ -1,6 +1,5 @@
 """A conversation as a chat template reads it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -118,17 +117,6 @@ def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, A
     """Return a tool call for a template; see `arguments_object`."""
     identified = {} if call_id is None else {"id": call_id}
     return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
-
-
-def shown_call(name: str, arguments: Any) -> str:
-    """Return a call as text, for templates and kinds of calls that have no other form."""
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f"[Called {name} with {written}]"
-
-
-def shown_result(name: str, text: str) -> str:
-    """Return the result of a call as text."""
-    return f"[Result of {name}]\n{text}"
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pydantic.types import Strict
 from pydantic_core import PydanticCustomError
 
 from .strict_json import fault_of
-from .unsupported import Table, schema_with, without_unsupported
+from .unsupported import Table, schema_with, without_labels, without_unsupported
 
 INT32_MAX = 2**31 - 1
 _MOST_STOPS = 16
@@ -64,13 +64,17 @@ Mark = CacheControl | PromptCacheBreakpoint
 
 
 class PartlySupported(BaseModel):
-    """An object that refuses its unsupported fields by name, unless their values ask for nothing."""
+    """An object that refuses its unsupported fields by name, unless their values ask for nothing.
 
-    model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, schema))
+    `labels` names fields that cannot change a reply. They are counted, and left out unless the schema has them.
+    """
+
+    model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, kind.labels, schema))
 
     unsupported: ClassVar[Table] = {}
+    labels: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _without_unsupported(cls, fields: Any) -> Any:
-        return without_unsupported(cls.unsupported, fields)
+        return without_unsupported(cls.unsupported, without_labels(cls.labels, cls.model_fields, fields))

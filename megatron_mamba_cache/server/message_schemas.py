@@ -1,6 +1,6 @@
 """Schemas of messages, and of what else a chat template reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -9,10 +9,12 @@ from pydantic_core import PydanticCustomError
 from .conversation import Breakpoint, Conversation
 from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Mark, Name, PartlySupported, PromptCacheBreakpoint, Text
+from .shown_text import text_instead
 from .tool_schemas import Calls, Tools
 from .unsupported import MESSAGE, REFUSED
 
 _MOST_BREAKPOINTS = 4  # as in both APIs: Anthropic's refuses more, and OpenAI's uses the last ones
+_LINE_END = "\n"  # between the text parts of a message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -49,7 +51,8 @@ def _known(role: str) -> str:
 class Message(PartlySupported):
     """One message; unknown fields, such as those in OpenAI's replies, are ignored.
 
-    The reasoning of an earlier reply is `reasoning_content` or `reasoning`. `cache_control` is a mark at the end.
+    Text parts are joined by line ends. In results of calls, other parts become a line that says what is left out. The
+    reasoning of an earlier reply is `reasoning_content` or `reasoning`. `cache_control` is a mark at the end.
     """
 
     unsupported = MESSAGE
@@ -62,6 +65,12 @@ class Message(PartlySupported):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_text_results(cls, fields: Any) -> Any:
+        content = fields.get("content") if isinstance(fields, Mapping) and fields.get("role") == "tool" else None
+        return {**fields, "content": [*map(text_instead, content)]} if isinstance(content, list) else fields
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -76,8 +85,8 @@ class Message(PartlySupported):
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
         """Yield the marks in it, in order, and the breakpoints that they set in the message of this index."""
         end, calls = 0, self.tool_calls or []
-        for part in () if self.content is None or isinstance(self.content, str) else self.content:
-            end += len(part.text)
+        for number, part in enumerate(() if self.content is None or isinstance(self.content, str) else self.content):
+            end += len(part.text) + (len(_LINE_END) if number else 0)
             if part.mark is not None:
                 yield part.mark, Breakpoint(index, end, part.mark.keep_s)
         for number, call in enumerate(calls):
@@ -90,7 +99,7 @@ class Message(PartlySupported):
     @property
     def _text(self) -> str:
         content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return content if isinstance(content, str) else _LINE_END.join(part.text for part in content)
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template, its parts joined."""

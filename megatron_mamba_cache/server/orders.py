@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Request
 
 from .backend import GenerationRequest
-from .conversation import Conversation
 from .errors import ApiError, bad_request
 from .job import Order
 from .limits import ServerLimits
@@ -20,6 +19,7 @@ from .reply import ReplyReading
 from .reply_forms import FormMaker
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
+from .tool_schemas import ChosenTools, chosen_tools
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
@@ -96,11 +96,12 @@ class OrderMaker:
         answer = body.answer
         if answer is not None and answer_field is not None:
             answer = answer_field, answer[1]
-        form = self._form_maker.chat(answer, conversation.tools, body.tool_choice, body.parallel_tool_calls)
+        chosen = chosen_tools(body.tool_choice, conversation.tools)
+        form = self._form_maker.chat(answer, chosen, body.parallel_tool_calls)
         for name in ("ignore_eos", "min_tokens"):
             if form is not None and getattr(body, name):
                 raise bad_request(f"{form.field} says where a reply ends; leave out {name}", name)
-        return replace(order, reading=self._reading(body, conversation), form=form)
+        return replace(order, reading=self._reading(body, chosen), form=form)
 
     def _order(
         self,
@@ -153,14 +154,14 @@ class OrderMaker:
             scoring=scoring,
         )
 
-    def _reading(self, body: ChatRequest, conversation: Conversation) -> ReplyReading | None:
+    def _reading(self, body: ChatRequest, chosen: ChosenTools) -> ReplyReading | None:
         """Return how the replies to messages are read; None if all of their text is content."""
         syntax = self._model.syntax
-        calls_tools = bool(conversation.tools) and body.tool_choice != "none" and syntax.tool_calls is not None
+        calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
         shows_all = body.skip_special_tokens is False
         if not calls_tools and syntax.reasoning is None and not shows_all:
             return None
-        functions = [tool["function"] for tool in conversation.tools]
+        functions = [tool["function"] for tool in chosen.tools]
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
             self._tokenizer.detokenizer(None if shows_all else syntax.special_texts),

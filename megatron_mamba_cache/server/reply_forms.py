@@ -1,6 +1,6 @@
 """What a reply has to look like: an answer of a form, or calls of tools, perhaps after reasoning."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from .errors import bad_request
 from .parsers.call_grammars import CallableTool, calls_grammar, text_and_calls_grammar
 from .parsers.families import ReplySyntax
 from .parsers.reasoning import ReasoningForm
-from .tool_schemas import NamedTool
+from .tool_schemas import ChosenTools, NamedTool
 
 _TOOLS, _CHOICE = "tools", "tool_choice"
 
@@ -70,23 +70,23 @@ class FormMaker:
     def chat(
         self,
         answer: tuple[str, Grammar] | None,
-        tools: Sequence[Mapping[str, Any]],
-        choice: str | NamedTool | None,
+        chosen: ChosenTools,
         may_call_several: bool | None,
     ) -> ReplyForm | None:
         """Return the form of a reply to messages; None if it may be anything.
 
         Args:
             answer: The field that says what an answer has to follow, and that.
-            tools: In OpenAI's form.
+            chosen: The tools that may be called, and whether one must be.
             may_call_several: False allows one call.
 
         Raises:
             ApiError: 400 if a call is asked for and there is no such tool, or nothing is known of the model's calls.
         """
+        choice, tools = chosen.choice, chosen.tools
         is_forced = choice == "required" or isinstance(choice, NamedTool)
         if not is_forced and answer is None and choice != "none":
-            return self._strict_calls(tools)
+            return self._strict_calls(chosen)
         if not is_forced and (answer is None or not tools or choice == "none" or self._syntax.tool_calls is None):
             return None if answer is None else self._after_reasoning(*answer)
         callable_tools = [_callable(tool["function"]) for tool in tools]
@@ -107,10 +107,14 @@ class FormMaker:
         field, grammar = answer
         return self._after_reasoning(field, any_of(calls, grammar))
 
-    def _strict_calls(self, tools: Sequence[Mapping[str, Any]]) -> ReplyForm | None:
-        """Return the form of a reply whose calls of strict tools have arguments of their schemas; None without any."""
-        functions = [tool["function"] for tool in tools]
-        if self._syntax.tool_calls is None or not any(function.get("strict") for function in functions):
+    def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
+        """Return the form of a reply whose calls of strict tools have arguments of their schemas; None without any.
+
+        Where only some tools may be called, it has calls of these alone.
+        """
+        functions = [tool["function"] for tool in chosen.tools]
+        is_held = chosen.are_some or any(function.get("strict") for function in functions)
+        if self._syntax.tool_calls is None or not is_held:
             return None
         callable_tools = [
             _callable(function) if function.get("strict") else CallableTool(function["name"], None)

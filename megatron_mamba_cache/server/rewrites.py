@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Self
 
-from .conversation import DEVELOPER, INSTRUCTING, Breakpoint, Conversation, shown_call, shown_result
+from .conversation import DEVELOPER, INSTRUCTING, Breakpoint, Conversation
+from .shown_text import shown_call, shown_result
 
 _JOINT = "\n\n"
+_SAID = "[Said with the call]\n"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -133,6 +135,19 @@ def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
     return [part for turn in turns for part in (_text_and_calls(turn) if turn.calls and turn.content else [turn])]
 
 
+def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
+    """Put the text of a message with calls into the result that follows it."""
+    found: list[Turn] = []
+    for turn in turns:
+        if found and turn.role == "tool" and found[-1].calls and found[-1].content:
+            texts, calls = _text_and_calls(found[-1])
+            found[-1] = replace(calls, message={**found[-1].message, "content": ""})
+            said = texts.after(_SAID)
+            turn = replace(said, message={**turn.message, "content": said.content}).joined(turn)
+        found.append(turn)
+    return found
+
+
 def single_calls(turns: Sequence[Turn]) -> list[Turn]:
     """Divide messages with several calls into one for each call, followed by its result."""
     found: list[Turn] = []
@@ -149,7 +164,7 @@ def single_calls(turns: Sequence[Turn]) -> list[Turn]:
     return found
 
 
-def texts_in_results(turns: Sequence[Turn]) -> list[Turn]:
+def user_text_in_results(turns: Sequence[Turn]) -> list[Turn]:
     """Put a user's text that follows the result of a call into that result."""
     return _joined(turns, lambda one, other: one.role == "tool" and other.role == "user")
 

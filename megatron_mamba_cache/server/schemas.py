@@ -24,7 +24,7 @@ from .field_types import (
 )
 from .message_schemas import Messages, Templated
 from .tool_schemas import ToolChoice
-from .unsupported import CHAT, COMMON, COMPLETION, REFUSED, STREAM_OPTIONS, TEMPLATING
+from .unsupported import CHAT, COMMON, COMPLETION, LABELS, REFUSED, STREAM_OPTIONS, TEMPLATING
 
 _MOST_STOP_TOKENS = 256
 _MOST_CHOICES = 2**16  # the limit of the server is lower
@@ -48,7 +48,7 @@ class StreamOptions(PartlySupported):
 
 
 class GenerationFields(AnswerFields):
-    """Fields of both endpoints. Fields of OpenAI's that change nothing here are ignored; others are refused.
+    """Fields of both endpoints. Fields that cannot change a reply are ignored and counted; others are refused.
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
     `ignore_eos`, `skip_special_tokens`, `cache_salt` (prefixes are shared only between requests of the same salt),
@@ -57,6 +57,7 @@ class GenerationFields(AnswerFields):
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
     unsupported = COMMON
+    labels = LABELS
 
     model: Name | None = None
     n: Annotated[Int, Field(ge=1, le=_MOST_CHOICES)] | None = None
@@ -173,11 +174,14 @@ class ChatRequest(GenerationFields, Templated):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
     reasoning_effort: Name | None = None
+    verbosity: Name | None = None
     include_reasoning: Flag | None = None
 
     def conversation(self) -> Conversation:
         """Return what the template reads."""
-        return self.conversation_of(self.messages, reasoning_effort=self.reasoning_effort)
+        return self.conversation_of(
+            self.messages, reasoning_effort=self.reasoning_effort, verbosity=self.verbosity
+        )
 
 
 class TokenizeRequest(PartlySupported, Templated):

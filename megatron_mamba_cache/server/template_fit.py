@@ -20,8 +20,9 @@ from .rewrites import (
     short_ids,
     single_calls,
     text_before_calls,
-    texts_in_results,
+    text_in_results,
     turns_of,
+    user_text_in_results,
     with_turns,
 )
 
@@ -33,7 +34,8 @@ _ORDER: tuple[Rewrite, ...] = (
     short_ids,
     text_before_calls,
     single_calls,
-    texts_in_results,
+    text_in_results,
+    user_text_in_results,
     calls_as_text,
     joined_users,
     joined_replies,
@@ -42,6 +44,7 @@ _ORDER: tuple[Rewrite, ...] = (
 
 _SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
 _CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
+_SAYING = ((_USER, _SAYING_CALL, _RESULT, _REPLY, _USER), (_USER, _SAYING_CALL, _RESULT))
 _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
     (developer_as_system, ((_DEVELOPER, _USER), (_SYSTEM, _DEVELOPER, _USER), (_USER, _REPLY, _DEVELOPER, _USER))),
     (instructions_in_users, ((_SYSTEM, _USER),)),
@@ -54,8 +57,9 @@ _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
     (short_ids, ((_USER, _CALL, _RESULT, _REPLY, _USER),)),
     (calls_as_text, ((_USER, _CALL, _RESULT, _REPLY, _USER),)),
     (single_calls, ((_USER, _CALLS, _RESULT, _OTHER_RESULT, _REPLY, _USER),)),
-    (text_before_calls, ((_USER, _SAYING_CALL, _RESULT, _REPLY, _USER), (_USER, _SAYING_CALL, _RESULT))),
-    (texts_in_results, ((_USER, _CALL, _RESULT, _USER), (_USER, _CALL, _RESULT, _USER, _REPLY, _USER))),
+    (text_before_calls, _SAYING),
+    (text_in_results, _SAYING),
+    (user_text_in_results, ((_USER, _CALL, _RESULT, _USER), (_USER, _CALL, _RESULT, _USER, _REPLY, _USER))),
 )
 """For each rewrite, small conversations that a template reads as they are if it does not need the rewrite."""
 

@@ -1,15 +1,19 @@
 """Schemas of tools and of their calls, as chat completions have them."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from .conversation import called
+from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Name, Text
+from .ignored import note_ignored
 from .unsupported import REFUSED
 
-_MOST_TOOLS = 1024
+MOST_TOOLS = 1024
 _MOST_CALLS = 1024
 
 FunctionName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
@@ -22,7 +26,44 @@ def _function_only(kind: str) -> str:
     return kind
 
 
+def _kind_of(tool: Any) -> Any:
+    return tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+
+
 FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema_extra={"enum": ["function"]})]
+
+
+class ForeignTool(BaseModel):
+    """A tool of a type that this server cannot run and its models cannot call, such as `web_search`."""
+
+    type: Text
+    cache_control: CacheControl | None = None
+
+
+def own_or_foreign(*own: str) -> Discriminator:
+    """Return what tells the tools of these types, or of none, from those of other types.
+
+    Its tags `own-tool` and `foreign-tool` are left out of errors, since they have a hyphen.
+    """
+
+    def tag(tool: Any) -> str:
+        kind = _kind_of(tool)
+        return "foreign-tool" if isinstance(kind, str) and kind not in own else "own-tool"
+
+    return Discriminator(tag)
+
+
+def without_foreign(tools: list[Any]) -> list[Any]:
+    """Leave out and count tools of other types; a breakpoint after one of them is set after the last other tool."""
+    foreign = [tool for tool in tools if isinstance(tool, ForeignTool)]
+    if not foreign:
+        return tools
+    note_ignored("tools of this type cannot run here", [f"tools.type {tool.type}" for tool in foreign])
+    kept = [tool for tool in tools if not isinstance(tool, ForeignTool)]
+    mark = next((tool.cache_control for tool in foreign if tool.cache_control is not None), None)
+    if kept and mark is not None and kept[-1].cache_control is None:
+        kept[-1] = kept[-1].model_copy(update={"cache_control": mark})
+    return kept
 
 
 class Function(BaseModel):
@@ -38,6 +79,14 @@ class Function(BaseModel):
     parameters: JsonObject | None = None
     strict: Flag | None = None
     cache_control: CacheControl | None = None
+
+
+def _nested(found: Any) -> Any:
+    """Return a function or a choice of one as chat completions have it; the responses API has it without nesting."""
+    if not isinstance(found, Mapping) or found.get("type") != "function" or "function" in found or "name" not in found:
+        return found
+    outer = {name: found[name] for name in ("type", "cache_control") if name in found}
+    return outer | {"function": {name: value for name, value in found.items() if name not in outer}}
 
 
 class Tool(BaseModel):
@@ -67,7 +116,18 @@ def _distinct(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=_MOST_TOOLS), AfterValidator(_distinct)]
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
+            own_or_foreign("function"),
+            BeforeValidator(_nested),
+        ]
+    ],
+    Field(fail_fast=True, max_length=MOST_TOOLS),
+    AfterValidator(without_foreign),
+    AfterValidator(_distinct),
+]
 
 
 class NamedFunction(BaseModel):
@@ -83,7 +143,83 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    """A `tool_choice` of some of the tools; the prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedTool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
+                own_or_foreign("function"),
+                BeforeValidator(_nested),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MOST_TOOLS),
+        AfterValidator(without_foreign),
+    ]
+
+
+def _plain_choice(found: Any) -> Any:
+    """Return a choice in the one form that the schemas have; `allowed_tools` may be nested."""
+    inner = found.get("allowed_tools") if isinstance(found, Mapping) else None
+    return {"type": "allowed_tools", **inner} if isinstance(inner, Mapping) else _nested(found)
+
+
+def _form_of_choice(found: Any) -> str:
+    if not isinstance(found, Mapping | BaseModel):
+        return "a-word"
+    return "some-tools" if _kind_of(found) == "allowed_tools" else "a-tool"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a-word")]
+    | Annotated[NamedTool, Tag("a-tool")]
+    | Annotated[AllowedTools, Tag("some-tools")],
+    Discriminator(_form_of_choice),
+    BeforeValidator(_plain_choice),
+]
+
+
+def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
+    """Return a choice as the responses API has it."""
+    if isinstance(choice, AllowedTools):
+        return {"type": choice.type, "mode": choice.mode, "tools": [flat_choice(tool) for tool in choice.tools]}
+    return {"type": choice.type, "name": choice.function.name} if isinstance(choice, NamedTool) else choice
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTools:
+    """The tools that a reply may call.
+
+    Args:
+        choice: Whether a call is asked for, or of which tool.
+        tools: In OpenAI's form.
+        are_some: Whether the request has other tools, which may not be called.
+    """
+
+    choice: str | NamedTool | None
+    tools: Sequence[Mapping[str, Any]]
+    are_some: bool = False
+
+
+def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[Mapping[str, Any]]) -> ChosenTools:
+    """Return the tools that a choice leaves.
+
+    Raises:
+        ApiError: 400 if the choice allows a tool that the request does not have.
+    """
+    if not isinstance(choice, AllowedTools):
+        return ChosenTools(choice, tools)
+    allowed = {tool.function.name for tool in choice.tools}
+    missing = allowed - {tool["function"]["name"] for tool in tools}
+    if missing:
+        raise bad_request(f"tool_choice names {min(missing)!r:.100}, which is not in tools", "tool_choice")
+    kept = [tool for tool in tools if tool["function"]["name"] in allowed]
+    if not kept and choice.mode == "auto":
+        return ChosenTools("none", ())
+    return ChosenTools(choice.mode, kept, are_some=len(kept) < len(tools))
 
 
 class CalledFunction(BaseModel):

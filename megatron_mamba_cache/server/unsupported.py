@@ -1,14 +1,17 @@
 """Fields of OpenAI's and vLLM's requests that this server does not support, and the values that ask for nothing.
 
-To support a field, remove its entry here and add it to a schema.
+To support a field, remove its entry here and add it to a schema. Fields that name a client, a user or a session, and so
+cannot change a reply, are ignored and counted.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import PydanticCustomError
+
+from .ignored import note_ignored
 
 REFUSED = "unsupported_field"
 """The type of a refusal among pydantic's errors; its context names the field."""
@@ -21,13 +24,17 @@ class Unsupported:
     Args:
         neutral: The values that ask for nothing, besides null.
         instead: What to send instead; "" derives it from `neutral`.
+        items: Texts that ask for nothing where the field is a list of them.
     """
 
     neutral: tuple[Any, ...] = ()
     instead: str = ""
+    items: tuple[str, ...] = ()
 
     def takes(self, value: Any) -> bool:
         """Return whether a value asks for nothing."""
+        if isinstance(value, list) and self.items:
+            return all(item in self.items for item in value)
         return value is None or any(_is_same(value, neutral) for neutral in self.neutral)
 
     def refusal(self, name: str) -> str:
@@ -39,7 +46,10 @@ class Unsupported:
 
     def schema(self, name: str) -> dict[str, Any]:
         """Return the JSON schema of the accepted values."""
-        return {"enum": [None, *self.neutral], "default": None, "description": self.refusal(name)}
+        accepted: dict[str, Any] = {"enum": [None, *self.neutral]}
+        if self.items:
+            accepted = {"anyOf": [accepted, {"type": "array", "items": {"enum": [*self.items]}}]}
+        return {**accepted, "default": None, "description": self.refusal(name)}
 
 
 Table = Mapping[str, Unsupported]
@@ -118,7 +128,6 @@ CHAT: Table = {
     "add_special_tokens": _OFF,
     "functions": _NO_ITEMS,
     "function_call": Unsupported(("none", "auto")),
-    "verbosity": Unsupported(("medium",)),
     "modalities": Unsupported((["text"],)),
     "audio": _NOTHING,
     "prediction": _NOTHING,
@@ -127,6 +136,29 @@ CHAT: Table = {
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
     "echo": Unsupported((False,), "leave it out; /v1/completions has it"),
 }
+
+
+LABELS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"),
+        *("client_metadata", "session_id", "trace", "trace_id", "user_id", "tags"),
+    }
+)
+"""Fields that do not change a reply; so do all others whose names end with "metadata"."""
+
+
+def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:
+    """Count the fields of a request that cannot change a reply, and return it without those that no schema has.
+
+    Args:
+        labels: Names of such fields; if there are none, all fields are returned.
+        known: Names of all fields of the schema.
+    """
+    if not labels or not isinstance(fields, Mapping):
+        return fields
+    found = {name for name in fields if name in labels or (name not in known and str(name).endswith("metadata"))}
+    note_ignored("it does not change a reply", sorted(name for name in found if fields[name] is not None))
+    return {name: value for name, value in fields.items() if name in known or name not in found}
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
@@ -143,8 +175,10 @@ def without_unsupported(table: Table, fields: Any) -> Any:
     return {name: value for name, value in fields.items() if name not in table}
 
 
-def schema_with(table: Table, schema: dict[str, Any]) -> None:
-    """Add the fields of a table to a request's JSON schema."""
+def schema_with(table: Table, labels: Collection[str], schema: dict[str, Any]) -> None:
+    """Add the fields of a table, and those that are ignored, to a request's JSON schema."""
+    ignored = {"default": None, "description": "Accepted, without effect."}
+    schema["properties"] |= {name: ignored for name in sorted(labels) if name not in schema["properties"]}
     schema["properties"] |= {name: row.schema(name) for name, row in table.items()}
 
 

@@ -46,7 +46,7 @@ def part(text: str, mark: dict[str, Any], kind: str = "text") -> dict[str, Any]:
 
 DONE = {"role": "tool", "tool_call_id": "a", "content": "5 degrees"}
 TOLD = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
-LETTERS = ["one ", "two ", "three ", "four ", "five ", "six "]
+LETTERS = ["one", "two", "three", "four", "five", "six"]
 # A request, and what is before and behind each of its breakpoints, with the seconds that they are kept.
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
     "tool": (CHAT, {"messages": [ASKED], "tools": [TOOL | MARK]}, [BEHIND_TOOLS]),
@@ -62,8 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
     "last call": (CHAT, {"messages": [ASKED, calling({}, HOUR), DONE]}, [(CALLED, END, 3600)]),
     "part": (
         CHAT,
-        {"messages": [{"role": "user", "content": [part("first ", OPENAIS), part("second", {})]}]},
-        [("first ", "second", 0)],
+        {"messages": [{"role": "user", "content": [part("first", OPENAIS), part("second", {})]}]},
+        [("first", "\nsecond", 0)],
     ),
     "the last four parts": (
         CHAT,
@@ -79,10 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
         RESPONSES,
         {
             "input": [
-                {"role": "user", "content": [part("one ", OPENAIS, "input_text"), part("two", MARK, "input_text")]}
+                {"role": "user", "content": [part("one", OPENAIS, "input_text"), part("two", MARK, "input_text")]}
             ]
         },
-        [("one ", "two", 0), ("two", END, 0)],
+        [("one", "\ntwo", 0), ("two", END, 0)],
     ),
     "output": (
         RESPONSES,

@@ -134,19 +134,24 @@ def test_responses_of_a_key_stay_within_the_bound_and_out_of_anothers_room() -> 
     assert stored.num_bytes("blue") == 0
 
 
+NAMED = {"type": "function", "name": "f"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice names 'f', which is not in tools"),
     (
-        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-        "tool_choice.type: a tool of type 'allowed_tools' is not supported by this server",
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}},
+        "tool_choice names 'f', which is not in tools",
     ),
-    ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not supported by this server"),
+    (
+        {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type: a tool of type 'web_search' is not supported by this server",
+    ),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "a part of type 'input_image' is not",
     ),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of type 'item_reference' is not supported"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "item with id 'x' not found: it is not kept here"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "an item of type 'compaction' is not supported"),
     ({"input": []}, "at least 1 item"),
     ({"background": True}, "`background` is not supported by this server; leave it out"),
     (
@@ -154,8 +159,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "`conversation` is not supported by this server; leave it out, or send previous_response_id",
     ),
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type: Input should be 'text', 'json_object'"),
-    ({"truncation": "auto"}, "`truncation` is not supported by this server"),
-    ({"include": ["web_search_call.results"]}, "`include` is not supported by this server"),
+    ({"truncation": "always"}, "`truncation` is not supported by this server"),
+    ({"include": ["message.output_text.logprobs"]}, "`include` is not supported by this server"),
     ({"max_output_tokens": 0}, "max_output_tokens: "),
     ({"temprature": 1}, "`temprature` is not a known field; leave it out"),
     ({"model": "another"}, "the model 'another' is not served here"),
@@ -179,7 +184,7 @@ def test_what_asks_for_nothing_passes(agent: Agent) -> None:
     fields = {
         "include": ["reasoning.encrypted_content"],
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "truncation": "disabled",
+        "truncation": "auto",
         "background": False,
         "prompt_cache_key": "x",
         "stream_options": {"include_obfuscation": False},

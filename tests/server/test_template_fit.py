@@ -188,20 +188,19 @@ def test_breakpoints_around_calls_move_too(
 ) -> None:
     prompt = prompt_of(readers[family], messages, tools=[TOOL])
     assert prompt.text is not None
-    if words not in prompt.text:  # a text that the family has no place for
-        assert (family, words) == ("mistral 3", "I look.") and not prompt.breakpoints
-        return
     (place,) = prompt.breakpoints
     end = prompt.text.index(words) + len(words)
     found = readers[family]._tokenizer.detokenize(prompt.token_ids[: place.position], skip_special_tokens=False)
     assert abs(len(found) - end) <= 3, found
 
 
-def test_text_before_a_call_gets_a_message_of_its_own_where_calls_hide_it(readers: dict[str, PromptReader]) -> None:
+def test_text_before_a_call_is_put_where_it_is_read(readers: dict[str, PromptReader]) -> None:
     messages = [ASKED, calling("I look.", "Oslo"), result("5 degrees")]
     assert "assistant\nI look.<|eot|><|header|>assistant\n{" in (
         prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
     )
+    text = prompt_of(readers["mistral 3"], [*messages, HELLO, AGAIN], tools=[TOOL]).text or ""
+    assert "[RESULTS] [Said with the call]\nI look.\n\n5 degrees " in text  # since its messages alternate
 
 
 def test_calls_are_divided_and_named_as_the_template_wants_them(readers: dict[str, PromptReader]) -> None:

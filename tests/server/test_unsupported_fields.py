@@ -60,7 +60,6 @@ ASKING: dict[str, dict[str, Any]] = {
         "media_io_kwargs": {"a": 1},
         "functions": [FUNCTION],
         "function_call": {"name": "f"},
-        "verbosity": "low",
         "modalities": ["text", "audio"],
         "audio": {"voice": "alloy", "format": "wav"},
         "prediction": {"type": "content", "content": "x"},
@@ -172,18 +171,19 @@ def test_options_of_a_stream_need_a_stream(server: FrontEnd, path: str, stream: 
 
 TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL, TOOL]}, "tools", "two tools are called f; give each a name of its own"),
-    (
-        {"tools": [{"type": "web_search"}]},
-        "tools.0.type",
-        "a tool of type 'web_search' is not supported",
-    ),
     ({"tools": [{"type": "function", "function": {"name": 'a"\n'}}]}, "tools.0.function.name", "match pattern"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
     (
-        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-        "tool_choice.type",
-        "a tool of type 'allowed_tools' is not supported by this server",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": []}}},
+        "tool_choice.mode",
+        "Input should be 'auto' or 'required'",
     ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        "tool_choice.type",
+        "a tool of type 'custom' is not supported by this server; send functions",
+    ),
+    ({"tools": [TOOL, {"type": 5, "function": FUNCTION}]}, "tools.1.type", "valid string"),
     ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "'none', 'auto' or 'required'"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
     (

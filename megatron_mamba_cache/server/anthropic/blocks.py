@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ..field_types import CacheControl, Flag, JsonObject, Name, Text
+from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
 from ..unsupported import REFUSED
 
 _MOST_BLOCKS = 4096
@@ -48,7 +49,7 @@ class ToolResultBlock(BaseModel):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Text | Annotated[list["TextOnly"], Field(fail_fast=True, max_length=_MOST_BLOCKS)] | None = None
+    content: Text | Annotated[list["_ResultPart"], Field(fail_fast=True, max_length=_MOST_BLOCKS)] | None = None
     is_error: Flag | None = None
     cache_control: CacheControl | None = None
 
@@ -64,13 +65,29 @@ def _only(*kinds: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _with_shown_calls(block: Any) -> Any:
+    """Return a call of a tool that Anthropic runs, or its result, as a block of text."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
+        return block
+    if is_foreign_call(kind):
+        text = foreign_call(block)
+    elif is_foreign_result(kind):
+        text = foreign_result(block, tool_of(block))
+    else:
+        return block
+    return {"type": "text", "text": text, "cache_control": block.get("cache_control")}
+
+
 TextOnly = Annotated[TextBlock, _only("text")]
+_ResultPart = Annotated[TextBlock, _only("text"), BeforeValidator(text_instead)]
 Block = Annotated[
     Annotated[
         TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
         Field(discriminator="type"),
     ],
     _only("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    BeforeValidator(_with_shown_calls),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=_MOST_BLOCKS)]
 Texts = Annotated[list[TextOnly], Field(fail_fast=True, max_length=_MOST_BLOCKS)]
@@ -78,15 +95,10 @@ ToolResultBlock.model_rebuild()
 
 
 def parts_of(content: str | Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return content as text parts of chat completions, with an empty line between blocks."""
+    """Return content as text parts of chat completions."""
     blocks = [TextBlock(text=content or "")] if content is None or isinstance(content, str) else content
-    texts = [block for block in blocks if isinstance(block, TextBlock)]
-    last = len(texts) - 1
     return [
-        {
-            "type": "text",
-            "text": block.text if index == last else f"{block.text}\n\n",
-            "cache_control": block.cache_control,
-        }
-        for index, block in enumerate(texts)
+        {"type": "text", "text": block.text, "cache_control": block.cache_control}
+        for block in blocks
+        if isinstance(block, TextBlock)
     ]

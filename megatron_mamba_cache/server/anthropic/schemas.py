@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..answer_fields import JsonSchema
@@ -20,10 +20,20 @@ from ..field_types import (
     Stops,
     Text,
 )
+from ..ignored import note_ignored
 from ..schemas import ChatRequest
-from ..tool_schemas import FunctionName
-from ..unsupported import REFUSED, Table, Unsupported
-from .blocks import Blocks, TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, parts_of
+from ..unsupported import LABELS, Table, Unsupported
+from .blocks import (
+    Blocks,
+    RedactedThinkingBlock,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    parts_of,
+)
+from .tools import MessagesToolChoice, MessagesTools
 
 _KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _UNSUPPORTED: Table = {
@@ -82,48 +92,6 @@ class Turn(PartlySupported):
         return not isinstance(self.content, str) and any(isinstance(block, ToolUseBlock) for block in self.content)
 
 
-def _custom_only(kind: str | None) -> str | None:
-    if kind not in (None, "custom"):
-        sentence = f"a tool of type {kind!r:.50} is not supported by this server; send tools with an input_schema"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
-    return kind
-
-
-class MessagesTool(BaseModel):
-    """A tool; `input_schema` is a JSON schema."""
-
-    type: Annotated[Text | None, AfterValidator(_custom_only)] = None
-    name: FunctionName
-    description: Text | None = None
-    input_schema: JsonObject
-    strict: Flag | None = None
-    cache_control: CacheControl | None = None
-
-    def as_function(self) -> dict[str, Any]:
-        """Return the tool as chat completions have it."""
-        told = {"description": self.description, "strict": self.strict}
-        described = {key: value for key, value in told.items() if value is not None}
-        function = {"name": self.name, **described, "parameters": self.input_schema}
-        return {"type": "function", "function": function, "cache_control": self.cache_control}
-
-
-_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
-
-
-class MessagesToolChoice(BaseModel):
-    """Whether tools may or must be called; "any" asks for a call, "tool" for one of the tool with this name."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: Text | None = None
-    disable_parallel_tool_use: Flag | None = None
-
-    def as_chat(self) -> Any:
-        """Return the choice as chat completions have it."""
-        if self.type != "tool":
-            return _CHOICES[self.type]
-        return {"type": "function", "function": {"name": self.name or ""}}
-
-
 class Thinking(BaseModel):
     """Whether the model reasons first; templates read it as `enable_thinking`. A budget has no effect.
 
@@ -163,11 +131,12 @@ class CountTokensRequest(PartlySupported):
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
     unsupported = _UNSUPPORTED
+    labels = LABELS | {"anthropic_version", "anthropic_beta", "betas", "inference_geo", "diagnostics"}
 
     model: Name | None = None
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=4096)]
     system: Text | Texts | None = None
-    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tools: MessagesTools | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -284,6 +253,8 @@ def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        note_ignored("it cannot be read here", ["encrypted reasoning"])
     reasoning = "\n\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     yield {
         "role": "assistant",

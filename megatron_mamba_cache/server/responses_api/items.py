@@ -1,18 +1,22 @@
 """Schemas of the input items of a response, and the chat messages that they are."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from ..field_types import CacheControl, Name, PromptCacheBreakpoint, Text
+from ..field_types import CacheControl, JsonObject, Name, PromptCacheBreakpoint, Text
+from ..ignored import note_ignored
+from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
 from ..unsupported import REFUSED
 
 _MOST_ITEMS = 8192
 _MOST_PARTS = 4096
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_LISTINGS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")  # shown as calls are
+_LINE_END = "\n"
 
 ChatMessage = dict[str, Any]
 """A message as chat completions have it."""
@@ -22,11 +26,15 @@ def _with_known_type(names: Sequence[str], what: str) -> BeforeValidator:
     def check(found: Any) -> Any:
         kind = found.get("type") if isinstance(found, Mapping) else None
         if isinstance(kind, str) and kind not in names:
-            sentence = f"{what} of type {kind!r:.50} is not supported by this server; send one of {', '.join(names)}"
-            raise PydanticCustomError(REFUSED, "{sentence}", {"field": "type", "sentence": sentence})
+            raise _unsupported(what, kind, names)
         return found
 
     return BeforeValidator(check)
+
+
+def _unsupported(what: str, kind: str, names: Sequence[str]) -> PydanticCustomError:
+    sentence = f"{what} of type {kind!r:.50} is not supported by this server; send one of {', '.join(names)}"
+    return PydanticCustomError(REFUSED, "{sentence}", {"field": "type", "sentence": sentence})
 
 
 class TextItemPart(BaseModel):
@@ -42,8 +50,16 @@ class TextItemPart(BaseModel):
         return {"type": "text", **self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-_TextPart = Annotated[TextItemPart, _with_known_type(_TEXTS, "a part")]
+def _with_refusal(part: Any) -> Any:
+    """Return a refusal, which a reply of another server may have, as text."""
+    is_refusal = isinstance(part, Mapping) and part.get("type") == "refusal" and "refusal" in part
+    return {"type": "output_text", "text": part["refusal"]} if is_refusal else part
+
+
+_TextPart = Annotated[TextItemPart, _with_known_type(_TEXTS, "a part"), BeforeValidator(_with_refusal)]
 _Parts = Annotated[list[_TextPart], Field(fail_fast=True, max_length=_MOST_PARTS)]
+_ResultPart = Annotated[TextItemPart, _with_known_type(_TEXTS, "a part"), BeforeValidator(text_instead)]
+_ResultParts = Annotated[list[_ResultPart], Field(fail_fast=True, max_length=_MOST_PARTS)]
 
 
 class MessageItem(BaseModel):
@@ -68,54 +84,147 @@ class FunctionCallOutputItem(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: Name
-    output: Text | _Parts
+    output: Text | _ResultParts
 
 
 class ReasoningItem(BaseModel):
-    """Reasoning of an earlier reply."""
+    """Reasoning of an earlier reply, or its summary; what is encrypted cannot be read."""
 
     type: Literal["reasoning"]
     content: _Parts | None = None
+    summary: _Parts | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning."""
+        return _text(self.content or self.summary or "")
+
+
+class ItemReference(BaseModel):
+    """An item of a response that is kept, by its id."""
+
+    type: Literal["item_reference"]
+    id: Name
+
+
+class ForeignItem(BaseModel):
+    """A call of a tool of a type that this server does not know, or its result; see `shown_text`."""
+
+    type: Literal["foreign"]
+    item: JsonObject
+
+    @property
+    def is_result(self) -> bool:
+        """True for a result."""
+        return is_foreign_result(self.item["type"])
 
 
 def _with_type(item: Any) -> Any:
-    return {"type": "message", **item} if isinstance(item, Mapping) and "role" in item else item
+    """Return an item with its type, which a message or a reference may leave out, or as a foreign one."""
+    if not isinstance(item, Mapping):
+        return item
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        return {**item, "type": "message"}
+    if kind is None and "id" in item:
+        return {**item, "type": "item_reference"}
+    if not isinstance(kind, str) or kind in _KINDS:
+        return item
+    if kind in _LISTINGS or is_foreign_call(kind) or is_foreign_result(kind):
+        return {"type": "foreign", "item": dict(item)}
+    raise _unsupported("an item", kind, _KINDS)
 
 
 InputItem = Annotated[
     Annotated[
-        MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+        MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference | ForeignItem,
         Field(discriminator="type"),
     ],
-    _with_known_type(_KINDS, "an item"),
     BeforeValidator(_with_type),
 ]
 InputItems = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=_MOST_ITEMS)]
 
 
-def messages_of(items: Sequence[Any]) -> Iterator[ChatMessage]:
-    """Yield the messages that items are: neighbouring items of the model are one message."""
-    reply: ChatMessage = {}
+_INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
+
+
+def kept_item(item: Mapping[str, Any]) -> Any:
+    """Return an item of a response that is kept, as one of an input."""
+    return _INPUT_ITEM.validate_python(item)
+
+
+def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
+    """Return the messages that items are: neighbouring items of the model are one message."""
+    messages = _Messages()
     for item in items:
-        is_of_model = isinstance(item, FunctionCallItem | ReasoningItem) or getattr(item, "role", "") == "assistant"
-        begins_anew = isinstance(item, ReasoningItem) and bool(reply)
-        if reply and (begins_anew or not is_of_model):
-            yield {"role": "assistant"} | reply
-            reply = {}
+        messages.add(item)
+    return messages.all()
+
+
+class _Messages:
+    """Messages from items, one after the other."""
+
+    def __init__(self) -> None:
+        self._messages: list[ChatMessage] = []
+        self._reply: ChatMessage = {}
+        self._foreign_results: list[str] = []  # after the results of functions, which follow their calls
+        self._tools: dict[Any, str] = {}
+
+    def all(self) -> list[ChatMessage]:
+        """Return all messages."""
+        self._end_reply()
+        self._end_results()
+        return self._messages
+
+    def add(self, item: Any) -> None:
+        """Add an item."""
         match item:
             case FunctionCallOutputItem():
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+                self._end_reply()
+                content = _content(item.output)
+                self._messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            case ForeignItem(is_result=True):
+                self._end_reply()
+                name = self._tools.get(item.item.get("call_id")) or tool_of(item.item)
+                self._foreign_results.append(foreign_result(item.item, name))
+            case MessageItem() if item.role != "assistant":
+                self._end_reply()
+                self._end_results()
+                self._messages.append({"role": item.role, "content": _content(item.content)})
+            case _:
+                self._end_results()
+                self._add_to_reply(item)
+
+    def _add_to_reply(self, item: Any) -> None:
+        match item:
+            case ReasoningItem():
+                if "content" in self._reply or "tool_calls" in self._reply:
+                    self._end_reply()
+                if item.text:
+                    self._add_text("reasoning_content", item.text)
+                else:
+                    note_ignored("it cannot be read here", ["encrypted reasoning"])
             case FunctionCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
-                reply.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-            case ReasoningItem():
-                reply["reasoning_content"] = _text(item.content or "")
-            case MessageItem(role="assistant"):
-                reply["content"] = reply.get("content", "") + _text(item.content)
+                self._reply.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            case ForeignItem():
+                self._tools[item.item.get("call_id")] = tool_of(item.item)
+                self._add_text("content", foreign_call(item.item))
             case MessageItem():
-                yield {"role": item.role, "content": _content(item.content)}
-    if reply:
-        yield {"role": "assistant"} | reply
+                self._add_text("content", _text(item.content))
+
+    def _add_text(self, name: str, text: str) -> None:
+        before = self._reply.get(name)
+        self._reply[name] = text if not before else before + _LINE_END + text
+
+    def _end_reply(self) -> None:
+        if self._reply:
+            self._messages.append({"role": "assistant"} | self._reply)
+            self._reply = {}
+
+    def _end_results(self) -> None:
+        self._messages += [{"role": "user", "content": text} for text in self._foreign_results]
+        self._foreign_results = []
 
 
 def _content(content: str | Sequence[TextItemPart]) -> str | list[dict[str, Any]]:
@@ -123,4 +232,4 @@ def _content(content: str | Sequence[TextItemPart]) -> str | list[dict[str, Any]
 
 
 def _text(content: str | Sequence[TextItemPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else _LINE_END.join(part.text for part in content)

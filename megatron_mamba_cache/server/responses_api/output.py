@@ -87,7 +87,8 @@ class ResponseOutput:
         return message
 
     def _text(self, kind: str) -> str:
-        return "".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
+        """Return the text of all items of a kind, joined as `messages_of` joins items that clients send."""
+        return "\n".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
 
     def _ensure(self, kind: str) -> list[Event]:
         """Begin an item of text unless one of this kind is open."""

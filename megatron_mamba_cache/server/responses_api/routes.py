@@ -1,5 +1,6 @@
 """The routes of OpenAI's responses API."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,7 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
     async def create(body: ResponsesRequest, request: Request) -> Response:
         owner, previous = _owner_of(request), body.previous_response_id
         earlier = [] if previous is None else stored.messages_up_to(owner, previous)
-        messages = body.messages
+        messages = body.messages(partial(stored.item, owner))
         chat = body.as_chat([*earlier, *messages])
 
         def keep(reply: ChatMessage, response: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Schema of a request of the responses API."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Tag
 
 from ..answer_fields import NamedSchema
 from ..field_types import (
@@ -19,10 +19,30 @@ from ..field_types import (
     Text,
 )
 from ..schemas import ChatRequest
-from ..tool_schemas import FunctionKind, FunctionName
-from ..unsupported import Table, Unsupported
-from .items import ChatMessage, InputItems, messages_of
+from ..tool_schemas import (
+    MOST_TOOLS,
+    ForeignTool,
+    FunctionKind,
+    FunctionName,
+    ToolChoice,
+    flat_choice,
+    own_or_foreign,
+    without_foreign,
+)
+from ..unsupported import LABELS, Table, Unsupported
+from .items import ChatMessage, InputItems, ItemReference, kept_item, messages_of
+from .output import Item
 
+_NEVER_INCLUDED = (
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""What replies of this server never have, because it encrypts nothing and runs no tools."""
 _UNSUPPORTED: Table = {
     "background": Unsupported((False,)),
     "background_options": Unsupported(({},)),
@@ -35,10 +55,9 @@ _UNSUPPORTED: Table = {
     "prompt_cache_retention": Unsupported(("in_memory", "in-memory")),
     "access_programs": Unsupported(({},)),
     "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
-    "truncation": Unsupported(("disabled",)),
-    "include": Unsupported(([], ["reasoning.encrypted_content"])),
+    "truncation": Unsupported(("disabled", "auto")),  # what does not fit is refused, as "auto" allows too
+    "include": Unsupported(([],), "leave it out", _NEVER_INCLUDED),
 }
-_TEXT_UNSUPPORTED: Table = {"verbosity": Unsupported(("medium",))}
 
 
 class ResponsesTool(BaseModel):
@@ -74,24 +93,34 @@ class TextFormat(NamedSchema):
         return {"type": self.type, **({"json_schema": schema} if self.type == "json_schema" else {})}
 
 
-class TextSettings(PartlySupported):
-    """The form of the text."""
+class TextSettings(BaseModel):
+    """The form of the text; templates read `verbosity`."""
 
     model_config = ConfigDict(extra="forbid")
-    unsupported = _TEXT_UNSUPPORTED
 
     format: TextFormat | None = None
+    verbosity: Name | None = None
 
 
-class ChosenFunction(BaseModel):
-    """A `tool_choice` that names a function."""
+def _flat(tool: Any) -> Any:
+    """Return a function as this API has it; chat completions have it nested."""
+    inner = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(inner, Mapping):
+        return tool
+    return {name: value for name, value in tool.items() if name != "function"} | dict(inner)
 
-    type: FunctionKind
-    name: Text
 
-    def as_named_tool(self) -> dict[str, Any]:
-        """Return the choice as chat completions have it."""
-        return {"type": "function", "function": {"name": self.name}}
+ResponsesTools = Annotated[
+    list[
+        Annotated[
+            Annotated[ResponsesTool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
+            own_or_foreign("function"),
+            BeforeValidator(_flat),
+        ]
+    ],
+    Field(fail_fast=True, max_length=MOST_TOOLS),
+    AfterValidator(without_foreign),
+]
 
 
 class ResponsesRequest(PartlySupported):
@@ -99,6 +128,7 @@ class ResponsesRequest(PartlySupported):
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
     unsupported = _UNSUPPORTED
+    labels = LABELS - {"metadata", "store"}  # which responses show and obey
 
     model: Name | None = None
     input: Text | InputItems
@@ -107,8 +137,8 @@ class ResponsesRequest(PartlySupported):
     max_output_tokens: Annotated[Int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: ResponsesTools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
     reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
@@ -123,10 +153,20 @@ class ResponsesRequest(PartlySupported):
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
 
-    @property
-    def messages(self) -> list[ChatMessage]:
-        """The input as messages."""
-        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else [*messages_of(self.input)]
+    def messages(self, find: Callable[[str], Item]) -> list[ChatMessage]:
+        """Return the input as messages.
+
+        Args:
+            find: Returns an item that is kept by its id.
+
+        Raises:
+            ApiError: 400 if an item is not kept.
+        """
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return messages_of(
+            [kept_item(find(item.id)) if isinstance(item, ItemReference) else item for item in self.input]
+        )
 
     def as_chat(self, messages: Sequence[ChatMessage]) -> ChatRequest:
         """Return the same request of chat completions.
@@ -134,7 +174,7 @@ class ResponsesRequest(PartlySupported):
         Args:
             messages: Of all earlier responses, and of this input.
         """
-        choice, text_format = self.tool_choice, None if self.text is None else self.text.format
+        text = self.text or TextSettings()
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest.model_validate(
             {
@@ -144,18 +184,17 @@ class ResponsesRequest(PartlySupported):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "tools": [tool.as_function() for tool in self.tools or ()] or None,
-                "tool_choice": choice.as_named_tool() if isinstance(choice, ChosenFunction) else choice,
-                "response_format": None if text_format is None else text_format.as_response_format(),
+                "tool_choice": self.tool_choice,
+                "response_format": None if text.format is None else text.format.as_response_format(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "verbosity": text.verbosity,
             }
         )
 
     def settings(self) -> dict[str, Any]:
         """Return the fields that a response repeats."""
-        choice, text_format = self.tool_choice, None
-        if self.text is not None and self.text.format is not None:
-            text_format = self.text.format.model_dump(exclude_none=True, by_alias=True)
+        text = {} if self.text is None else self.text.model_dump(exclude_none=True, by_alias=True)
         return {
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
@@ -163,10 +202,10 @@ class ResponsesRequest(PartlySupported):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "tools": [tool.model_dump() for tool in self.tools or ()],
-            "tool_choice": choice.model_dump() if isinstance(choice, ChosenFunction) else choice or "auto",
+            "tool_choice": flat_choice(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
-            "text": {"format": text_format or {"type": "text"}},
+            "text": {"format": {"type": "text"}} | text,
             "store": self.store is not False,
             "metadata": self.metadata or {},
             "truncation": "disabled",

@@ -41,6 +41,7 @@ class StoredResponses:
         self._max_bytes = max_bytes
         self._stored: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._sizes: dict[str, int] = {}
+        self._response_of: dict[tuple[str, str], str] = {}  # of an owner's item, by its id
         self._lock = threading.Lock()
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
@@ -71,6 +72,19 @@ class StoredResponses:
             wanted = stored.previous
         return [message for stored in reversed(found) for message in stored.messages]
 
+    def item(self, owner: str, item_id: str) -> dict[str, Any]:
+        """Return an item of an owner's responses.
+
+        Raises:
+            ApiError: 400 if its response is not kept.
+        """
+        response = self._used(owner, self._response_of.get((owner, item_id), ""))
+        for item in () if response is None else response.body["output"]:
+            if item["id"] == item_id:
+                return dict(item)
+        sentence = f"item with id {item_id!r:.300} not found: it is not kept here; send the item itself"
+        raise bad_request(sentence, "input", "item_not_found")
+
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
         """Keep a response under its body's id; one that is larger than the whole limit is not kept."""
         stored = StoredResponse(tuple(messages), body)
@@ -80,6 +94,7 @@ class StoredResponses:
         with self._lock:
             entries = self._stored.setdefault(owner, OrderedDict())
             entries[body["id"]] = stored
+            self._response_of |= {(owner, item["id"]): body["id"] for item in body.get("output", ())}
             self._sizes[owner] = self._sizes.get(owner, 0) + size
             while self._sizes[owner] > self._max_bytes:
                 self._forget(owner, next(iter(entries)))
@@ -111,6 +126,8 @@ class StoredResponses:
         stored = self._stored[owner].pop(response_id, None)
         if stored is not None:
             self._sizes[owner] -= _size(stored)
+            for item in stored.body.get("output", ()):
+                self._response_of.pop((owner, item["id"]), None)
 
 
 def _size(stored: StoredResponse) -> int:

@@ -1,0 +1,98 @@
+"""Text for what has no form of its own in a chat template: calls of other kinds, their results, images."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_OMITTED = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "computer_screenshot": "image",
+    "document": "document",
+    "file": "file",
+    "input_file": "file",
+    "audio": "audio",
+    "input_audio": "audio",
+}
+_MARKS = ("cache_control", "prompt_cache_breakpoint")
+_NOT_SHOWN = ("type", "id", "call_id", "tool_use_id", "name", "status", "cache_control", "caller")
+_CALLS = ("_call", "_tool_use")
+_RESULTS = ("_output", "_tool_result")
+
+
+def shown_call(name: str, arguments: Any) -> str:
+    """Return a call as text."""
+    return f"[Called {name} with {_written(arguments)}]"
+
+
+def shown_result(name: str, text: str) -> str:
+    """Return the result of a call as text."""
+    return f"[Result of {name}]\n{text}"
+
+
+def omitted(kind: str) -> str:
+    """Return the line that replaces an image, or another part that is not text."""
+    return f"[{kind} omitted: this model reads text only]"
+
+
+def text_instead(part: Any) -> Any:
+    """Return a text part that says what is left out; return a part of text as it is."""
+    kind = _OMITTED.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+    if kind is None:
+        return part
+    return {"type": "text", "text": omitted(kind)} | {name: part[name] for name in _MARKS if name in part}
+
+
+def is_foreign_call(kind: str) -> bool:
+    """Return whether items of a type are calls of tools that this server does not know."""
+    return kind.endswith(_CALLS)
+
+
+def is_foreign_result(kind: str) -> bool:
+    """Return whether items of a type are results of such calls."""
+    return kind.endswith(_RESULTS)
+
+
+def foreign_call(item: Mapping[str, Any]) -> str:
+    """Return a call of a tool that this server does not know as text."""
+    fields = {name: value for name, value in item.items() if name not in _NOT_SHOWN and value is not None}
+    if item["type"] == "image_generation_call":  # whose result is an image in base 64
+        fields["result"] = omitted("image")
+    return shown_call(tool_of(item), fields["input"] if [*fields] == ["input"] else fields)
+
+
+def foreign_result(item: Mapping[str, Any], name: str) -> str:
+    """Return the result of such a call as text."""
+    fields = {key: value for key, value in item.items() if key not in _NOT_SHOWN and value is not None}
+    return shown_result(name, _written(next(iter(fields.values())) if len(fields) == 1 else fields))
+
+
+def tool_of(item: Mapping[str, Any]) -> str:
+    """Return the name of an item's tool: its own, or that of its type."""
+    kind = str(item["type"])
+    for ending in ("_output", *_CALLS, "_tool_result"):
+        kind = kind.removesuffix(ending)
+    return str(item.get("name") or kind)
+
+
+def _written(value: Any) -> str:
+    """Return a value as text: text as it is, parts in lines, anything else as JSON without images."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in map(text_instead, parts)]
+    if texts and all(isinstance(text, str) for text in texts):
+        return "\n".join(map(str, texts))
+    return json.dumps(_without_data(value), ensure_ascii=False)
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, str):
+        return omitted("data") if value.startswith("data:") else value
+    if isinstance(value, Mapping):
+        kind = _OMITTED.get(str(value.get("type")))
+        return omitted(kind) if kind else {name: _without_data(one) for name, one in value.items()}
+    if isinstance(value, Sequence):
+        return [_without_data(one) for one in value]
+    return value

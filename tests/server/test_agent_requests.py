@@ -1,0 +1,544 @@
+"""Requests as coding agents and agent SDKs send them: fields, tools and items beyond those of a plain client."""
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_mamba_cache.server import ignored
+from megatron_mamba_cache.server.ignored import note_ignored
+from tests.server.family_templates import FAMILIES
+from tests.server.front_end import BLUE, RED, front_end
+from tests.server.scripted_agent import TEMPLATES, TOOL, WRITTEN, Agent, agent_of, agent_tokenizer
+from tests.server.scripted_backend import ScriptedBackend
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FUNCTION = TOOL["function"]
+OTHER = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+PLAIN: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Weather?"}]},
+    RESPONSES: {"input": "Weather?"},
+    MESSAGES: {"messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 50},
+}
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    tokenizer = agent_tokenizer(tmp_path_factory.mktemp("agent") / "hermes", TEMPLATES["hermes"])
+    with front_end(keys=(), tokenizer=tokenizer, backend=ScriptedBackend(tokenizer=tokenizer)) as server:
+        yield Agent(server, tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def counts() -> Iterator[None]:
+    """Count what is ignored from 0 on."""
+    ignored._counts.clear()
+    yield
+
+
+def posted(agent: Agent, path: str, reply: str = "Yes.", **fields: Any) -> httpx.Response:
+    """Return the response to a plain request with these fields."""
+    response = None
+    with agent.saying(reply):
+        response = httpx.post(agent.server.listening.url + path, json=PLAIN[path] | fields, timeout=60)
+        if response.status_code != 200:
+            raise AssertionError(response.text)
+    return response
+
+
+def prompt_after(agent: Agent, path: str, **fields: Any) -> str:
+    """Return the prompt of a plain request with these fields."""
+    posted(agent, path, **fields)
+    return str(agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False))
+
+
+LABELS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"client_metadata": {"a": "b"}, "user": "me", "session_id": "s"}),
+    (CHAT, {"litellm_metadata": {"a": [1]}, "prompt_cache_key": "k", "tags": ["a"]}),
+    (RESPONSES, {"client_metadata": {"a": "b"}, "safety_identifier": "s", "service_tier": "auto"}),
+    (MESSAGES, {"anthropic_version": "v", "betas": ["b"], "metadata": {"user_id": "u"}}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), LABELS)
+def test_fields_that_cannot_change_a_reply_are_ignored_and_counted_in_one_line(
+    agent: Agent, path: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = prompt_after(agent, path)
+    caplog.clear()
+    for _ in range(3):
+        assert prompt_after(agent, path, **fields) == plain
+    (line,) = [record.getMessage() for record in caplog.records if record.name == ignored.__name__]
+    assert all(f"'{name}' (1 so far)" in line for name in fields)
+
+
+def test_ignored_names_are_logged_at_powers_of_ten_and_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(120):
+        note_ignored("x", ["a"])
+    assert [record.getMessage().split("(")[1].split(" ")[0] for record in caplog.records] == ["1", "10", "100"]
+    for number in range(3000):
+        note_ignored("x", [f"name {number}"])
+    assert len(ignored._counts) <= 1001 and ignored._counts["x", "others"] == 3000 - 999
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"temprature": 1}),
+        (CHAT, {"previous_response_id": "resp_1"}),
+        (RESPONSES, {"conversation_id": "c"}),
+        (MESSAGES, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_unknown_fields_that_may_change_a_reply_are_still_refused(
+    agent: Agent, path: str, fields: dict[str, Any]
+) -> None:
+    reply = httpx.post(agent.server.listening.url + path, json=PLAIN[path] | fields, timeout=60)
+    assert reply.status_code == 400 and "is not a known field; leave it out" in reply.text
+
+
+VALUES: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (RESPONSES, {"text": {"verbosity": "high"}}, "verbosity"),
+    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+    (MESSAGES, {"thinking": {"type": "disabled"}}, "enable_thinking"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), VALUES)
+def test_what_only_a_template_can_honour_is_counted_where_it_does_not(
+    agent: Agent, path: str, fields: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    posted(agent, path, **fields)
+    assert f"'{name}' (1 so far): the chat template does not read it" in caplog.text
+
+
+def test_a_template_reads_verbosity(tmp_path: Any) -> None:
+    with agent_of(tmp_path / "verbose", "{{ verbosity }}:" + TEMPLATES["hermes"]) as agent:
+        assert prompt_after(agent, CHAT, verbosity="low").startswith("low:")
+        assert prompt_after(agent, RESPONSES, text={"verbosity": "high"}).startswith("high:")
+        response = posted(agent, RESPONSES, text={"verbosity": "high"}).json()
+        assert response["text"] == {"format": {"type": "text"}, "verbosity": "high"}
+
+
+FOREIGN: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}},
+        {"type": "web_search_preview"},
+    ],
+    RESPONSES: [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+        {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "inner", "parameters": {}}]},
+        {"type": "local_shell"},
+        {"type": "file_search", "vector_store_ids": ["v"]},
+    ],
+    MESSAGES: [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+    ],
+}
+OWN: dict[str, dict[str, Any]] = {
+    CHAT: TOOL,
+    RESPONSES: {"type": "function", **FUNCTION},
+    MESSAGES: {
+        "name": FUNCTION["name"],
+        "description": FUNCTION["description"],
+        "input_schema": FUNCTION["parameters"],
+    },
+}
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+def test_tools_that_cannot_run_here_are_left_out_with_a_warning(
+    agent: Agent, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = prompt_after(agent, path, tools=[OWN[path]])
+    first, *rest = FOREIGN[path]
+    caplog.clear()
+    assert prompt_after(agent, path, tools=[first, OWN[path], *rest]) == alone
+    assert caplog.records[0].levelno == logging.WARNING
+    assert all(f"'tools.type {tool['type']}' (1 so far)" in caplog.text for tool in FOREIGN[path])
+    assert prompt_after(agent, path, tools=FOREIGN[path]) == prompt_after(agent, path)
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+def test_a_mark_on_a_tool_that_is_left_out_is_after_the_other_tools(agent: Agent, path: str) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    posted(agent, path, tools=[OWN[path] | mark])
+    wanted = agent.server.backend.asked[-1].breakpoints
+    posted(agent, path, tools=[OWN[path], FOREIGN[path][0] | mark])
+    assert agent.server.backend.asked[-1].breakpoints == wanted and wanted[0].keep_s == 3600
+
+
+def test_an_error_in_a_tool_names_the_tool_that_the_client_sent(agent: Agent) -> None:
+    body = PLAIN[RESPONSES] | {"tools": [*FOREIGN[RESPONSES], {"type": "function", "name": "a b"}]}
+    reply = httpx.post(agent.server.listening.url + RESPONSES, json=body, timeout=60)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools.5.name"
+
+
+FLAT = {"type": "function", **FUNCTION}
+
+
+@pytest.mark.parametrize(("path", "tool"), [(CHAT, FLAT), (CHAT, FLAT | {"strict": None}), (RESPONSES, TOOL)])
+def test_functions_may_be_flat_or_nested(agent: Agent, path: str, tool: dict[str, Any]) -> None:
+    for choice in ("auto", {"type": "function", "name": "get_weather"}, {"type": "function", "function": FUNCTION}):
+        own = prompt_after(agent, path, tools=[OWN[path]], tool_choice="auto")
+        assert prompt_after(agent, path, tools=[tool], tool_choice=choice) == own
+        form = agent.server.backend.asked[-1].grammar
+        assert bool(form) == (choice != "auto")
+
+
+def allowed(mode: str, *names: str, is_nested: bool) -> dict[str, Any]:
+    """Return a choice of tools."""
+    tools = [NAMED | ({"function": {"name": name}} if is_nested else {"name": name}) for name in names]
+    inner = {"mode": mode, "tools": tools}
+    return {"type": "allowed_tools", "allowed_tools": inner} if is_nested else {"type": "allowed_tools", **inner}
+
+
+NAMED = {"type": "function"}
+
+
+@pytest.mark.parametrize(("path", "is_nested"), [(CHAT, True), (CHAT, False), (RESPONSES, False)])
+def test_only_allowed_tools_may_be_called_and_the_prompt_shows_all(agent: Agent, path: str, is_nested: bool) -> None:
+    tools = [TOOL, OTHER]
+    plain = prompt_after(agent, path, tools=tools)
+    for mode, names, is_held in (
+        ("required", ["get_time"], True),
+        ("auto", ["get_time"], True),
+        ("auto", ["get_time", "get_weather"], False),
+        ("auto", [], False),
+    ):
+        choice = allowed(mode, *names, is_nested=is_nested)
+        assert prompt_after(agent, path, tools=tools, tool_choice=choice) == plain
+        grammar = agent.server.backend.asked[-1].grammar
+        assert bool(grammar) == is_held
+        if grammar:
+            assert "get_time" in grammar and "get_weather" not in grammar
+    called = WRITTEN["hermes"] % "Oslo"
+    body = posted(agent, path, called, tools=tools, tool_choice=allowed("auto", "get_time", is_nested=is_nested)).json()
+    assert called.replace('"', '\\"') in json.dumps(body)  # a call of a tool that is not allowed is content
+    if path == RESPONSES:
+        assert body["tool_choice"] == allowed("auto", "get_time", is_nested=False)
+
+
+# A first and a later turn of Codex: its fields and kinds of items, with texts of our own.
+CODEX: dict[str, Any] = {
+    "model": "scripted",
+    "instructions": "You write code in a terminal.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask before you delete."}]},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Notes: none."},
+                {"type": "input_text", "text": "Directory: /a"},
+            ],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which files are there?"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec_command",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
+        },
+        *FOREIGN[RESPONSES],
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199-ab",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-installation": "0199"},
+    "service_tier": "default",
+}
+LATER: list[dict[str, Any]] = [
+    {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [{"type": "summary_text", "text": "I list the files."}],
+        "content": None,
+        "encrypted_content": "gAAAA",
+    },
+    {
+        "type": "function_call",
+        "id": "fc_1",
+        "name": "exec_command",
+        "arguments": '{"cmd": "ls"}',
+        "call_id": "c1",
+        "status": "completed",
+    },
+    {"type": "function_call_output", "call_id": "c1", "output": "a.py b.py"},
+    {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "gAAAA"},
+    {
+        "type": "message",
+        "role": "assistant",
+        "id": "msg_1",
+        "phase": "commentary",
+        "content": [{"type": "output_text", "text": "There are two.", "annotations": []}],
+    },
+    {
+        "type": "custom_tool_call",
+        "id": "ctc_1",
+        "call_id": "c2",
+        "name": "patch",
+        "input": "*** Begin\n+x = \"1\"\n*** End",
+        "status": "completed",
+    },
+    {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "pwd"}', "call_id": "c3"},
+    {"type": "custom_tool_call_output", "call_id": "c2", "output": "Patched."},
+    {
+        "type": "function_call_output",
+        "call_id": "c3",
+        "output": [
+            {"type": "input_text", "text": "/a"},
+            {"type": "input_image", "image_url": "data:image/png;base64,AA"},
+        ],
+    },
+    {
+        "type": "local_shell_call",
+        "id": "lsh_1",
+        "call_id": "c4",
+        "status": "completed",
+        "action": {"type": "exec", "command": ["bash", "-lc", "date"], "env": {}},
+    },
+    {"type": "local_shell_call_output", "id": "lsh_1", "call_id": "c4", "output": "Friday"},
+    {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "python lists"},
+    },
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief from now on."}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Thanks. And now?"}]},
+]
+SHOWN = [
+    *("You write code in a terminal.", "Ask before you delete.", "Notes: none.\nDirectory: /a"),
+    *("Which files are there?",),
+    *("a.py b.py", "There are two.", '*** Begin\n+x = "1"\n*** End', "Patched.", "bash", "Friday", "python lists"),
+    *("/a\n[image omitted: this model reads text only]", "Be brief from now on.", "Thanks. And now?"),
+]
+
+
+def codex_prompt(agent: Agent, body: dict[str, Any]) -> str:
+    """Return the prompt of a streamed response."""
+    with agent.saying("Done."):
+        reply = httpx.post(agent.server.listening.url + RESPONSES, json=body, timeout=60)
+        if reply.status_code != 200:
+            raise AssertionError(reply.text)
+    assert "response.completed" in reply.text
+    return str(agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral 3", "nemotron nano 2"])
+def test_both_turns_of_codex_reach_the_model_whole(tmp_path: Any, family: str) -> None:
+    with agent_of(tmp_path / "family", FAMILIES[family]) as agent:
+        first = codex_prompt(agent, CODEX)
+        assert all(text in first for text in SHOWN[:4]) and "exec_command" in first and "inner" not in first
+        later = codex_prompt(agent, CODEX | {"input": [*CODEX["input"], *LATER]})
+        assert [text for text in SHOWN if text not in later] == []
+        assert "base64" not in later and "gAAAA" not in later and later.count("You write code") == 1
+        if family == "hermes":
+            start = "<|im_start|>system\nYou write code in a terminal.\n\nAsk before you delete.<|im_end|>\n"
+            assert start in first and later.startswith(first)
+
+
+ITEMS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "x\ny"},
+        "assistant\n[Called patch with x\ny]",
+    ),
+    (
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": "gAAA"},
+        "assistant\n<think>\nHm.\n</think>",
+    ),
+    (
+        {"type": "mcp_call", "id": "m", "name": "find", "server_label": "docs", "arguments": "{}", "output": "none"},
+        'assistant\n[Called find with {"server_label": "docs", "arguments": "{}", "output": "none"}]',
+    ),
+    (
+        {"type": "image_generation_call", "id": "i", "status": "completed", "result": "iVBOR"},
+        'assistant\n[Called image_generation with {"result": "[image omitted: this model reads text only]"}]',
+    ),
+    (
+        {
+            "type": "computer_call_output",
+            "call_id": "a",
+            "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA"},
+        },
+        "user\n[Result of computer]\n[image omitted: this model reads text only]",
+    ),
+    ({"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "5"}]}, 'shell]\n[{"stdout": "5"}]'),
+]
+
+
+@pytest.mark.parametrize(("item", "words"), ITEMS)
+def test_items_of_tools_that_cannot_run_here_are_shown_as_text(agent: Agent, item: dict[str, Any], words: str) -> None:
+    asked = {"role": "user", "content": "Go on."}
+    prompt = prompt_after(agent, RESPONSES, input=[asked, item, asked])
+    assert words in prompt
+
+
+BLOCKS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "lists"}},
+        '[Called web_search with {"query": "lists"}]',
+    ),
+    ({"type": "mcp_tool_use", "id": "s", "name": "find", "server_name": "docs", "input": {}}, "[Called find with"),
+    (
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "url": "u"}]},
+        '[Result of web_search]\n[{"type": "web_search_result", "url": "u"}]',
+    ),
+    (
+        {"type": "mcp_tool_result", "tool_use_id": "s", "is_error": False, "content": [{"type": "text", "text": "9"}]},
+        "[Result of mcp]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "words"), BLOCKS)
+def test_blocks_of_tools_that_cannot_run_here_are_text_too(agent: Agent, block: dict[str, Any], words: str) -> None:
+    asked = {"role": "user", "content": "Go on."}
+    replied = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, block]}
+    assert f"assistant\nI look.\n{words}" in prompt_after(agent, MESSAGES, messages=[asked, replied, asked])
+
+
+def called(part: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return messages with a result that has a part besides its text."""
+    function = {"name": "get_weather", "arguments": "{}"}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    content = [{"type": "text", "text": "A map:"}, part]
+    result = {"role": "tool", "tool_call_id": "a", "content": content}
+    return {"messages": [*PLAIN[CHAT]["messages"], {"role": "assistant", "content": None, "tool_calls": calls}, result]}
+
+
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}]}
+IMAGES: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, called({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}), "image"),
+    (CHAT, called({"type": "file", "file": {"file_id": "f"}}), "file"),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                *PLAIN[MESSAGES]["messages"],
+                USED,
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "a",
+                            "content": [
+                                {"type": "text", "text": "A map:"},
+                                {"type": "image", "source": {"type": "url", "url": "https://a.example/a.png"}},
+                            ],
+                        }
+                    ],
+                },
+            ]
+        },
+        "image",
+    ),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "a",
+                    "output": [{"type": "input_text", "text": "A map:"}, {"type": "input_file", "file_id": "f"}],
+                },
+            ]
+        },
+        "file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "kind"), IMAGES)
+def test_an_image_in_a_result_is_a_line_that_says_so(agent: Agent, path: str, fields: Any, kind: str) -> None:
+    line = f"[{kind} omitted: this model reads text only]"
+    assert f"tool\nA map:\n{line}<|im_end|>" in prompt_after(agent, path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+    ],
+)
+def test_an_image_of_the_user_is_refused_by_its_name(agent: Agent, path: str, fields: dict[str, Any]) -> None:
+    reply = httpx.post(agent.server.listening.url + path, json=PLAIN[path] | fields, timeout=60)
+    assert reply.status_code == 400 and "image" in reply.text and "is not supported by this server" in reply.text
+
+
+TEXTS = ["one", "two\n", "three"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in TEXTS]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": text} for text in TEXTS]}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in TEXTS]}]}),
+        (
+            MESSAGES,
+            {"system": [{"type": "text", "text": text} for text in TEXTS]},
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {"role": "assistant", "content": [{"type": "output_text", "text": text} for text in TEXTS]},
+                    {"role": "user", "content": "x"},
+                ]
+            },
+        ),
+    ],
+)
+def test_text_parts_are_joined_by_a_line_end_in_every_api(agent: Agent, path: str, fields: dict[str, Any]) -> None:
+    assert "\none\ntwo\n\nthree<|im_end|>" in prompt_after(agent, path, **fields)
+
+
+def test_references_to_items_are_resolved_for_their_owner_alone(tmp_path: Any) -> None:
+    """As Vercel's AI SDK sends the history: by the ids of the items of earlier responses."""
+    tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
+    reply = "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN["hermes"] % "Oslo"
+    with front_end(tokenizer=tokenizer) as server:
+        agent = Agent(server, tokenizer)
+        tools = [OWN[RESPONSES]]
+
+        def post(key: str, **fields: Any) -> httpx.Response:
+            with server.client(key) as http:
+                return http.post(RESPONSES, json=PLAIN[RESPONSES] | {"tools": tools} | fields)
+
+        with agent.saying(reply):
+            output = post(RED).json()["output"]
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+        result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "5 degrees"}
+        asked = {"role": "user", "content": "Weather?"}
+        references = [{"type": "item_reference", "id": item["id"]} for item in output]
+        with agent.saying("Cold."):
+            post(RED, input=[asked, *references, result])
+        with agent.saying("Cold."):
+            post(RED, input=[asked, *output, result])
+        assert agent.prompts()[-1] == agent.prompts()[-2]
+        references[0].pop("type")  # which may be left out
+        with agent.saying("Cold."):
+            assert post(RED, input=[asked, *references, result]).status_code == 200
+        refused = post(BLUE, input=[asked, *references, result])
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "item_not_found"
