@@ -10,7 +10,7 @@ from .conversation import Breakpoint, Conversation
 from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Mark, Name, PartlySupported, PromptCacheBreakpoint, Text
 from .shown_text import text_instead
-from .tool_schemas import Calls, Tools
+from .tool_schemas import Calls, Tools, own_tools
 from .unsupported import MESSAGE, REFUSED
 
 _MOST_BREAKPOINTS = 4  # as in both APIs: Anthropic's refuses more, and OpenAI's uses the last ones
@@ -145,7 +145,7 @@ class Templated(BaseModel):
         known = {name: value for name, value in values.items() if value is not None}
         return Conversation(
             [message.plain() for message in messages],
-            tuple(tool.plain() for tool in self.tools or ()),
+            tuple(tool.plain() for tool in own_tools(self.tools)),
             known | (self.chat_template_kwargs or {}),
             adds_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
             continues=bool(self.continue_final_message),
@@ -154,7 +154,7 @@ class Templated(BaseModel):
 
     def _breakpoints(self, messages: list[Message]) -> tuple[Breakpoint, ...]:
         marked = [mark for index, message in enumerate(messages) for mark in message.marks(index)]
-        of_tools = [tool.mark for tool in self.tools or () if tool.mark is not None]
+        of_tools = [tool.mark for tool in own_tools(self.tools) if tool.mark is not None]
         if of_tools:
             marked.insert(0, (of_tools[0], Breakpoint(keep_s=max(mark.keep_s for mark in of_tools))))
         count = sum(isinstance(mark, CacheControl) for mark, _ in marked)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -16,6 +16,7 @@ from .unsupported import REFUSED
 MOST_TOOLS = 1024
 _MOST_CALLS = 1024
 
+_Own = TypeVar("_Own", bound=BaseModel)
 FunctionName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
 
 
@@ -53,15 +54,19 @@ def own_or_foreign(*own: str) -> Discriminator:
     return Discriminator(tag)
 
 
-def without_foreign(tools: list[Any]) -> list[Any]:
-    """Leave out and count tools of other types; a breakpoint after one of them is set after the last other tool."""
+def counted_foreign(tools: list[Any]) -> list[Any]:
+    """Count the tools of other types in a list, for which there is a warning in the log."""
     foreign = [tool for tool in tools if isinstance(tool, ForeignTool)]
-    if not foreign:
-        return tools
     note_ignored("tools of this type cannot run here", [f"tools.type {tool.type}" for tool in foreign])
-    kept = [tool for tool in tools if not isinstance(tool, ForeignTool)]
+    return tools
+
+
+def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
+    """Return the tools that a model can call; a breakpoint after another one is set after the last of them."""
+    kept = [tool for tool in tools or () if not isinstance(tool, ForeignTool)]
+    foreign = [tool for tool in tools or () if isinstance(tool, ForeignTool)]
     mark = next((tool.cache_control for tool in foreign if tool.cache_control is not None), None)
-    if kept and mark is not None and kept[-1].cache_control is None:
+    if kept and mark is not None and getattr(kept[-1], "cache_control", None) is None:
         kept[-1] = kept[-1].model_copy(update={"cache_control": mark})
     return kept
 
@@ -107,8 +112,8 @@ class Tool(BaseModel):
         return self.cache_control or self.function.cache_control
 
 
-def _distinct(tools: list[Tool]) -> list[Tool]:
-    names = [tool.function.name for tool in tools]
+def _distinct(tools: list[Tool | ForeignTool]) -> list[Tool | ForeignTool]:
+    names = [tool.function.name for tool in own_tools(tools)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         sentence = f"two tools are called {repeated}; give each a name of its own"
@@ -125,7 +130,7 @@ Tools = Annotated[
         ]
     ],
     Field(fail_fast=True, max_length=MOST_TOOLS),
-    AfterValidator(without_foreign),
+    AfterValidator(counted_foreign),
     AfterValidator(_distinct),
 ]
 
@@ -157,7 +162,7 @@ class AllowedTools(BaseModel):
             ]
         ],
         Field(fail_fast=True, max_length=MOST_TOOLS),
-        AfterValidator(without_foreign),
+        AfterValidator(counted_foreign),
     ]
 
 
@@ -185,7 +190,8 @@ ToolChoice = Annotated[
 def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
     """Return a choice as the responses API has it."""
     if isinstance(choice, AllowedTools):
-        return {"type": choice.type, "mode": choice.mode, "tools": [flat_choice(tool) for tool in choice.tools]}
+        tools = [flat_choice(tool) for tool in own_tools(choice.tools)]
+        return {"type": choice.type, "mode": choice.mode, "tools": tools}
     return {"type": choice.type, "name": choice.function.name} if isinstance(choice, NamedTool) else choice
 
 
@@ -212,7 +218,7 @@ def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[
     """
     if not isinstance(choice, AllowedTools):
         return ChosenTools(choice, tools)
-    allowed = {tool.function.name for tool in choice.tools}
+    allowed = {tool.function.name for tool in own_tools(choice.tools)}
     missing = allowed - {tool["function"]["name"] for tool in tools}
     if missing:
         raise bad_request(f"tool_choice names {min(missing)!r:.100}, which is not in tools", "tool_choice")

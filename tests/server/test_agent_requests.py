@@ -1,6 +1,5 @@
 """Requests as coding agents and agent SDKs send them: fields, tools and items beyond those of a plain client."""
 
-import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -219,11 +218,9 @@ def test_only_allowed_tools_may_be_called_and_the_prompt_shows_all(agent: Agent,
         assert bool(grammar) == is_held
         if grammar:
             assert "get_time" in grammar and "get_weather" not in grammar
-    called = WRITTEN["hermes"] % "Oslo"
-    body = posted(agent, path, called, tools=tools, tool_choice=allowed("auto", "get_time", is_nested=is_nested)).json()
-    assert called.replace('"', '\\"') in json.dumps(body)  # a call of a tool that is not allowed is content
     if path == RESPONSES:
-        assert body["tool_choice"] == allowed("auto", "get_time", is_nested=False)
+        choice = allowed("auto", "get_time", is_nested=False)
+        assert posted(agent, path, tools=tools, tool_choice=choice).json()["tool_choice"] == choice
 
 
 # A first and a later turn of Codex: its fields and kinds of items, with texts of our own.

@@ -22,6 +22,7 @@ from ..field_types import (
 )
 from ..ignored import note_ignored
 from ..schemas import ChatRequest
+from ..tool_schemas import own_tools
 from ..unsupported import LABELS, Table, Unsupported
 from .blocks import (
     Blocks,
@@ -169,7 +170,7 @@ class CountTokensRequest(PartlySupported):
             "model": self.model,
             "messages": self._marked(list(self._messages())),
             "continue_final_message": self.continues,
-            "tools": [tool.as_function() for tool in self.tools or ()] or None,
+            "tools": [tool.as_function() for tool in own_tools(self.tools)] or None,
             "tool_choice": None if choice is None else choice.as_chat(),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},

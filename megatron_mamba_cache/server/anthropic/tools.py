@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, Tag
 
 from ..field_types import CacheControl, Flag, JsonObject, Text
-from ..tool_schemas import MOST_TOOLS, ForeignTool, FunctionName, own_or_foreign, without_foreign
+from ..tool_schemas import MOST_TOOLS, ForeignTool, FunctionName, counted_foreign, own_or_foreign
 
 
 class MessagesTool(BaseModel):
@@ -34,7 +34,7 @@ MessagesTools = Annotated[
         ]
     ],
     Field(fail_fast=True, max_length=MOST_TOOLS),
-    AfterValidator(without_foreign),
+    AfterValidator(counted_foreign),
 ]
 
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}

@@ -25,9 +25,10 @@ from ..tool_schemas import (
     FunctionKind,
     FunctionName,
     ToolChoice,
+    counted_foreign,
     flat_choice,
     own_or_foreign,
-    without_foreign,
+    own_tools,
 )
 from ..unsupported import LABELS, Table, Unsupported
 from .items import ChatMessage, InputItems, ItemReference, kept_item, messages_of
@@ -119,7 +120,7 @@ ResponsesTools = Annotated[
         ]
     ],
     Field(fail_fast=True, max_length=MOST_TOOLS),
-    AfterValidator(without_foreign),
+    AfterValidator(counted_foreign),
 ]
 
 
@@ -183,7 +184,7 @@ class ResponsesRequest(PartlySupported):
                 "max_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
-                "tools": [tool.as_function() for tool in self.tools or ()] or None,
+                "tools": [tool.as_function() for tool in own_tools(self.tools)] or None,
                 "tool_choice": self.tool_choice,
                 "response_format": None if text.format is None else text.format.as_response_format(),
                 "parallel_tool_calls": self.parallel_tool_calls,
@@ -201,7 +202,7 @@ class ResponsesRequest(PartlySupported):
             "max_output_tokens": self.max_output_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
-            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "tools": [tool.model_dump() for tool in own_tools(self.tools)],
             "tool_choice": flat_choice(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
