@@ -52,6 +52,10 @@ class Turn:
         """True for a message with instructions."""
         return self.role in INSTRUCTING
 
+    def has_name_of(self, other: "Turn") -> bool:
+        """Return whether both messages have one name, or none."""
+        return self.message.get("name") == other.message.get("name")
+
     def with_role(self, role: str) -> Self:
         """Return the turn as one of another role, with its text alone."""
         return replace(self, message={"role": role, "content": self.content})
@@ -66,8 +70,11 @@ class Turn:
         is_between = bool(self.content and other.content)
         moved = other.after(self.content + _JOINT * is_between)
         message = {**other.message, **self.message, "content": moved.content}
-        if self.message.get("name") != other.message.get("name"):
+        if not self.has_name_of(other):
             message.pop("name", None)
+        reasoning = [turn.message["reasoning_content"] for turn in (self, other) if "reasoning_content" in turn.message]
+        if reasoning:
+            message["reasoning_content"] = _JOINT.join(reasoning)
         return replace(self, message=message, places=(*self.places, *moved.places))
 
 
@@ -101,7 +108,7 @@ def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
 
 def joined_instructions(turns: Sequence[Turn]) -> list[Turn]:
     """Join neighbouring instructions of one role."""
-    return _joined(turns, lambda one, other: one.instructs and one.role == other.role)
+    return _joined(turns, lambda one, other: one.instructs and one.role == other.role and one.has_name_of(other))
 
 
 def joined_users(turns: Sequence[Turn]) -> list[Turn]:

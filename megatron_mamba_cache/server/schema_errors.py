@@ -5,7 +5,6 @@ from typing import Any
 
 from .errors import ApiError, bad_request
 
-_FORMS = ("str", "NamedTool", "ChosenFunction")
 _OTHER_FORM = ("string_type", "list_type", "int_type")
 _MOST_CHARACTERS = 1000
 _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
@@ -64,4 +63,4 @@ def _reach(error: Any) -> tuple[int, int, bool]:
 
 def _is_form(part: str | int) -> bool:
     """Return whether a part of an error's place is pydantic's name for a form, not a field or an item."""
-    return isinstance(part, str) and (part in _FORMS or "[" in part or "-" in part)
+    return isinstance(part, str) and (part == "str" or "[" in part or "-" in part)

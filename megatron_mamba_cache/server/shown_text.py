@@ -1,7 +1,7 @@
 """Text for what has no form of its own in a chat template: calls of other kinds, their results, images."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _OMITTED = {
@@ -84,15 +84,17 @@ def _written(value: Any) -> str:
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in map(text_instead, parts)]
     if texts and all(isinstance(text, str) for text in texts):
         return "\n".join(map(str, texts))
-    return json.dumps(_without_data(value), ensure_ascii=False)
+    try:
+        found = json.loads(json.dumps(value), object_hook=_without_data)
+        return json.dumps(found, ensure_ascii=False)
+    except RecursionError:
+        return omitted("deeply nested data")
 
 
-def _without_data(value: Any) -> Any:
-    if isinstance(value, str):
-        return omitted("data") if value.startswith("data:") else value
-    if isinstance(value, Mapping):
-        kind = _OMITTED.get(str(value.get("type")))
-        return omitted(kind) if kind else {name: _without_data(one) for name, one in value.items()}
-    if isinstance(value, Sequence):
-        return [_without_data(one) for one in value]
-    return value
+def _without_data(found: dict[str, Any]) -> Any:
+    """Return an object without images and files."""
+    kind = _OMITTED.get(str(found.get("type")))
+    if kind is not None:
+        return omitted(kind)
+    is_data = {name: isinstance(value, str) and value.startswith("data:") for name, value in found.items()}
+    return {name: omitted("data") if is_data[name] else value for name, value in found.items()}

@@ -46,7 +46,8 @@ _SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
 _CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
 _SAYING = ((_USER, _SAYING_CALL, _RESULT, _REPLY, _USER), (_USER, _SAYING_CALL, _RESULT))
 _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
-    (developer_as_system, ((_DEVELOPER, _USER), (_SYSTEM, _DEVELOPER, _USER), (_USER, _REPLY, _DEVELOPER, _USER))),
+    (developer_as_system, ((_DEVELOPER, _USER), (_SYSTEM, _DEVELOPER, _USER))),
+    (developer_as_system, ((_USER, _REPLY, _DEVELOPER, _USER),)),
     (instructions_in_users, ((_SYSTEM, _USER),)),
     (
         later_instructions_in_users,
@@ -123,12 +124,11 @@ class TemplateFit:
                     note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
                 return found
         if reading.unread:  # of the conversation as it is, the last choice
-            index = reading.unread[0]
-            role = conversation.messages[index]["role"]
+            message = conversation.messages[reading.unread[0]]
             raise bad_request(
-                f"messages.{index}: the model's chat template leaves out a message of role {role} at this place; "
-                "move it, or leave it out",
-                f"messages.{index}",
+                f"the model's chat template leaves out the message of role {message['role']} that begins with "
+                f"{message['content'][:60]!r}; move it, or leave it out",
+                "messages",
             )
         return _rewritten(conversation, self._needed)
 

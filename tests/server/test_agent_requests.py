@@ -387,6 +387,20 @@ def test_items_of_tools_that_cannot_run_here_are_shown_as_text(agent: Agent, ite
     assert words in prompt
 
 
+@pytest.mark.parametrize("depth", [100, 300, 900])
+def test_items_nested_deeply_are_read_or_refused(agent: Agent, depth: int) -> None:
+    nested: Any = "x"
+    for _ in range(depth):
+        nested = {"a": nested}
+    call = {"type": "web_search_call", "action": nested}
+    used = {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "x", "input": nested}]}
+    asked = {"role": "user", "content": "Go on."}
+    for path, fields in ((RESPONSES, {"input": [call, asked]}), (MESSAGES, {"messages": [asked, used, asked]})):
+        body = PLAIN[path] | fields | {"model": "another"}  # which is looked at last
+        reply = httpx.post(agent.server.listening.url + path, json=body, timeout=60)
+        assert reply.status_code in (400, 404), reply.text
+
+
 BLOCKS: list[tuple[dict[str, Any], str]] = [
     (
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "lists"}},

@@ -121,14 +121,19 @@ def test_responses_of_a_key_stay_within_the_bound_and_out_of_anothers_room() -> 
     stored = StoredResponses(1000)
     stored.keep("blue", [], {"id": "blue", "previous_response_id": None})
     for number in range(100):
-        body = {"id": f"{number}", "previous_response_id": None, "text": "x" * (number % 40)}
+        output = [{"id": f"item {number}"}]
+        body = {"id": f"{number}", "previous_response_id": None, "text": "x" * (number % 40), "output": output}
         stored.keep("red", [{"role": "user", "content": "y" * (number % 30)}], body)
         stored.find("red", f"{number}")
-        assert 0 < stored.num_bytes("red") <= 1000
+        assert 0 < stored.num_bytes("red") <= 1000 and stored.item("red", f"item {number}") == output[0]
     stored.keep("red", [], {"id": "large", "previous_response_id": None, "text": "x" * 1000})
     for owner, response_id in (("red", "0"), ("red", "large"), ("red", "blue"), ("none", "99")):
         with pytest.raises(ApiError, match="is not kept here"):
             stored.find(owner, response_id)
+    for owner, item_id in (("red", "item 0"), ("blue", "item 99"), ("none", "item 99")):
+        with pytest.raises(ApiError, match="is not kept here"):
+            stored.item(owner, item_id)
+    assert len(stored._response_of) == len(stored._stored["red"])
     stored.find("blue", "blue")
     stored.forget("blue", "blue")
     assert stored.num_bytes("blue") == 0

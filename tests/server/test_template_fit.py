@@ -219,14 +219,40 @@ def test_results_that_a_template_drops_are_text_of_the_user(readers: dict[str, P
     assert text.endswith("<|user|>[Result of get_weather]\n5 degrees<|end|><|assistant|>")
 
 
+EVERYWHERE = "{# developer #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FIRST = "{% if messages[0].role in ('system', 'developer') %}<{{ messages[0].role }}>{{ messages[0].content }}"
+FIRST += "{% endif %}"
+FIRST += "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+NO_DEVELOPER = EVERYWHERE.replace("developer", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (EVERYWHERE, [BRIEF, RULE, ASKED], "<system>Be brief.<developer>Write no code.<user>Weather in Oslo?"),
+        (EVERYWHERE, [RULE, KIND, KIND], "<developer>Write no code.<system>Be kind.\n\nBe kind."),
+        (FIRST, [RULE, ASKED], "<system>Write no code.<user>Weather in Oslo?"),
+        (FIRST, [BRIEF, RULE, ASKED], "<system>Be brief.\n\nWrite no code.<user>Weather in Oslo?"),
+        (FIRST, [ASKED, HELLO, RULE, AGAIN], "<user>Weather in Oslo?<assistant>Hello there.<user>Write no code.\n\nA"),
+        (NO_DEVELOPER, [RULE, ASKED], "<system>Write no code.<user>"),
+        (NO_DEVELOPER, [BRIEF | {"name": "a"}, KIND | {"name": "b"}], "<system>Be brief.<system>Be kind."),
+    ],
+)
+def test_the_developer_keeps_its_role_where_every_place_for_it_is_read(
+    tmp_path: Path, source: str, messages: list[dict[str, Any]], text: str
+) -> None:
+    reader = PromptReader(agent_tokenizer(tmp_path / "model", source), Transcripts(0), 4096)
+    assert (prompt_of(reader, messages).text or "").startswith(text)
+
+
 DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("family", "messages", "words"),
     [
-        (DEAF, [ASKED, HELLO, AGAIN], "messages.1: the model's chat template leaves out a message of role assistant"),
-        ("{{ messages[-1].content }}", [ASKED, HELLO, AGAIN], "messages.0: the model's chat template leaves out"),
+        (DEAF, [ASKED, HELLO, AGAIN], "leaves out the message of role assistant that begins with 'Hello there.'"),
+        ("{{ messages[-1].content }}", [ASKED, HELLO], "leaves out the message of role user that begins with 'Weather"),
         ("gemma", [HELLO, ASKED], "the model's chat template refuses the messages: roles must alternate"),
         ("mistral 3", [HELLO], "the model's chat template refuses the messages: roles must alternate"),
     ],
