@@ -125,9 +125,10 @@ class TemplateFit:
                 return found
         if reading.unread:  # of the conversation as it is, the last choice
             message = conversation.messages[reading.unread[0]]
+            told = f"begins with {message['content'][:60]!r}" if message["content"] else "calls tools"
             raise bad_request(
-                f"the model's chat template leaves out the message of role {message['role']} that begins with "
-                f"{message['content'][:60]!r}; move it, or leave it out",
+                f"the model's chat template leaves out the message of role {message['role']} that {told}; "
+                "move it, or leave it out",
                 "messages",
             )
         return _rewritten(conversation, self._needed)
