@@ -9,7 +9,7 @@ from .backend import BackendState
 from .bodies import Bodies, ClientLeftError
 from .errors import ApiError, engine_failed, unavailable
 from .exchange import exchange_of
-from .responses import CLIENT_CLOSED_REQUEST, error_response
+from .responses import error_response
 from .tenants import ApiKeys
 
 _OPEN_PATHS = ("/health", "/ping")
@@ -23,7 +23,6 @@ class AccessControl:
     Args:
         state: Returns the backend's current state.
         is_draining: Returns whether the server refuses new requests.
-        on_status: Called with each response's status.
     """
 
     def __init__(
@@ -34,14 +33,12 @@ class AccessControl:
         bodies: Bodies,
         state: Callable[[], BackendState],
         is_draining: Callable[[], bool],
-        on_status: Callable[[int], None],
     ) -> None:
         self._app = app
         self._keys = keys
         self._bodies = bodies
         self._state = state
         self._is_draining = is_draining
-        self._on_status = on_status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or answer it with an error."""
@@ -49,25 +46,19 @@ class AccessControl:
             await self._app(scope, receive, send)
             return
 
-        async def counting_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._on_status(message["status"])
-            await send(message)
-
         try:
             if scope["path"] not in _OPEN_PATHS:
                 self._admit(scope)
             if scope["method"] == "POST" and _is_below(scope["path"], _SERVED_PATHS):
                 async with self._bodies.whole(scope["owner"], scope, receive) as body:
-                    await self._app(scope, _replayed(body, receive), counting_send)
+                    await self._app(scope, _replayed(body, receive), send)
             else:
-                await self._app(scope, receive, counting_send)
+                await self._app(scope, receive, send)
         except ClientLeftError:
-            exchange_of(scope).status = CLIENT_CLOSED_REQUEST
-            self._on_status(CLIENT_CLOSED_REQUEST)
+            pass  # no response can reach the client
         except ApiError as error:
             exchange_of(scope).note_error(error)
-            await error_response(error, scope)(scope, receive, counting_send)
+            await error_response(error, scope)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]

@@ -99,7 +99,8 @@ class Server:
             self.metrics.note,
             self.metrics,
         )
-        self.app = Entrance(CrossOrigin(self._build(), settings.cors_origins), settings.access_log)
+        app = CrossOrigin(self._build(), settings.cors_origins)
+        self.app = Entrance(app, settings.access_log, self.metrics.note_exchange)
 
     def drain(self) -> None:
         """Refuse new requests, including those whose body is incomplete."""
@@ -153,7 +154,6 @@ class Server:
             bodies=self.bodies,
             state=lambda: self.backend.state,
             is_draining=lambda: self.rules.is_draining,
-            on_status=lambda status: self.metrics.responses.labels(str(status)).inc(),
         )
         app.openapi()  # cached from here on; building it for the first client would block all others
         return app
@@ -185,7 +185,8 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
         if state.failure is not None:
             return JSONResponse({"status": "failed", "reason": state.failure}, 503)
         if server.rules.is_draining or not state.is_ready:
-            return JSONResponse({"status": "draining" if state.is_ready else "starting"}, 503)
+            status = "draining" if state.is_ready else "starting"
+            return JSONResponse({"status": status}, 503, {"Retry-After": "1"})
         return JSONResponse({"status": "ready"})
 
     @app.get("/version")

@@ -25,7 +25,11 @@ class Connection(H11Protocol):
     - reads less than 256 KiB, and less than all, of the pending output in `send_timeout_s`,
     - sends nothing at first, or takes longer than `body_timeout_s` for the head of a request.
 
-    When a connection closes, its open request ends as if the client had disconnected.
+    When a connection closes, its open request ends as if the client had disconnected. A request's scope has its
+    connection as `scope["state"]["connection"]`.
+
+    Attributes:
+        is_broken: Whether it closed before the client had all of a response.
     """
 
     def __init__(
@@ -37,11 +41,13 @@ class Connection(H11Protocol):
         *,
         limits: ServerLimits,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._limits = limits
         self._head_timer = _Timer(self.loop)
         self._read_timer = _Timer(self.loop)
         self._unread = 0
+        self._deliveries: list[asyncio.Future[bool]] = []
+        self.is_broken = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Apply the keep-alive timeout to the first byte too."""
@@ -53,7 +59,27 @@ class Connection(H11Protocol):
         """End the open request."""
         self._head_timer.stop()
         self._read_timer.stop()
+        self.is_broken |= exc is not None or self._is_responding
+        self._settle_deliveries()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Note whether a response was in progress; the transport closes, so the client does not get the rest."""
+        self.is_broken |= self._is_responding
+
+    def abort(self) -> None:
+        """Close the connection at once and drop the output that the client has not read."""
+        self.is_broken = True
+        self.transport.abort()
+
+    def delivery(self) -> "asyncio.Future[bool]":
+        """Return a future: True once the kernel has all output so far, False if the connection breaks before."""
+        future: asyncio.Future[bool] = self.loop.create_future()
+        self._deliveries.append(future)
+        is_written = not self.transport.is_closing() and not self.transport.get_write_buffer_size()
+        if is_written or self.is_broken:
+            self._settle_deliveries()  # else `connection_lost` reports an error of the last write
+        return future
 
     def handle_events(self) -> None:
         """Handle received events and keep reading."""
@@ -62,10 +88,10 @@ class Connection(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._head_timer.stop()
         elif num_ahead and not self._head_timer.is_running:
-            self._head_timer.start(self._limits.body_timeout_s, self.transport.abort)
+            self._head_timer.start(self._limits.body_timeout_s, self.abort)
         if self.conn.their_state is h11.DONE and num_ahead:
             if num_ahead > _MOST_AHEAD:
-                self.transport.abort()
+                self.abort()
             else:
                 self.flow.resume_reading()
 
@@ -78,6 +104,18 @@ class Connection(H11Protocol):
         """Stop watching a client that has caught up."""
         super().resume_writing()
         self._read_timer.stop()
+        self._settle_deliveries()
+
+    @property
+    def _is_responding(self) -> bool:
+        """True while a request has no complete response."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _settle_deliveries(self) -> None:
+        for future in self._deliveries:
+            if not future.cancelled():
+                future.set_result(not self.is_broken)
+        self._deliveries.clear()
 
     def _watch_reader(self) -> None:
         self._unread = self.transport.get_write_buffer_size()
@@ -85,7 +123,7 @@ class Connection(H11Protocol):
 
     def _check_reader(self) -> None:
         if self._unread - self.transport.get_write_buffer_size() < _LEAST_READ:
-            self.transport.abort()
+            self.abort()
         else:
             self._watch_reader()
 

@@ -1,30 +1,35 @@
 """The outermost layer of the application: every request gets an id, is counted, and is logged when it ends."""
 
+import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access_log import AccessLog
-from .errors import is_of_anthropic
-from .exchange import Exchange
-from .responses import CLIENT_CLOSED_REQUEST
+from .connection import Connection
+from .errors import is_of_anthropic, unexpected
+from .exchange import CLIENT_CLOSED_REQUEST, Exchange
 
-_PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # polled every few seconds
-_KEY_REFUSED = (401, 403)
 _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 
 
 class Entrance:
     """ASGI middleware around everything else; stores the exchange as `scope["exchange"]`.
 
-    Probes are neither counted nor logged, unless their key is refused.
+    A request ends when the client's socket has the last byte of its response, or when the client has left.
+
+    Args:
+        on_end: Called with each exchange that has ended, probes included.
     """
 
-    def __init__(self, app: ASGIApp, log: AccessLog) -> None:
+    def __init__(self, app: ASGIApp, log: AccessLog, on_end: Callable[[Exchange], None]) -> None:
         self._app = app
         self._log = log
+        self._on_end = on_end
         self._open: dict[int, Exchange] = {}
+        self._some_ended = asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._began = time.monotonic()
 
@@ -34,20 +39,12 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         exchange = scope["exchange"] = Exchange.of_scope(scope)
-
-        async def noting_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                names = [b"x-request-id"] + [b"request-id"] * is_of_anthropic(exchange.path)
-                headers = [(name, exchange.request_id.encode()) for name in names]
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
-            await send(message)
-
+        response = _Response(exchange, scope.get("state", {}).get("connection"), send)
         self._open[id(exchange)] = exchange
         try:
-            await self._app(scope, receive, noting_send)
+            await self._app(scope, receive, response.send)
         finally:
-            del self._open[id(exchange)]
+            await response.end()
             self._end(exchange)
 
     def cut_off(self) -> None:
@@ -57,8 +54,15 @@ class Entrance:
 
     @property
     def num_open(self) -> int:
-        """Number of requests without a complete response, excluding probes."""
-        return sum(exchange.path not in _PROBES for exchange in self._open.values())
+        """Number of requests that have not ended, excluding probes."""
+        return sum(not exchange.is_probe for exchange in self._open.values())
+
+    async def open_requests_end(self) -> None:
+        """Wait until the requests that are open now have ended, excluding probes; later ones do not count."""
+        waiting = [exchange for exchange in self._open.values() if not exchange.is_probe]
+        while any(exchange.ended is None for exchange in waiting):
+            self._some_ended.clear()
+            await self._some_ended.wait()
 
     def summary(self) -> str:
         """Return the server's uptime and the outcomes of its requests."""
@@ -68,11 +72,51 @@ class Entrance:
 
     def _end(self, exchange: Exchange) -> None:
         exchange.ended = time.monotonic()
-        exchange.status = exchange.status or CLIENT_CLOSED_REQUEST
-        if exchange.path in _PROBES and exchange.status not in _KEY_REFUSED:
+        del self._open[id(exchange)]
+        self._some_ended.set()
+        self._on_end(exchange)
+        if not exchange.is_probe:
+            self._counts[_kind(exchange)] += 1
+            self._log.note(exchange)
+
+
+class _Response:
+    """A response on its way to the client; keeps its exchange's status true.
+
+    Args:
+        connection: Where it is sent; None outside of our server, where each complete response counts as delivered.
+    """
+
+    def __init__(self, exchange: Exchange, connection: Connection | None, send: Send) -> None:
+        self._exchange = exchange
+        self._connection = connection
+        self._send = send
+        self._is_complete = False
+        self._delivery: asyncio.Future[bool] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the response, its headers with the request's id."""
+        exchange = self._exchange
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+            names = [b"x-request-id"] + [b"request-id"] * is_of_anthropic(exchange.path)
+            headers = [(name, exchange.request_id.encode()) for name in names]
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_complete = True
+            if self._connection is not None:
+                self._delivery = self._connection.delivery()
+
+    async def end(self) -> None:
+        """Wait until the last byte is sent, once the application is done; else change the status."""
+        if self._is_complete and (self._delivery is None or await self._delivery):
             return
-        self._counts[_kind(exchange)] += 1
-        self._log.note(exchange)
+        if self._connection is None or self._connection.is_broken:
+            self._exchange.note_undelivered()
+        else:  # the application failed
+            self._exchange.note_error(unexpected())
+            self._exchange.status = 500
 
 
 def _kind(exchange: Exchange) -> str:

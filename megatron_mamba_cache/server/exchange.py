@@ -9,6 +9,10 @@ from starlette.types import Scope
 
 from .errors import ApiError
 
+CLIENT_CLOSED_REQUEST = 499
+
+_PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # polled every few seconds
+_KEY_REFUSED = (401, 403)
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -21,7 +25,7 @@ class Exchange:
         path: As received, without the query; percent-encoded bytes stay encoded.
         arrived: Time of arrival, in seconds of the monotonic clock.
         key_name: Name of the API key; "" before it is known, or if no key is needed.
-        status: The response's, or 499 if the client left before the end; 0 before the response begins.
+        status: The response's, or 499 if the client left before its last byte; 0 before the response begins.
         prompt_tokens, cached_tokens, completion_tokens: None for a request without replies of the model.
         first_token: Time of its first token.
         ended: Time of its end.
@@ -48,6 +52,15 @@ class Exchange:
         """Begin the exchange of an HTTP request."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogatepass")
         return Exchange(_request_id(scope), scope["method"], _printable(path.partition(b"?")[0]))
+
+    @property
+    def is_probe(self) -> bool:
+        """True for a probe or scrape; these are counted apart and not logged, unless their key is refused."""
+        return self.path in _PROBES and self.status not in _KEY_REFUSED
+
+    def note_undelivered(self) -> None:
+        """Record that the client did not get the last byte: it left, or the server's end cut it off."""
+        self.status = (self.status or 503) if self.is_cut_off else CLIENT_CLOSED_REQUEST
 
     def note_error(self, error: ApiError) -> None:
         """Record the error in the response, also one in the middle of a stream."""

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from ..metrics import CacheCounters, CacheSnapshot
 from .backend import Backend
+from .exchange import Exchange
 from .job import Job
 from .limits import QueueGate
 from .metric_texts import CACHE_BYTES, DISK_BYTES, HOST_BYTES, KV_BLOCKS, STATE_SLOTS, TIER_COPIES, counter_text
@@ -52,7 +53,16 @@ class ServerMetrics:
         self.registry.register(SnapshotCollector(backend, gate))
         ProcessCollector(registry=self.registry)
         Info(f"{PREFIX}model", "The model that is served", registry=self.registry).info({"model": model_name})
-        self.responses = self._counter("http_responses", "HTTP responses by status", ["status"])
+        self.responses = self._counter(
+            "http_responses",
+            "HTTP responses by status, those to probes excepted; 499: the client left before the last byte",
+            ["status"],
+        )
+        self.probe_responses = self._counter(
+            "probe_responses",
+            "HTTP responses to health checks, scrapes and the dashboard's polling",
+            ["path", "status"],
+        )
         self.replies = self._counter(
             "replies", "Replies by how they ended; cut: by an error or because the client left", ["finish_reason"]
         )
@@ -82,6 +92,13 @@ class ServerMetrics:
     def note_queued(self, seconds: float) -> None:
         """See `TokenTimes`."""
         self.queueing.observe(seconds)
+
+    def note_exchange(self, exchange: Exchange) -> None:
+        """Count a request that has ended, by its status."""
+        if exchange.is_probe:
+            self.probe_responses.labels(exchange.path, str(exchange.status)).inc()
+        else:
+            self.responses.labels(str(exchange.status)).inc()
 
     def note_first_token(self, seconds: float) -> None:
         """See `TokenTimes`."""

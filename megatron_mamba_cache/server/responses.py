@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError, is_of_anthropic, unexpected
 from .exchange import Exchange, exchange_of
@@ -23,8 +23,6 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
@@ -50,19 +48,7 @@ class JobResponse(Response):
         Raises:
             ApiError: If the order is refused, or fails before anything was sent.
         """
-        has_begun = False
-        exchange = exchange_of(scope)
-
-        async def noting_send(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        is_whole = await unless_disconnected(receive, self._answer(noting_send, exchange))
-        if not has_begun:
-            await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
-        elif not is_whole:
-            exchange.status = CLIENT_CLOSED_REQUEST
+        await unless_disconnected(receive, self._answer(send, exchange_of(scope)))
 
     async def _answer(self, send: Send, exchange: Exchange) -> None:
         async with job_of(self._rules, self._order) as job:

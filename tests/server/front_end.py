@@ -15,6 +15,7 @@ import httpx
 
 from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.server.access_log import AccessLog
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.limits import ServerLimits
 from megatron_mamba_cache.server.parsers.families import reply_syntax
@@ -103,7 +104,12 @@ class LongTokens(ByteTokenizer):
 
 
 def scripted_server(
-    *, tokenizer: Any = None, keys: tuple[str, ...] = (RED, BLUE), backend: ScriptedBackend | None = None, **limits: Any
+    *,
+    tokenizer: Any = None,
+    keys: tuple[str, ...] = (RED, BLUE),
+    backend: ScriptedBackend | None = None,
+    access_log: AccessLog | None = None,
+    **limits: Any,
 ) -> Server:
     """Return a server over a scripted backend.
 
@@ -113,7 +119,8 @@ def scripted_server(
     """
     tokenizer = tokenizer or ByteTokenizer()
     syntax = reply_syntax(getattr(tokenizer, "chat_template", ""))
-    settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), ServerLimits(**limits), syntax=syntax)
+    limit, log = ServerLimits(**limits), access_log or AccessLog()
+    settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), limit, log, syntax=syntax)
     return Server(backend or ScriptedBackend(), settings)
 
 

@@ -48,21 +48,6 @@ def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(
     assert_nothing_inside(server)
 
 
-def test_a_request_whose_client_left_is_counted_once(server: FrontEnd) -> None:
-    def counted() -> dict[str, float]:
-        samples = [sample for metric in server.server.metrics.responses.collect() for sample in metric.samples]
-        return {one.labels["status"]: one.value for one in samples if one.name.endswith("_total")}
-
-    before = counted()
-    for body in (ASKED, STREAMED):
-        connection = server.connection(request_bytes(body))
-        wait_until(lambda: server.backend.running)
-        connection.close()
-        assert_nothing_inside(server)
-    after = {status: counted()[status] - before.get(status, 0) for status in ("200", "499")}
-    assert after == {"200": 1, "499": 1}
-
-
 def test_requests_that_are_sent_ahead_are_answered_in_their_order(server: FrontEnd) -> None:
     first, second = request_bytes(ASKED), request_bytes(ASKED | {"prompt": "defg"})
     with server.connection(first + second) as connection:
