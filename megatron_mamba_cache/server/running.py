@@ -25,8 +25,9 @@ _READY_INTERVAL_S = 0.05
 class DrainingServer(uvicorn.Server):
     """uvicorn, but a SIGTERM or SIGINT lets accepted requests finish, and is not raised again at the end.
 
-    After the first signal new requests are refused. Requests that are not done `drain_s` later end with an error. A
-    second signal ends all requests with an error.
+    After the first signal new requests are refused with 503, on old and new connections, until the accepted requests
+    have ended. Requests that are not done `drain_s` later end with an error. A second signal ends all requests with an
+    error.
 
     Args:
         on_listening: Called once connections and signals are handled.
@@ -84,10 +85,10 @@ class DrainingServer(uvicorn.Server):
             if num_open := self._served.app.num_open:
                 seconds = self._served.settings.limits.drain_s
                 write_line(f"stopping: {num_open} requests may continue for {seconds:g} s")
-            self.should_exit = True
             self._drain = asyncio.get_running_loop().create_task(self._end_in_time())
         else:
             self._served.end("the server was stopped")
+            asyncio.get_running_loop().call_later(_BACKSTOP_S, self._abort_connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the connections, as uvicorn does, but not for the rest of the drain time."""
@@ -104,10 +105,19 @@ class DrainingServer(uvicorn.Server):
         self._on_ready()
 
     async def _end_in_time(self) -> None:
+        """Wait for the accepted requests, then let uvicorn stop; until then it accepts connections."""
         seconds = self._served.settings.limits.drain_s
-        await asyncio.sleep(seconds)
-        logger.warning("requests that are not done %g s after the signal end with an error", seconds)
-        self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
+        try:
+            await asyncio.wait_for(self._served.app.open_requests_end(), seconds)
+        except TimeoutError:
+            logger.warning("requests that are not done %g s after the signal end with an error", seconds)
+            self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
+        self.should_exit = True
         await asyncio.sleep(_BACKSTOP_S)
-        for connection in list(self.server_state.connections):  # of clients that do not read their responses
-            connection.transport.abort()
+        self._abort_connections()
+
+    def _abort_connections(self) -> None:
+        """Close what is left: connections of clients that do not read their responses."""
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.abort()

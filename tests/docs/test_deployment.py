@@ -113,10 +113,15 @@ def test_probes_ask_for_health(probe: str) -> None:
     assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
 
 
-def test_start_has_time_and_the_end_is_longer_than_the_drain() -> None:
+def test_start_has_time_and_the_end_is_longer_than_the_pre_stop_hook_and_the_drain() -> None:
     startup = container()["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1200
-    assert pod()["terminationGracePeriodSeconds"] >= parsed(container()["args"]).drain_seconds + 10
+    program, seconds = container()["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep" and int(seconds) >= container()["readinessProbe"]["periodSeconds"]
+    drain = parsed(container()["args"]).drain_seconds
+    assert pod()["terminationGracePeriodSeconds"] >= int(seconds) + drain + 10
+    liveness = container()["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > drain
 
 
 def test_pod_is_not_root_and_has_a_gpu_and_shared_memory() -> None:

@@ -9,8 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPException, HTTPResponse
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +29,6 @@ from megatron_mamba_cache.server.limits import ServerLimits
 from tests.command_line.command_runs import REPOSITORY
 from tests.server.front_end import LongTokens, front_end, request_bytes, scripted_server, status_of, wait_until
 from tests.server.running_server import running_server
-
-NUM_CLIENTS = 6
 
 
 @contextmanager
@@ -67,41 +69,140 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
-def stream(url: str, number: int, body: dict[str, Any], events: list[list[str]], begun: threading.Barrier) -> None:
-    """Stream one request; keep its events."""
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as reply:
-        lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
-        events[number].append(next(lines))
-        begun.wait(60)
-        events[number].extend(lines)
+class KeptAlive:
+    """A connection that stays open over many requests."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._connection = socket.create_connection((host, int(port)), timeout=30)
+
+    def ask(self, request: bytes) -> tuple[int, str]:
+        """Return the status and Retry-After of a response; 0 and "" once the server has closed the connection."""
+        try:
+            self._connection.sendall(request)
+            response = HTTPResponse(self._connection)
+            response.begin()
+            response.read()
+        except (OSError, HTTPException):
+            return 0, ""
+        return response.status, response.headers.get("Retry-After", "")
 
 
-def terminate_under_load(process: subprocess.Popen[str], url: str, body: dict[str, Any]) -> list[list[str]]:
-    """Send SIGTERM once all clients have their first event; return all events of each."""
-    events: list[list[str]] = [[] for _ in range(NUM_CLIENTS)]
-    begun = threading.Barrier(NUM_CLIENTS + 1)
-    threads = [threading.Thread(target=stream, args=(url, n, body, events, begun)) for n in range(NUM_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    begun.wait(60)
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(httpx.TransportError):
-        for _ in range(100):  # until the port is closed; before that nothing new is taken
-            assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+ASKED = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5}
+
+
+@dataclass(slots=True)
+class Answers:
+    """What a client saw, with times of the monotonic clock."""
+
+    seen: list[tuple[float, int, str]] = field(default_factory=list)
+
+    def ask_until(self, is_over: Callable[[], bool], ask: Callable[[], tuple[int, str]]) -> None:
+        """Ask every 20 ms until the server has ended."""
+        while not is_over():
+            status, retry_after = ask()
+            self.seen.append((time.monotonic(), status, retry_after))
+            if not status:
+                return
             time.sleep(0.02)
-    for thread in threads:
-        thread.join(120)
-    return events
+
+    def assert_refused(self, begun: float, ended: float) -> None:
+        """Assert that all answers from one second after `begun` to `ended` were 503 with Retry-After."""
+        refused = [time for time, status, retry_after in self.seen if status == 503 and retry_after]
+        assert refused and refused[0] - begun < 1, self.seen
+        rest = [(status, retry_after) for time, status, retry_after in self.seen if refused[0] <= time < ended]
+        assert set(rest) == {(503, "1")}, rest
+        assert refused[-1] > ended - 1, (refused[-1], ended)
 
 
-def test_accepted_requests_finish_after_sigterm_and_the_status_is_0() -> None:
-    with served("--max-running-requests", "3") as (process, url):
-        body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "stream": True}
-        events = terminate_under_load(process, url, body)
+def test_from_sigterm_to_the_end_all_connections_answer_503_and_accepted_requests_end() -> None:
+    with served("--max-running-requests", "2") as (process, url), ThreadPoolExecutor(9) as pool:
+        probe, request = KeptAlive(url), KeptAlive(url)
+        assert probe.ask(PROBE) == (200, "") and request.ask(request_bytes(ASKED | {"max_tokens": 1})) == (200, "")
+        answers = [pool.submit(answer_to, url, ASKED | {"stream": number % 2 == 0}) for number in range(6)]
+        running = "mamba_cache_requests_running 2.0\nmamba_cache_requests_waiting 4.0"
+        wait_until(lambda: running in re.sub("(?m)^#.*\n", "", httpx.get(f"{url}/metrics").text))
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        refused = [Answers() for _ in range(3)]
+        asking = (
+            lambda: probe.ask(PROBE),
+            lambda: request.ask(request_bytes(ASKED)),
+            lambda: KeptAlive(url).ask(PROBE),
+        )
+        for seen, ask in zip(refused, asking, strict=True):
+            pool.submit(seen.ask_until, lambda: process.poll() is not None, ask)
+        ends = [answer.result(120) for answer in answers]
         assert process.wait(30) == 0
-    for of_client in events:
-        assert of_client[-1] == "[DONE]"
-        assert json.loads(of_client[-2])["choices"][0]["finish_reason"] == "length"
+    assert {reason for _, reason in ends} == {"length"}
+    for seen in refused:
+        seen.assert_refused(begun, max(ended for ended, _ in ends))
+
+
+def answer_to(url: str, body: dict[str, Any]) -> tuple[float, str]:
+    """Return when a request's response ended, and its finish reason."""
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    lines = reply.text.split("data: ")
+    assert reply.status_code == 200 and (not body["stream"] or lines[-1].strip() == "[DONE]"), reply.text
+    last = json.loads(lines[-2] if body["stream"] else reply.text)
+    return time.monotonic(), last["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize(
+    "body",
+    [request_bytes(ASKED), request_bytes(CHAT, "/v1/chat/completions"), request_bytes({"prompt": "x" * 200_000})],
+    ids=["completion", "chat", "large"],
+)
+def test_every_request_is_refused_while_an_accepted_one_goes_on(body: bytes, is_stream: bool) -> None:
+    with front_end() as server:
+        accepted = server.connection(request_bytes(ASKED | {"stream": is_stream}))
+        kept = KeptAlive(server.listening.url)
+        assert kept.ask(PROBE) == (200, "")
+        wait_until(lambda: server.backend.running)
+        server.backend.deliver(Progress((97,)))
+        server.listening.drain()
+        wait_until(lambda: kept.ask(PROBE) == (503, "1"), 1)
+        for connection in (kept, KeptAlive(server.listening.url)):
+            for _ in range(3):
+                assert connection.ask(body) == (503, "1")
+                assert connection.ask(PROBE) == (503, "1")
+        assert server.listening.thread.is_alive()
+        server.backend.deliver(Progress((98,), end="length"))
+        assert b'"finish_reason":"length"' in all_of(accepted)
+        server.listening.thread.join(5)
+        assert not server.listening.thread.is_alive() and kept.ask(PROBE) == (0, "")
+
+
+def all_of(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
+
+
+def test_refused_requests_and_probes_do_not_prolong_the_drain() -> None:
+    with front_end(drain_s=60) as server, ThreadPoolExecutor(4) as pool:
+        accepted, over = server.connection(request_bytes(ASKED)), threading.Event()
+        wait_until(lambda: server.backend.running)
+        server.listening.drain()
+        for request in (PROBE, request_bytes(ASKED), PROBE.replace(b"health", b"metrics")):
+            pool.submit(Answers().ask_until, over.is_set, partial(KeptAlive(server.listening.url).ask, request))
+        time.sleep(0.2)
+        server.backend.deliver(Progress((97,), end="length"))
+        server.listening.thread.join(5)
+        over.set()
+        assert not server.listening.thread.is_alive() and b"200 OK" in all_of(accepted)
+
+
+def test_a_request_that_was_sent_ahead_of_the_accepted_response_is_refused_before_the_end() -> None:
+    with front_end() as server:
+        connection = server.connection(request_bytes(ASKED) + request_bytes(ASKED))
+        wait_until(lambda: server.backend.running)
+        server.listening.drain()
+        wait_until(lambda: server.server.rules.is_draining)
+        server.backend.deliver(Progress((97,), end="length"))
+        answers = all_of(connection)
+        assert answers.count(b"HTTP/1.1 200 ") == answers.count(b"HTTP/1.1 503 ") == 1
 
 
 def seconds_to_the_end(process: subprocess.Popen[str]) -> float:

@@ -126,7 +126,16 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
         assert metric(http, "generated_tokens_total") < 1500
         version = http.post("/admin/flush", json={"weights_version": "2"}).json()
         assert version == {"weights_version": "2"} and cached(http) == 0 < cached(http)
-        process.send_signal(signal.SIGTERM)
+        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        stream = http.stream("POST", "/v1/completions", json=body)
+        with httpx.Client(base_url=url, timeout=120) as probe, stream as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            assert probe.get("/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: probe.get("/health").status_code == 503, 1)
+            assert probe.post("/v1/completions", json={"prompt": "y"}).headers["Retry-After"]
+            assert list(lines)[-1] == "data: [DONE]"
         process.wait(60)
     assert not is_ready(url)
 
