@@ -46,6 +46,11 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         default="text",
         help="a line on stdout for each request that has ended, but for probes (default: text)",
     )
+    add(
+        "--record-load",
+        metavar="FILE",
+        help="append a line for each served request: times, lengths and salted hashes, no texts; plan --trace reads it",
+    )
     _add_parsers(parser)
     _add_memory_arguments(parser)
     _add_limits(parser)
@@ -104,12 +109,24 @@ def _add_limits(parser: ArgumentParser) -> None:
     )
 
 
+def _check_record(path: str) -> None:
+    if path.endswith(".gz"):
+        raise UsageError(f"--record-load {path}: lines are appended as they are; leave out .gz, and compress it later")
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UsageError(f"--record-load {path}: {error.strerror or error}; give a file that can be written") from error
+
+
 def check_server_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a value that can never work; `ServerLimits` checks the limits."""
     if not 0 <= arguments.port <= _LARGEST_PORT:
         raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
     if not 0 < arguments.memory_fraction <= 1:
         raise UsageError(f"--memory-fraction is {arguments.memory_fraction}; it must be above 0 and at most 1")
+    if arguments.record_load is not None:
+        _check_record(arguments.record_load)
     running = arguments.max_running_requests
     if running is not None and running < 1:
         raise UsageError(f"--max-running-requests is {running}; it must be at least 1")

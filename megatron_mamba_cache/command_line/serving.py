@@ -4,6 +4,7 @@ import asyncio
 import socket
 from argparse import Namespace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
+from ..server.load_record import LoadFile, LoadRecord, NoLoadRecord
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
@@ -74,6 +76,7 @@ class Serving:
             access_log=AccessLog(arguments.access_log),
             cors_origins=tuple(arguments.cors_origin),
             syntax=_syntax_of(tokenizer, arguments),
+            load_record=_load_record_of(arguments, self._config),
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
@@ -210,6 +213,12 @@ def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
             "leave it out, or add one to the model's directory"
         )
     return reply_syntax(template, arguments.tool_call_parser, arguments.reasoning_parser)
+
+
+def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:
+    if arguments.record_load is None:
+        return NoLoadRecord()
+    return LoadFile(Path(arguments.record_load), config.block_size_tokens)
 
 
 def _name_of(directory: ModelDirectory | None) -> str:

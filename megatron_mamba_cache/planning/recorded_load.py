@@ -7,7 +7,8 @@ tokens, and equal hashes for equal content.
   session's start), `in`, `out` (tokens) and `hash_ids`, local to the session. An entry with `requests` of its own is a
   sub-agent, whose times count from its own `t`.
 - Mooncake's traces, a request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512 tokens each,
-  shared by all requests.
+  shared by all requests. `serve --record-load` writes two more fields: `block_size`, the tokens of a hash if they are
+  not 512, and `session`, a number for the conversation that the request continues.
 """
 
 import gzip
@@ -33,7 +34,7 @@ class RecordedRequest:
 
     Args:
         arrival_s: From the start of the load.
-        session: Number of its session, counted from 0; every request is one of its own where none is recorded.
+        session: Number of its session; every request is one of its own where none is recorded.
         prompt_len, reply_len: Tokens.
         content: What each run of prompt tokens contains, the last one perhaps incomplete.
         agent: Which of the session's agents sent it: 0 for its own, another number for each sub-agent.
@@ -111,7 +112,9 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
     if "input_length" in entry:
         arrival_s = _number(entry, "timestamp") / 1000
         lengths = ("input_length", "output_length")
-        return _MOONCAKE_TOKENS, [_request(entry, arrival_s, number, 0, lengths, _MOONCAKE_TOKENS)]
+        size = _count({"block_size": _MOONCAKE_TOKENS, **entry}, "block_size", 1)
+        session = _count({"session": number, **entry}, "session", 0, 2**63)
+        return size, [_request(entry, arrival_s, session, 0, lengths, size)]
     raise ValueError("need the fields of a session (requests, block_size) or of Mooncake's traces (input_length)")
 
 
@@ -140,10 +143,10 @@ def _request(
     return RecordedRequest(arrival_s, session, prompt_len, reply_len, tuple((names, content) for content in hashes))
 
 
-def _count(entry: Mapping[str, Any], name: str, least: int) -> int:
+def _count(entry: Mapping[str, Any], name: str, least: int, limit: int = _MOST_TOKENS) -> int:
     value = entry[name]
-    if type(value) is not int or not least <= value < _MOST_TOKENS:
-        raise ValueError(f"{name} must be a whole number from {least} to below {_MOST_TOKENS}, found {value!r}")
+    if type(value) is not int or not least <= value < limit:
+        raise ValueError(f"{name} must be a whole number from {least} to below {limit}, found {value!r}")
     return value
 
 

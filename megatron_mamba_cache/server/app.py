@@ -31,6 +31,7 @@ from .fair_threads import FairThreads
 from .history import History
 from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
+from .load_record import LoadRecord, NoLoadRecord
 from .metrics import ServerMetrics
 from .orders import OrderMaker, ServedModel
 from .parsers.families import ReplySyntax
@@ -63,6 +64,7 @@ class ServerSettings:
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
         syntax: How the model writes replies to messages.
+        load_record: Where served requests are recorded.
     """
 
     model_name: str
@@ -74,6 +76,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
+    load_record: LoadRecord = field(default_factory=NoLoadRecord)
 
 
 class Server:
@@ -96,7 +99,7 @@ class Server:
             settings.end_ids,
             FairThreads(_NUM_TOKENIZING),
             self._remember,
-            self.metrics.note,
+            self._note_end,
             self.metrics,
         )
         app = CrossOrigin(self._build(), settings.cors_origins)
@@ -112,6 +115,10 @@ class Server:
         self.app.cut_off()
         self.rules.is_over = True
         self.backend.fail_all(reason)
+
+    def _note_end(self, job: Job) -> None:
+        self.metrics.note(job)
+        self.settings.load_record.note(job)
 
     async def _remember(self, job: Job, choice: Choice) -> None:
         """Keep the exact tokens of a complete reply, so that the next turn finds them however it writes the reply."""
@@ -163,6 +170,7 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await server.backend.start()
+        server.settings.load_record.start()
         preparing = asyncio.create_task(asyncio.to_thread(server.backend.grammars.prepare))
         sampling = asyncio.create_task(server.history.keep())
         try:
@@ -172,6 +180,7 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
             await preparing
             await server.backend.stop()
             server.rules.threads.close()
+            await asyncio.to_thread(server.settings.load_record.close)
 
     return lifespan
 

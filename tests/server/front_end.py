@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.access_log import AccessLog
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.limits import ServerLimits
+from megatron_mamba_cache.server.load_record import LoadRecord
 from megatron_mamba_cache.server.parsers.families import reply_syntax
 from megatron_mamba_cache.server.running import DrainingServer
 from megatron_mamba_cache.server.tenants import ApiKeys
@@ -109,6 +110,7 @@ def scripted_server(
     keys: tuple[str, ...] = (RED, BLUE),
     backend: ScriptedBackend | None = None,
     access_log: AccessLog | None = None,
+    load_record: LoadRecord | None = None,
     **limits: Any,
 ) -> Server:
     """Return a server over a scripted backend.
@@ -121,6 +123,8 @@ def scripted_server(
     syntax = reply_syntax(getattr(tokenizer, "chat_template", ""))
     limit, log = ServerLimits(**limits), access_log or AccessLog()
     settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), limit, log, syntax=syntax)
+    if load_record is not None:
+        settings = replace(settings, load_record=load_record)
     return Server(backend or ScriptedBackend(), settings)
 
 

@@ -1,0 +1,163 @@
+"""A file of served requests in a format that `plan` reads: times, lengths and hashes of tokens, without texts."""
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from .job import Job
+
+logger = logging.getLogger(__name__)
+
+_RUN_TOKENS = 64
+_MOST_SESSIONS = 2**16
+_HASH_MASK = 2**53 - 1  # whole numbers that every reader of JSON keeps exactly
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """One request that the engine was given.
+
+    Args:
+        arrived: In seconds since the epoch.
+        tenant: Name of the tenant whose prefixes it shares.
+    """
+
+    arrived: float
+    tenant: str
+    prompt: tuple[int, ...]
+    reply_len: int
+
+
+class LoadRecord(Protocol):
+    """Where served requests are recorded."""
+
+    def start(self) -> None:
+        """Begin to record."""
+
+    def note(self, job: Job) -> None:
+        """Record the requests of a job that has ended; returns at once."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class NoLoadRecord:
+    """Records nothing; see `LoadRecord`."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def note(self, job: Job) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LoadFile:
+    """Appends a line for each request to a file, in a thread of its own; see `LoadRecord`.
+
+    After an error of the file system a warning is logged and nothing more is recorded. Only whole lines are left.
+
+    Args:
+        block_size: Tokens of a KV block of the engine.
+    """
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        self._path = path
+        self._lines = LoadLines(_RUN_TOKENS if block_size % _RUN_TOKENS == 0 else block_size)
+        self._queue: queue.SimpleQueue[ServedRequest | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="load record", daemon=True)
+
+    def start(self) -> None:
+        """See `LoadRecord`."""
+        self._thread.start()
+
+    def note(self, job: Job) -> None:
+        """See `LoadRecord`; each choice is a request of its own."""
+        arrived = time.time() - (time.monotonic() - job.times.arrived)
+        for choice in job.choices:
+            request = ServedRequest(arrived, job.tenant.name, choice.request.prompt, len(choice.reply.token_ids))
+            self._queue.put(request)
+
+    def close(self) -> None:
+        """See `LoadRecord`."""
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            with self._path.open("ab+", buffering=0) as file:
+                if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                    file.write(b"\n")
+                for request in iter(self._queue.get, None):
+                    _append(file, self._lines.line(request))
+        except OSError as error:
+            logger.warning("--record-load %s: %s; no more requests are recorded", self._path, error)
+
+
+class LoadLines:
+    """Writes requests as lines; equal hashes stand for equal tokens after equal beginnings.
+
+    The hashes are salted with random bytes that are not kept, so that no text can be tried against them.
+
+    Args:
+        run_tokens: Tokens of a hash.
+    """
+
+    def __init__(self, run_tokens: int) -> None:
+        self._run_tokens = run_tokens
+        self._salt = os.urandom(16)
+        self._sessions: OrderedDict[int, int] = OrderedDict()  # by the last complete run of their latest prompt
+
+    def line(self, request: ServedRequest) -> bytes:
+        """Return the line of a request."""
+        hashes = list(self._hashes(request))
+        fields = {
+            "timestamp": round(request.arrived * 1000),
+            "input_length": len(request.prompt),
+            "output_length": request.reply_len,
+            "hash_ids": hashes,
+            "block_size": self._run_tokens,
+            "session": self._session_of(hashes, len(request.prompt) // self._run_tokens),
+        }
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+    def _hashes(self, request: ServedRequest) -> Iterator[int]:
+        """Yield the hash of each run of the prompt and what is before it, the last run perhaps incomplete."""
+        tokens = np.asarray(request.prompt, dtype=np.int64)
+        digest = hashlib.blake2b(request.tenant.encode(), key=self._salt).digest()
+        for start in range(0, len(tokens), self._run_tokens):
+            digest = hashlib.blake2b(digest + tokens[start : start + self._run_tokens].tobytes()).digest()
+            yield int.from_bytes(digest[:8], "little") & _HASH_MASK
+
+    def _session_of(self, hashes: list[int], num_complete: int) -> int:
+        """Return the session whose latest prompt this one begins with, or a new one, named by a hash."""
+        complete = hashes[:num_complete]
+        known = next((run for run in reversed(complete) if run in self._sessions), None)
+        session = hashes[-1] if known is None else self._sessions.pop(known)
+        if complete:
+            self._sessions[complete[-1]] = session
+            if len(self._sessions) > _MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+        return session
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Append a line, whole or not at all."""
+    end = file.seek(0, os.SEEK_END)
+    if file.write(line) != len(line):
+        file.truncate(end)
+        raise OSError("the disk is full")
