@@ -47,6 +47,11 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         help="a line on stdout for each request that has ended, but for probes (default: text)",
     )
     add(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="serve /tokenizer_info: the tokenizer's settings and chat template, to every API key",
+    )
+    add(
         "--record-load",
         metavar="FILE",
         help="append a line for each served request: times, lengths and salted hashes, no texts; plan --trace reads it",

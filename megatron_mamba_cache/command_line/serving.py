@@ -77,6 +77,7 @@ class Serving:
             cors_origins=tuple(arguments.cors_origin),
             syntax=_syntax_of(tokenizer, arguments),
             load_record=_load_record_of(arguments, self._config),
+            tells_tokenizer=arguments.enable_tokenizer_info_endpoint,
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 

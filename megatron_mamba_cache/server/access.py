@@ -14,7 +14,7 @@ from .tenants import ApiKeys
 
 _OPEN_PATHS = ("/health", "/ping")
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
-_SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize")
+_SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
 
 
 class AccessControl:

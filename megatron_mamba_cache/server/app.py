@@ -65,6 +65,7 @@ class ServerSettings:
         versions: Versions that `/version` reports, by name.
         syntax: How the model writes replies to messages.
         load_record: Where served requests are recorded.
+        tells_tokenizer: Whether `/tokenizer_info` is served.
     """
 
     model_name: str
@@ -77,6 +78,7 @@ class ServerSettings:
     versions: Mapping[str, str] = field(default_factory=dict)
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
     load_record: LoadRecord = field(default_factory=NoLoadRecord)
+    tells_tokenizer: bool = False
 
 
 class Server:
@@ -150,7 +152,10 @@ class Server:
         stored = StoredResponses(settings.limits.response_bytes)
         app.include_router(responses_routes(model, self.rules, orders, stored))
         longest = self.backend.max_sequence_length
-        app.include_router(TokenizingRoutes(model, settings.tokenizer, self.rules.threads, longest).router())
+        tokenizing = TokenizingRoutes(
+            model, settings.tokenizer, self.rules.threads, longest, tells_tokenizer=settings.tells_tokenizer
+        )
+        app.include_router(tokenizing.router())
         app.include_router(dashboard_routes(self.history, settings.model_name))
         add_documentation(app, needs_key=settings.keys.are_needed)
         _add_own_routes(app, self)

@@ -1,7 +1,9 @@
-"""`/docs`: Swagger UI for the server's OpenAPI schema, without assets from other hosts."""
+"""`/docs`: Swagger UI for the server's OpenAPI schema, grouped, without assets from other hosts."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +17,43 @@ _PACKAGE = "fastapi_offline"
 _ASSETS = "docs/assets"
 _NO_ICON = "data:,"
 
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "OpenAI": "Chat completions, completions and responses, as OpenAI's clients send them",
+        "Anthropic": "Messages, as Anthropic's clients send them",
+        "Tokens": "Text to token ids and back, in vLLM's shapes",
+        "Probes and metrics": "For orchestrators and Prometheus",
+        "Administration": "For admin keys, where there are any",
+    }
+)
+"""The groups of the page and what is in them."""
+
+OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        ("post", "/v1/chat/completions"): ("OpenAI", "Reply to a chat"),
+        ("post", "/v1/completions"): ("OpenAI", "Continue prompts"),
+        ("post", "/v1/responses"): ("OpenAI", "Create a response"),
+        ("get", "/v1/responses/{response_id}"): ("OpenAI", "Get a stored response"),
+        ("delete", "/v1/responses/{response_id}"): ("OpenAI", "Delete a stored response"),
+        ("get", "/v1/models"): ("OpenAI", "List the served models"),
+        ("get", "/v1/models/{name}"): ("OpenAI", "Describe a model"),
+        ("post", "/v1/messages"): ("Anthropic", "Reply to messages"),
+        ("post", "/v1/messages/count_tokens"): ("Anthropic", "Count the tokens of messages"),
+        ("post", "/tokenize"): ("Tokens", "Tokenize a text or messages"),
+        ("post", "/detokenize"): ("Tokens", "Turn token ids into text"),
+        ("get", "/tokenizer_info"): ("Tokens", "Describe the tokenizer and its chat template"),
+        ("get", "/health"): ("Probes and metrics", "Say whether requests are served"),
+        ("get", "/ping"): ("Probes and metrics", "Say whether requests are served, as SageMaker asks"),
+        ("post", "/ping"): ("Probes and metrics", "Say whether requests are served, as SageMaker asks"),
+        ("get", "/version"): ("Probes and metrics", "List versions"),
+        ("get", "/metrics"): ("Probes and metrics", "Report metrics for Prometheus"),
+        ("get", "/dashboard"): ("Probes and metrics", "Show the dashboard"),
+        ("post", "/admin/flush"): ("Administration", "Forget everything cached, after new weights were loaded"),
+        ("get", "/admin/weights"): ("Administration", "Return the version of the weights"),
+    }
+)
+"""The group and the summary of each operation, by method and path; a test finds an operation without them."""
+
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
     """Add `/docs` and its assets; call this before the schema is built.
@@ -22,8 +61,7 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
     Args:
         needs_key: Whether requests need an API key; if so, the page has a button to enter one.
     """
-    if needs_key:
-        _describe_key(app)
+    _describe(app, needs_key=needs_key)
     folder = _asset_folder()
     if folder is not None:
         app.mount(f"/{_ASSETS}", StaticFiles(directory=folder))
@@ -48,15 +86,22 @@ def _asset_folder() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).with_name("static")
 
 
-def _describe_key(app: FastAPI) -> None:
-    """Add the API key to the schema as a security scheme."""
+def _describe(app: FastAPI, *, needs_key: bool) -> None:
+    """Add groups and summaries to the schema, and the API key as a security scheme."""
     plain = app.openapi
 
-    def with_key() -> dict[str, Any]:
-        description = plain()
-        schemes = description.setdefault("components", {}).setdefault("securitySchemes", {})
-        schemes["API key"] = {"type": "http", "scheme": "bearer"}
-        description["security"] = [{"API key": []}]
-        return description
+    def described() -> dict[str, Any]:
+        schema = plain()
+        schema["tags"] = [{"name": name, "description": text} for name, text in GROUPS.items()]
+        for path, operations in schema["paths"].items():
+            for method, operation in operations.items():
+                if (method, path) in OPERATIONS:
+                    group, operation["summary"] = OPERATIONS[method, path]
+                    operation["tags"] = [group]
+        if needs_key:
+            schemes = schema.setdefault("components", {}).setdefault("securitySchemes", {})
+            schemes["API key"] = {"type": "http", "scheme": "bearer"}
+            schema["security"] = [{"API key": []}]
+        return schema
 
-    app.openapi = with_key  # type: ignore[method-assign]
+    app.openapi = described  # type: ignore[method-assign]

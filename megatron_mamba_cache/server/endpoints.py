@@ -16,15 +16,16 @@ from .schemas import ChatRequest, CompletionRequest, GenerationFields
 def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:
     """Return the routes below `/v1`."""
     router = APIRouter(prefix="/v1")
+    longest = rules.backend.max_sequence_length
 
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_described(model)]}
+        return {"object": "list", "data": [_described(model, longest)]}
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         model.check_name(name)
-        return _described(model)
+        return _described(model, longest)
 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -50,8 +51,17 @@ def _stream_settings(body: GenerationFields) -> StreamSettings:
     )
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "megatron-mamba-cache"}
+def _described(model: ServedModel, max_model_len: int) -> dict[str, Any]:
+    """Return a model's entry; the fields after `owned_by` are vLLM's."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "megatron-mamba-cache",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
 
 
 def seconds_now() -> int:

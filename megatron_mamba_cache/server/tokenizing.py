@@ -42,12 +42,14 @@ class TokenizingRoutes:
     Args:
         threads: Threads that tokenize.
         max_model_len: See `TokenizeReply`.
+        tells_tokenizer: Whether clients may read the tokenizer's settings and chat template.
     """
 
     model: ServedModel
     tokenizer: Any
     threads: FairThreads
     max_model_len: int
+    tells_tokenizer: bool = False
 
     def router(self) -> APIRouter:
         """Return the routes."""
@@ -63,6 +65,12 @@ class TokenizingRoutes:
         async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeReply:
             self.model.check_name(body.model)
             return await self.threads.run(request.scope.get("owner", ""), partial(self._text_of, body.tokens))
+
+        if self.tells_tokenizer:
+
+            @router.get("/tokenizer_info")
+            async def tokenizer_info() -> dict[str, Any]:
+                return _described(self.tokenizer)
 
         return router
 
@@ -96,3 +104,10 @@ class TokenizingRoutes:
         spell = getattr(self.tokenizer, "token_of", None)
         found: str | None = None if spell is None else spell(token)
         return self.tokenizer.detokenize([token]) if found is None else found
+
+
+def _described(tokenizer: Any) -> dict[str, Any]:
+    """Return the class of a tokenizer, the settings in its files and its chat template, as vLLM does."""
+    settings = {key: value for key, value in getattr(tokenizer, "settings", {}).items() if key != "name_or_path"}
+    template = getattr(tokenizer, "chat_template", "") or None
+    return {"tokenizer_class": type(tokenizer).__name__, **settings, "chat_template": template}

@@ -18,7 +18,7 @@ from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.access_log import AccessLog
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.limits import ServerLimits
-from megatron_mamba_cache.server.load_record import LoadRecord
+from megatron_mamba_cache.server.load_record import LoadRecord, NoLoadRecord
 from megatron_mamba_cache.server.parsers.families import reply_syntax
 from megatron_mamba_cache.server.running import DrainingServer
 from megatron_mamba_cache.server.tenants import ApiKeys
@@ -111,20 +111,22 @@ def scripted_server(
     backend: ScriptedBackend | None = None,
     access_log: AccessLog | None = None,
     load_record: LoadRecord | None = None,
+    tells_tokenizer: bool = False,
     **limits: Any,
 ) -> Server:
     """Return a server over a scripted backend.
 
     Args:
         tokenizer: None: of bytes.
+        access_log, load_record: None: off.
+        tells_tokenizer: See `ServerSettings`.
         limits: Of `ServerLimits`.
     """
     tokenizer = tokenizer or ByteTokenizer()
     syntax = reply_syntax(getattr(tokenizer, "chat_template", ""))
     limit, log = ServerLimits(**limits), access_log or AccessLog()
     settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), limit, log, syntax=syntax)
-    if load_record is not None:
-        settings = replace(settings, load_record=load_record)
+    settings = replace(settings, load_record=load_record or NoLoadRecord(), tells_tokenizer=tells_tokenizer)
     return Server(backend or ScriptedBackend(), settings)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mamba_cache.server.documentation import GROUPS, OPERATIONS
 from tests.server.browser import CHROMIUM, chromium_page
 from tests.server.front_end import RED, front_end
 from tests.server.running_server import bearer
@@ -46,12 +47,30 @@ def test_without_its_files_the_page_says_what_to_install(monkeypatch: pytest.Mon
         assert reply.status_code == 501 and "pip install" in reply.json()["error"]["message"]
 
 
+def test_every_operation_has_a_group_and_a_summary_and_each_group_operations() -> None:
+    with front_end(tells_tokenizer=True) as server, server.client() as http:
+        schema = http.get("/openapi.json").json()
+    found = {
+        (method, path): (*operation.get("tags", ()), operation["summary"])
+        for path, operations in schema["paths"].items()
+        for method, operation in operations.items()
+    }
+    assert found == dict(OPERATIONS)
+    assert {group for group, _ in found.values()} == {group["name"] for group in schema["tags"]} == set(GROUPS)
+
+
+def test_an_endpoint_that_is_off_is_not_described() -> None:
+    with front_end() as server, server.client() as http:
+        assert "/tokenizer_info" not in http.get("/openapi.json").json()["paths"]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_browser_shows_the_operations_and_asks_no_other_host(tmp_path: Path) -> None:
     with front_end() as server, chromium_page(tmp_path / "profile") as page:
         page.open(f"{server.listening.url}/docs", bearer(RED))
         page.wait_for("document.querySelectorAll('.opblock').length > 5")
         assert page.value("document.querySelector('.authorize') !== null")
+        assert page.value("document.querySelectorAll('.opblock-tag').length") == len(GROUPS)
         asked = json.loads(page.value("JSON.stringify(performance.getEntriesByType('resource').map(one => one.name))"))
         assert asked and all(url.startswith((server.listening.url, "data:")) for url in asked), asked
         print(asked, file=sys.stderr)

@@ -1,6 +1,7 @@
 """Text to token ids and back over HTTP, in vLLM's shapes, and what an orchestrator asks: version and ping."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from megatron_mamba_cache import __version__
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.server.front_end import front_end
 from tests.server.running_server import MODEL, RunningServer
+from tests.server.scripted_agent import TEMPLATES, agent_tokenizer
 
 TEXT = "import os\n\n\ndef main(é):\n    return '<|endoftext|>'\n"
 MESSAGES = [{"role": "user", "content": "def a"}]
@@ -121,3 +123,42 @@ def test_a_ping_tells_what_health_tells() -> None:
         server.server.rules.is_draining = True
         for method in ("GET", "POST"):
             assert httpx.request(method, f"{server.listening.url}/ping", timeout=60).status_code == 503
+
+
+def test_the_model_is_described_in_vllms_shape(server: RunningServer) -> None:
+    with server.client() as http:
+        (listed,) = http.get("/v1/models").json()["data"]
+        assert listed == http.get(f"/v1/models/{MODEL}").json()
+    assert listed.pop("created") > 1.7e9
+    assert listed == {
+        "id": MODEL,
+        "object": "model",
+        "owned_by": "megatron-mamba-cache",
+        "root": MODEL,
+        "parent": None,
+        "max_model_len": server.server.backend.max_sequence_length,
+    }
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_the_tokenizer_is_described_if_that_is_enabled(name: str, tmp_path: Path) -> None:
+    tokenizer = agent_tokenizer(tmp_path / name, TEMPLATES[name])
+    with front_end(tokenizer=tokenizer, tells_tokenizer=True) as server, server.client() as http:
+        found = http.get("/tokenizer_info").json()
+        assert httpx.get(f"{server.listening.url}/tokenizer_info").status_code == 401
+    written = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+    assert found["chat_template"] == TEMPLATES[name] == tokenizer.chat_template
+    assert found["tokenizer_class"] == written["tokenizer_class"]
+    assert {key: found[key] for key in written if key != "chat_template"} == {
+        key: value for key, value in written.items() if key != "chat_template"
+    }
+
+
+def test_a_tokenizer_without_files_is_described_by_its_class() -> None:
+    with front_end(tells_tokenizer=True) as server, server.client() as http:
+        assert http.get("/tokenizer_info").json() == {"tokenizer_class": "ByteTokenizer", "chat_template": None}
+
+
+def test_the_tokenizer_is_not_described_by_default(server: RunningServer) -> None:
+    with server.client() as http:
+        assert http.get("/tokenizer_info").status_code == 404

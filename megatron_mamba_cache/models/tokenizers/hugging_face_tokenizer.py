@@ -100,6 +100,11 @@ class HuggingFaceTokenizer:
         return self._codec.token_of(token)
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """The content of `tokenizer_config.json`, with values of `special_tokens_map.json` that it lacks."""
+        return MappingProxyType(self._settings)
+
+    @property
     def chat_template(self) -> str:
         """The source of the directory's chat templates; "" if it has none."""
         found = self._settings.get("chat_template") or ""
