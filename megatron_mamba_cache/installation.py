@@ -15,6 +15,7 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
     {
         "server": "serve, and replicas behind a coordinator",
         "hf": "models by hub name, chat templates, and tokenizers without a tokenizer.json",
+        "otel": "OpenTelemetry traces of serve",
         "gpu": "attention on an NVIDIA GPU",
         "test": "the test suite",
     }

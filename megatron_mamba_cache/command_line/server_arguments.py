@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from urllib.parse import urlsplit
 
+from ..installation import MissingExtraError, require_extra
 from ..server.parsers.families import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from .usage_error import UsageError
 
@@ -45,6 +46,11 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         choices=("text", "json", "off"),
         default="text",
         help="a line on stdout for each request that has ended, but for probes (default: text)",
+    )
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces there, such as http://localhost:4318/v1/traces; needs the extra otel",
     )
     add(
         "--enable-tokenizer-info-endpoint",
@@ -114,6 +120,19 @@ def _add_limits(parser: ArgumentParser) -> None:
     )
 
 
+def _check_traces(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(
+            f"--otlp-traces-endpoint is {url!r}; it must be the HTTP URL that takes traces, such as "
+            "http://localhost:4318/v1/traces"
+        )
+    try:
+        require_extra("otel", "--otlp-traces-endpoint")
+    except MissingExtraError as error:
+        raise UsageError(str(error)) from error
+
+
 def _check_record(path: str) -> None:
     if path.endswith(".gz"):
         raise UsageError(f"--record-load {path}: lines are appended as they are; leave out .gz, and compress it later")
@@ -130,6 +149,8 @@ def check_server_arguments(arguments: Namespace) -> None:
         raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
     if not 0 < arguments.memory_fraction <= 1:
         raise UsageError(f"--memory-fraction is {arguments.memory_fraction}; it must be above 0 and at most 1")
+    if arguments.otlp_traces_endpoint is not None:
+        _check_traces(arguments.otlp_traces_endpoint)
     if arguments.record_load is not None:
         _check_record(arguments.record_load)
     running = arguments.max_running_requests

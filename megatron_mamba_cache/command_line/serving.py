@@ -25,6 +25,7 @@ from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
+from ..server.traces import ExportedTraces, NoTraces, Traces
 from ..state.model_shape import HybridModelShape
 from .arguments import cache_config, model_share
 from .card_settings import NUM_CUDA_GRAPHS, Card, card_settings, fills_card
@@ -67,7 +68,7 @@ class Serving:
         self._config = resolved_settings(config, shape, ranks_of_process())
         tokenizer = self._model.tokenizer
         self.settings = ServerSettings(
-            model_name=arguments.served_model_name or _name_of(directory),
+            model_name=(name := arguments.served_model_name or _name_of(directory)),
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
             keys=keys,
@@ -77,6 +78,7 @@ class Serving:
             cors_origins=tuple(arguments.cors_origin),
             syntax=_syntax_of(tokenizer, arguments),
             load_record=_load_record_of(arguments, self._config),
+            traces=_traces_of(arguments, name),
             tells_tokenizer=arguments.enable_tokenizer_info_endpoint,
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
@@ -220,6 +222,11 @@ def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:
     if arguments.record_load is None:
         return NoLoadRecord()
     return LoadFile(Path(arguments.record_load), config.block_size_tokens)
+
+
+def _traces_of(arguments: Namespace, model_name: str) -> Traces:
+    endpoint = arguments.otlp_traces_endpoint
+    return NoTraces() if endpoint is None else ExportedTraces(endpoint, model_name)
 
 
 def _name_of(directory: ModelDirectory | None) -> str:

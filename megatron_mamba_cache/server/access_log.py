@@ -55,8 +55,8 @@ def _fields(exchange: Exchange, now: datetime) -> dict[str, Any]:
         "prompt_tokens": exchange.prompt_tokens,
         "cached_tokens": exchange.cached_tokens,
         "completion_tokens": exchange.completion_tokens,
-        "first_token_seconds": _seconds(exchange.arrived, exchange.first_token),
-        "seconds": _seconds(exchange.arrived, exchange.ended),
+        "first_token_seconds": exchange.seconds_to(exchange.first_token),
+        "seconds": exchange.seconds_to(exchange.ended),
         "error": exchange.error,
     }
 
@@ -79,7 +79,3 @@ def _text(fields: dict[str, Any]) -> str:
     }
     told = [f"{short}={fields[name]}" for name, short in names.items() if fields[name] is not None]
     return " ".join([head, *told])
-
-
-def _seconds(start: float, end: float | None) -> float | None:
-    return None if end is None else round(end - start, 4)

@@ -26,7 +26,7 @@ from .documentation import add_documentation
 from .endpoints import openai_routes, seconds_now
 from .entrance import Entrance
 from .errors import ApiError, bad_request, unexpected
-from .exchange import exchange_of
+from .exchange import Exchange, exchange_of
 from .fair_threads import FairThreads
 from .history import History
 from .job import Choice, Job, JobRules
@@ -44,6 +44,7 @@ from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys, Tenant
 from .tokenizing import TokenizingRoutes
+from .traces import NoTraces, Traces
 from .transcripts import Transcripts
 
 _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
@@ -66,6 +67,7 @@ class ServerSettings:
         syntax: How the model writes replies to messages.
         load_record: Where served requests are recorded.
         tells_tokenizer: Whether `/tokenizer_info` is served.
+        traces: Where spans of requests go.
     """
 
     model_name: str
@@ -79,6 +81,7 @@ class ServerSettings:
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
     load_record: LoadRecord = field(default_factory=NoLoadRecord)
     tells_tokenizer: bool = False
+    traces: Traces = field(default_factory=NoTraces)
 
 
 class Server:
@@ -105,7 +108,7 @@ class Server:
             self.metrics,
         )
         app = CrossOrigin(self._build(), settings.cors_origins)
-        self.app = Entrance(app, settings.access_log, self.metrics.note_exchange)
+        self.app = Entrance(app, settings.access_log, self._note_exchange)
 
     def drain(self) -> None:
         """Refuse new requests, including those whose body is incomplete."""
@@ -117,6 +120,10 @@ class Server:
         self.app.cut_off()
         self.rules.is_over = True
         self.backend.fail_all(reason)
+
+    def _note_exchange(self, exchange: Exchange) -> None:
+        self.metrics.note_exchange(exchange)
+        self.settings.traces.note(exchange)
 
     def _note_end(self, job: Job) -> None:
         self.metrics.note(job)
@@ -176,6 +183,7 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await server.backend.start()
         server.settings.load_record.start()
+        server.settings.traces.start()
         preparing = asyncio.create_task(asyncio.to_thread(server.backend.grammars.prepare))
         sampling = asyncio.create_task(server.history.keep())
         try:
@@ -186,6 +194,7 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
             await server.backend.stop()
             server.rules.threads.close()
             await asyncio.to_thread(server.settings.load_record.close)
+            await asyncio.to_thread(server.settings.traces.close)
 
     return lifespan
 

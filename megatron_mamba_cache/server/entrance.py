@@ -129,4 +129,4 @@ def _kind(exchange: Exchange) -> str:
         return "failed"
     if exchange.status >= 400:
         return "refused"
-    return "served" if exchange.error is None else "failed"
+    return "failed" if exchange.has_failed else "served"

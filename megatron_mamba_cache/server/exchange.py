@@ -3,6 +3,7 @@
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.types import Scope
@@ -28,8 +29,11 @@ class Exchange:
         status: The response's, or 499 if the client left before its last byte; 0 before the response begins.
         prompt_tokens, cached_tokens, completion_tokens: None for a request without replies of the model.
         first_token: Time of its first token.
+        queue_seconds: Wait of its first reply, from its arrival at the gate to its first step.
+        finish_reasons: Of its complete replies.
         ended: Time of its end.
         error: Code or type of the error in its response.
+        headers: Of the request.
         is_cut_off: Whether the server's end cut it off.
     """
 
@@ -43,20 +47,34 @@ class Exchange:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: float | None = None
+    queue_seconds: float | None = None
+    finish_reasons: tuple[str, ...] = ()
     ended: float | None = None
     error: str | None = None
     is_cut_off: bool = False
+    headers: Sequence[tuple[bytes, bytes]] = ()
 
     @staticmethod
     def of_scope(scope: Scope) -> "Exchange":
         """Begin the exchange of an HTTP request."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogatepass")
-        return Exchange(_request_id(scope), scope["method"], _printable(path.partition(b"?")[0]))
+        found = Exchange(_request_id(scope), scope["method"], _printable(path.partition(b"?")[0]))
+        found.headers = scope["headers"]
+        return found
 
     @property
     def is_probe(self) -> bool:
         """True for a probe or scrape; these are counted apart and not logged, unless their key is refused."""
         return self.path in _PROBES and self.status not in _KEY_REFUSED
+
+    @property
+    def has_failed(self) -> bool:
+        """True when a response that began well ends with an error."""
+        return self.status < 400 and self.error is not None
+
+    def seconds_to(self, event: float | None) -> float | None:
+        """Return the seconds from the arrival to a time; None if it has not come."""
+        return None if event is None else round(event - self.arrived, 4)
 
     def note_undelivered(self) -> None:
         """Record that the client did not get the last byte: it left, or the server's end cut it off."""

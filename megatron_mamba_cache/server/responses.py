@@ -139,6 +139,9 @@ def _note_usage(job: Job, exchange: Exchange) -> None:
     usage = job.usage()
     exchange.prompt_tokens, exchange.cached_tokens = usage.prompt_tokens, usage.cached_tokens
     exchange.completion_tokens, exchange.first_token = usage.completion_tokens, job.times.first_token
+    exchange.queue_seconds = job.times.queue_seconds
+    reasons = [choice.reply.finish_reason for choice in job.choices]
+    exchange.finish_reasons = tuple(reason for reason in reasons if reason is not None)
 
 
 def _encoded(event: Event) -> bytes:

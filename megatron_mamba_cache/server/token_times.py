@@ -41,11 +41,13 @@ class JobTimes:
 
     Attributes:
         started: When its prompts were read, just before they go to the engine.
+        queue_seconds: Wait of its first reply to begin, from its arrival to the first step that ran it.
     """
 
     def __init__(self, arrived: float, hears: TokenTimes) -> None:
         self.arrived = arrived
         self.started = time.monotonic()
+        self.queue_seconds: float | None = None
         self.first_token: float | None = None
         self.ended: float | None = None
         self._hears = hears
@@ -57,7 +59,10 @@ class JobTimes:
         if choice in self._grew:
             self._hears.note_gap(now - self._grew[choice], len(progress.tokens))
         else:
-            self._hears.note_queued(max(now - self.arrived - progress.running_s, 0.0))
+            queued = max(now - self.arrived - progress.running_s, 0.0)
+            self._hears.note_queued(queued)
+            if self.queue_seconds is None:
+                self.queue_seconds = queued
         self._grew[choice] = now
         if self.first_token is None:
             self.first_token = now

@@ -29,6 +29,11 @@ BY_NAME = {"fastapi_offline": f"{PACKAGE}/server/documentation.py"}
 
 NAMED_EXTRAS = {
     ("gpu", "flashinfer-python"): (f"{PACKAGE}/kernels/attention/flashinfer.py", 'version("flashinfer-python")'),
+    ("otel", "opentelemetry-sdk"): (f"{PACKAGE}/server/traces.py", "from opentelemetry.sdk.trace import "),
+    ("otel", "opentelemetry-exporter-otlp-proto-http"): (
+        f"{PACKAGE}/server/traces.py",
+        "from opentelemetry.exporter.otlp.proto.http.",
+    ),
 }
 """Distributions that a file uses where they are installed and else names an extra for, and the words that show it."""
 

@@ -22,6 +22,7 @@ from megatron_mamba_cache.server.load_record import LoadRecord, NoLoadRecord
 from megatron_mamba_cache.server.parsers.families import reply_syntax
 from megatron_mamba_cache.server.running import DrainingServer
 from megatron_mamba_cache.server.tenants import ApiKeys
+from megatron_mamba_cache.server.traces import NoTraces, Traces
 from tests.server.scripted_backend import ScriptedBackend
 
 RED, BLUE = "red-key", "blue-key"
@@ -112,13 +113,14 @@ def scripted_server(
     access_log: AccessLog | None = None,
     load_record: LoadRecord | None = None,
     tells_tokenizer: bool = False,
+    traces: Traces | None = None,
     **limits: Any,
 ) -> Server:
     """Return a server over a scripted backend.
 
     Args:
         tokenizer: None: of bytes.
-        access_log, load_record: None: off.
+        access_log, load_record, traces: None: off.
         tells_tokenizer: See `ServerSettings`.
         limits: Of `ServerLimits`.
     """
@@ -126,7 +128,12 @@ def scripted_server(
     syntax = reply_syntax(getattr(tokenizer, "chat_template", ""))
     limit, log = ServerLimits(**limits), access_log or AccessLog()
     settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), limit, log, syntax=syntax)
-    settings = replace(settings, load_record=load_record or NoLoadRecord(), tells_tokenizer=tells_tokenizer)
+    settings = replace(
+        settings,
+        load_record=load_record or NoLoadRecord(),
+        tells_tokenizer=tells_tokenizer,
+        traces=traces or NoTraces(),
+    )
     return Server(backend or ScriptedBackend(), settings)
 
 
