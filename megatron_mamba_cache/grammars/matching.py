@@ -1,7 +1,7 @@
 """What is used of llguidance: vocabularies, matchers, and threads that make masks."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ _MOST_THREADS = 8
 _NO_TEXT = "NoExtension"
 _MOST_ITEMS = 16_000  # alternatives that are open at one place
 _MOST_ITEMS_A_STEP = 64_000
+_BEFORE = ("", "\n", "a")  # texts before a text, so that it does not begin one; a token may span the end of any of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,58 @@ class _Vocabulary:
     special_token_ids: list[int]
     eos_token_id: int
     bos_token_id: int | None
-    tokenize: Callable[[str], list[int]]
+    spell: Callable[[bytes], list[int]]
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the tokens of a text."""
-        return self.tokenize(text.decode(errors="replace") if isinstance(text, bytes) else text)
+        return self.spell(text.encode() if isinstance(text, str) else text)
+
+
+class _Spelling:
+    """Turns a text inside a reply into tokens whose bytes are exactly the text's.
+
+    A tokenizer reads what it is given as a whole text: it may add special tokens around it, put a space in front, or
+    take the name of a special token for that token. So its tokens are used only if they spell the text.
+
+    Args:
+        tokens: The bytes of each token, [vocab]; none for a special one.
+    """
+
+    def __init__(self, tokenize: Callable[[str], Sequence[int]], tokens: Sequence[bytes]) -> None:
+        self._tokenize = tokenize
+        self._tokens = tokens
+        self._ids = {text: token for token, text in reversed([*enumerate(tokens)]) if text}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the tokens of a text: the tokenizer's where they fit, else the longest ones from left to right."""
+        for before in _BEFORE:
+            found = self._tokenize(before + text.decode(errors="replace"))
+            if (tail := self._tail(found, text)) is not None:
+                return tail
+        return self._longest_first(text)
+
+    def _tail(self, found: Sequence[int], text: bytes) -> list[int] | None:
+        """Return the last tokens with text that together spell `text`; None if there are none."""
+        end = len(found)
+        while end and not self._tokens[found[end - 1]]:
+            end -= 1
+        start, spelled = end, b""
+        while start and len(spelled) < len(text):
+            start -= 1
+            spelled = self._tokens[found[start]] + spelled
+        return list(found[start:end]) if spelled == text else None
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        found, start = [], 0
+        while start < len(text):
+            sizes = range(min(self._longest, len(text) - start), 0, -1)
+            size = next((size for size in sizes if text[start : start + size] in self._ids), None)
+            if size is None:
+                break  # no token begins so: what follows cannot be written
+            found.append(self._ids[text[start : start + size]])
+            start += size
+        return found
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
@@ -51,7 +99,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     tokens = [b"" if token in special else bytes_of(token) or b"" for token in range(vocab_size)]
     special |= {token for token, text in enumerate(tokens) if not text}
     named = [b"<|%d|>" % token if token in special else text for token, text in enumerate(tokens)]
-    vocabulary = _Vocabulary(named, sorted(special), end_ids[0], None, tokenizer.tokenize)
+    vocabulary = _Vocabulary(named, sorted(special), end_ids[0], None, _Spelling(tokenizer.tokenize, tokens))
     return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=cast(Any, end_ids))
 
 

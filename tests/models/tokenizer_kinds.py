@@ -128,7 +128,7 @@ def _unigram(scheme: str, byte_fallback: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=byte_fallback))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     of_spaces = decoders.Metaspace(prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), of_spaces]) if byte_fallback else of_spaces
+    tokenizer.decoder = decoders.Sequence([of_spaces, decoders.ByteFallback(), decoders.Fuse()]) if byte_fallback else of_spaces
     return tokenizer
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoints.json_file import read_json_object
 from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
@@ -18,7 +18,16 @@ from .token_bytes import token_bytes
 _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 _CONTEXT = 4
+_LETTERS = "aeinx01"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+class _Neighbour(NamedTuple):
+    """A token next to which others are decoded, its text at the start of a text, and its text after another token."""
+
+    token: int
+    before: str
+    after: str
 
 
 class HuggingFaceTokenizer:
@@ -47,10 +56,16 @@ class HuggingFaceTokenizer:
         self.eod = end_ids[0] if end_ids else -1
         self.other_end_ids = tuple(end_ids[1:])
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the text's tokens; `bos` comes once, even if the text (such as a rendered chat) spells it out."""
-        tokens = self._codec.encode(text)
-        return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos, self.bos] else tokens
+    def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the text's tokens.
+
+        Args:
+            add_special_tokens: True adds the special tokens that the tokenizer's files put around a text, False adds
+                none, as for a rendered chat. None adds them too, but `bos` comes once if the text spells it out.
+        """
+        tokens = self._codec.encode(text, is_start=add_special_tokens is not False)
+        is_double = add_special_tokens is None and self.bos is not None and tokens[:2] == [self.bos, self.bos]
+        return tokens[1:] if is_double else tokens
 
     def tokenize_after_tokens(self, tokens: Sequence[int], text: str) -> list[int] | None:
         """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
@@ -83,8 +98,14 @@ class HuggingFaceTokenizer:
         return detokenize
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token, which need not be whole characters; None if the files do not give them."""
-        return token_bytes(self._codec.token_of(token), self.detokenize([token]))
+        """Return the bytes that a token adds inside a text; None if the files do not give them.
+
+        They need not be whole characters. A special token has the bytes of its name.
+        """
+        name = self._codec.token_of(token)
+        if token in self.special_ids and name is not None:
+            return name.encode()
+        return token_bytes(name, self._text_inside(token))
 
     @property
     def special_ids(self) -> Collection[int]:
@@ -163,6 +184,25 @@ class HuggingFaceTokenizer:
     @cached_property
     def _chat_tokenizer(self) -> Any:
         return auto_tokenizer(self._directory, "its chat template")
+
+    def _text_inside(self, token: int) -> str:
+        """Return the text that a token adds between two others: at an end of a text, decoders strip spaces."""
+        if self._neighbour is not None:
+            neighbour, before, after = self._neighbour
+            text = self._codec.decode([neighbour, token, neighbour], False)
+            if len(text) >= len(before + after) and text.startswith(before) and text.endswith(after):
+                return text[len(before) : len(text) - len(after)]
+        return self._codec.decode([token], False)
+
+    @cached_property
+    def _neighbour(self) -> _Neighbour | None:
+        for letter in _LETTERS:
+            tokens = self._codec.encode(letter, is_start=False)
+            if tokens and (before := self._codec.decode(tokens[-1:], False)).strip() == letter:
+                both = self._codec.decode([tokens[-1]] * 2, False)
+                if both.startswith(before):
+                    return _Neighbour(tokens[-1], before, both[len(before) :])
+        return None
 
     def _id_named(self, name: str) -> int | None:
         token = self._settings.get(name)

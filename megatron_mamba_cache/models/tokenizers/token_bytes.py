@@ -3,20 +3,22 @@
 import re
 
 REPLACEMENT = "\ufffd"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(name: str | None, text: str) -> bytes | None:
     """Return the bytes of a token; None if the tokenizer's files do not give them.
 
     Args:
-        name: The token as the files spell it: a byte as one of GPT-2's characters, or as `<0xE2>`.
-        text: The token's text alone; U+FFFD stands for bytes that are not a whole character.
+        name: The token as the files spell it: a byte as one of GPT-2's characters, as `<0xE2>` or as ByT5's character.
+        text: The text that the token adds inside a text; U+FFFD, or nothing, for bytes that are not a whole character.
     """
-    if REPLACEMENT not in text or name is None or REPLACEMENT in name:
+    if name is None or REPLACEMENT in name or not (REPLACEMENT in text or not text):
         return text.encode()
     if found := _BYTE.fullmatch(name):
         return bytes.fromhex(found[1])
+    if not text:
+        return name.encode("latin-1") if len(name) == 1 and "\x80" <= name <= "\xff" else b""
     if all(character in _BYTE_OF for character in name):
         return bytes(_BYTE_OF[character] for character in name)
     return None

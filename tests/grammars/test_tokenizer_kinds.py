@@ -1,0 +1,184 @@
+"""Replies that follow grammars, with tokenizers of every kind: their tokens spell what the grammar says."""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.grammars import forms
+from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_mamba_cache.server.parsers.families import ReplySyntax
+from megatron_mamba_cache.server.reply_forms import FormMaker
+from tests.models.tokenizer_kinds import ENDS, KINDS, SPECIAL, save_kind, size_of
+
+_MOST_TOKENS = 300
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["per day", "größe", ""]},
+    },
+    "required": ["city", "days", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+CHOICES = [" no, it is", "no, never", "größer", "</s> or <s>", "\n"]
+SPELLED = ["lazy dog", " lazy", "a", "\n", "  x", "größe", '{"city": "', "e\n\n", "▁", "\t"]
+
+
+CASES = [(kind, ends) for kind in KINDS for ends in ENDS if ends in ("plain", "both") or " " not in kind]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    return saved(tmp_path_factory.mktemp("kind"), *request.param)
+
+
+def saved(directory: Path, kind: str, ends: str) -> HuggingFaceTokenizer:
+    """Return a kind's tokenizer, for a model whose vocabulary is larger than its own."""
+    save_kind(directory, kind, ends)
+    found = load_tokenizer(directory, size_of(directory) + 3)
+    assert found is not None
+    return found
+
+
+def reply_of(tokenizer: HuggingFaceTokenizer, grammars: Grammars, grammar: str, seed: int) -> str:
+    """Return the text of a reply of random allowed tokens, as it follows a prompt."""
+    matcher, rng, tokens = grammars.matcher(grammar), random.Random(seed), list[int]()
+    while not matcher.is_stopped():
+        mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = ((mask[:, None] >> torch.arange(8)) & 1).flatten().nonzero().flatten().tolist()
+        assert allowed and not matcher.is_error(), (seed, tokens, matcher.get_error())
+        token = tokenizer.eod if tokenizer.eod in allowed and rng.random() < 0.3 else rng.choice(allowed)
+        assert matcher.consume_token(token) and len(tokens) < _MOST_TOKENS, (seed, tokens)
+        tokens += [token] if token != tokenizer.eod else []
+    prompt = tokenizer.tokenize("x", add_special_tokens=False)
+    before, whole = (tokenizer.detokenize(found, skip_special_tokens=False) for found in (prompt, [*prompt, *tokens]))
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
+@cache
+def grammars_of(tokenizer: HuggingFaceTokenizer) -> Grammars:
+    grammars = Grammars(tokenizer.vocab_size)
+    grammars.read(tokenizer)
+    return grammars
+
+
+def replies(tokenizer: HuggingFaceTokenizer, grammar: forms.Grammar | str, count: int) -> list[str]:
+    """Return the texts of replies that follow a grammar, by seeds from 0 up."""
+    grammars = grammars_of(tokenizer)
+    text = grammar if isinstance(grammar, str) else grammar.text
+    assert grammars.fault_of(text) is None
+    return [reply_of(tokenizer, grammars, text, seed) for seed in range(count)]
+
+
+def test_replies_are_documents_of_their_schema(tokenizer: HuggingFaceTokenizer) -> None:
+    for reply in replies(tokenizer, forms.json_grammar(CITY), 4):
+        found = json.loads(reply)
+        assert set(found) == {"city", "days", "unit"} and 1 <= found["days"] <= 14, reply
+        assert len(found["city"]) <= 8 and found["unit"] in CITY["properties"]["unit"]["enum"], reply
+
+
+def test_replies_match_their_expression(tokenizer: HuggingFaceTokenizer) -> None:
+    for pattern in ("(a|h){8}", "( |\n| [a-z]){3,9}", " ?lazy dogs?"):
+        for reply in replies(tokenizer, forms.regex_grammar(pattern), 3):
+            assert re.fullmatch(pattern, reply), (pattern, reply)
+
+
+def test_replies_are_one_of_the_choices_from_their_first_character(tokenizer: HuggingFaceTokenizer) -> None:
+    choices = [text for text in CHOICES if can_write(tokenizer, text)]
+    found = set(replies(tokenizer, forms.choice_grammar(choices), 24))
+    assert found <= set(choices) and " no, it is" in found and len(found) >= 3
+
+
+@cache
+def texts_of(tokenizer: HuggingFaceTokenizer) -> frozenset[bytes | None]:
+    return frozenset(map(tokenizer.bytes_of, range(tokenizer.vocab_size)))
+
+
+def can_write(tokenizer: HuggingFaceTokenizer, text: str) -> bool:
+    """Return whether each character of a text is a token, or each byte is."""
+    known = texts_of(tokenizer)
+    return all(c.encode() in known or all(bytes([byte]) in known for byte in c.encode()) for c in text)
+
+
+def test_replies_to_a_required_call_are_calls_of_the_tool(tokenizer: HuggingFaceTokenizer) -> None:
+    syntax = ReplySyntax("hermes")
+    form = FormMaker(syntax, tokenizer).chat(None, TOOLS, "required", may_call_several=False)
+    assert form is not None
+    for reply in replies(tokenizer, form.grammar_after(""), 4):
+        parser = syntax.parser("", {"get_weather": CITY})
+        parser.push(reply)
+        parser.finish()
+        assert parser.num_calls == parser.num_complete_calls == 1, reply
+        call = json.loads(reply.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+        assert call["name"] == "get_weather" and set(call["arguments"]) == {"city", "days", "unit"}
+
+
+def test_the_bytes_of_tokens_are_what_they_add_to_a_text(tokenizer: HuggingFaceTokenizer) -> None:
+    rng = random.Random(1)
+    start = tokenizer.tokenize("x", add_special_tokens=False)
+    before = tokenizer.detokenize(start, skip_special_tokens=False)
+    for _ in range(300):
+        tokens = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 5))]
+        text = b"".join(tokenizer.bytes_of(token) or b"" for token in tokens)
+        found = tokenizer.detokenize([*start, *tokens], skip_special_tokens=False)
+        try:
+            assert found == before + text.decode(), tokens
+        except UnicodeDecodeError:  # how many U+FFFD stand for broken bytes differs between decoders
+            assert "\ufffd" in found, tokens
+
+
+def test_a_space_and_a_byte_are_tokens_of_their_own_bytes(tokenizer: HuggingFaceTokenizer) -> None:
+    found = {tokenizer.token_of(token): tokenizer.bytes_of(token) for token in range(tokenizer.vocab_size)}
+    assert [found[name] for name in SPECIAL] == [name.encode() for name in SPECIAL]
+    assert found["<tool_call>"] == b"<tool_call>" and found[None] == b""
+    spaced = {name: content for name, content in found.items() if name and name[0] in "▁Ġ" and len(name) > 1}
+    assert len(spaced) > 20
+    for name, content in spaced.items():
+        assert content == name.replace("▁", " ").encode() if name[0] == "▁" else content[:1] == b" ", (name, content)
+    fallbacks = {name: content for name, content in found.items() if name and re.fullmatch("<0x..>", name)}
+    assert fallbacks in ({}, {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)})
+
+
+def test_a_text_inside_a_reply_is_spelled_by_the_tokens_that_are_forced(tokenizer: HuggingFaceTokenizer) -> None:
+    texts = [text for text in SPELLED if can_write(tokenizer, text)]
+    assert len(texts) >= 8
+    for text in texts:
+        assert replies(tokenizer, forms.choice_grammar([text]), 1) == [text]
+
+
+@pytest.mark.parametrize("text", ["x </s>", "<s>", "<|im_start|>a"])
+def test_the_name_of_a_special_token_is_text_in_a_grammar(text: str, tmp_path: Path) -> None:
+    for number, kind in enumerate(("byte-level BPE", "SentencePiece BPE", "unigram with bytes")):
+        tokenizer = saved(tmp_path / str(number), kind, "both")
+        assert replies(tokenizer, forms.choice_grammar([text]), 2) == [text, text]
+
+
+class Beginning:
+    """A tokenizer of another package, which begins each text with a token and ends it with one."""
+
+    eod, bos, special_ids, vocab_size = 256, 257, (257,), 258
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        return [self.bos, *text.encode(), self.eod]
+
+    def bytes_of(self, token: int) -> bytes | None:
+        return bytes([token]) if token < 256 else None
+
+
+def test_special_tokens_of_any_tokenizer_are_left_out_of_forced_text() -> None:
+    grammars, text = Grammars(Beginning.vocab_size), "größe\n"
+    grammars.read(Beginning())
+    matcher, forced = grammars.matcher(forms.choice_grammar([text]).text), list(text.encode())
+    assert matcher.compute_ff_tokens() == forced
+    assert matcher.try_consume_tokens(forced) == len(forced) and matcher.is_accepting()
