@@ -31,8 +31,8 @@ class TokenIdTokenizer:
         self.vocab_size = vocab_size
         self.longest_token = len(f"{vocab_size} ")
 
-    def tokenize(self, text: str) -> list[int]:
-        """Parse token ids."""
+    def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Parse token ids; there are no special ones to add."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:

@@ -70,7 +70,7 @@ class OrderMaker:
         read = self._model.reader.read
         if body.echo:
             read = partial(self._model.reader.read_to_echo, has_tokens=body.logprobs is not None)
-        readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
+        readings = tuple(partial(read, tenant, prompt, body.add_special_tokens) for prompt in body.prompts)
         length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         order = self._order(body, tenant, readings, length, body.logprobs)
         if body.answer is not None:
@@ -90,7 +90,8 @@ class OrderMaker:
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         conversation = body.conversation()
-        readings = (partial(self._model.reader.read_chat, tenant, conversation),)
+        add = bool(body.add_special_tokens)
+        readings = (partial(self._model.reader.read_chat, tenant, conversation, add_special_tokens=add),)
         length = body.max_completion_tokens or body.max_tokens
         order = self._order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
         answer = body.answer

@@ -29,6 +29,7 @@ class Prompt:
         echo: What to send before the reply; None sends nothing.
         conversation: What the text was rendered from; None for a text of the client's.
         breakpoints: The conversation's breakpoints whose place is known.
+        add_special_tokens: How the text was tokenized; see `PromptReader.read`.
     """
 
     token_ids: tuple[int, ...]
@@ -36,6 +37,7 @@ class Prompt:
     echo: Echo | None = None
     conversation: Conversation | None = None
     breakpoints: tuple[PromptBreakpoint, ...] = ()
+    add_special_tokens: bool | None = None
 
 
 class PromptReader:
@@ -56,8 +58,14 @@ class PromptReader:
         self._knows_continuations = hasattr(tokenizer, "tokenize_after_tokens")
         self._fit = TemplateFit(lambda conversation: conversation.text(tokenizer), _template_of(tokenizer))
 
-    def read(self, tenant: Tenant, prompt: str | Sequence[int]) -> Prompt:
+    def read(
+        self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None
+    ) -> Prompt:
         """Return a prompt of text or token ids; known tokens are reused if no token of the whole text spans their end.
+
+        Args:
+            add_special_tokens: If the tokenizer adds special tokens around a text: True adds them, False does not, and
+                None adds them, but for a begin token that the text spells out.
 
         Raises:
             ApiError: 400 if the text has no tokens, or the prompt too many.
@@ -65,24 +73,27 @@ class PromptReader:
         if not isinstance(prompt, str):
             self._check_length(len(prompt), self._max_tokens, "tokens")
             return Prompt(tuple(prompt), None)
-        return self._prompt(tenant, prompt, self._continuation)
+        return self._prompt(tenant, prompt, self._continuation, add_special_tokens)
 
-    def bare_tokens(self, text: str) -> list[int]:
-        """Return a text's tokens without the special ones that the tokenizer adds around it; raises as `read` does."""
-        self._check_length(len(text), self._max_characters, "characters")
-        if not self._knows_continuations:
-            return list(_tokenized(lambda: self._tokenizer.tokenize(text)))
-        return list(_tokenized(lambda: self._tokenizer.tokenize_after_text("", text)))
-
-    def read_to_echo(self, tenant: Tenant, prompt: str | Sequence[int], *, has_tokens: bool) -> Prompt:
+    def read_to_echo(
+        self,
+        tenant: Tenant,
+        prompt: str | Sequence[int],
+        add_special_tokens: bool | None = None,
+        *,
+        has_tokens: bool,
+    ) -> Prompt:
         """Return a prompt with its echo; see `read` and `echo_of`."""
-        found = self.read(tenant, prompt)
+        found = self.read(tenant, prompt, add_special_tokens)
         return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
-    def read_chat(self, tenant: Tenant, conversation: Conversation) -> Prompt:
+    def read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool = False) -> Prompt:
         """Return the prompt of a conversation, rendered by the model directory's chat template.
 
         Known tokens are reused wherever they end, because each message is followed by the template's text.
+
+        Args:
+            add_special_tokens: True adds the tokenizer's special tokens to those that the template writes.
 
         Raises:
             ApiError: 400 if there is no template, it has no place for tools or their calls, it refuses the messages, or
@@ -99,7 +110,7 @@ class PromptReader:
         count = len(conversation.breakpoints)
         places = (*conversation.breakpoints, *conversation.marked_head)
         conversation = self._fit.fitted(replace(conversation, breakpoints=places))
-        prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
+        prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn, add_special_tokens)
         places = conversation.breakpoints
         ends = {replace(place, keep_s=0) for place in places}  # one of the head is marked already
         counts = {end: self._tokens_before(end, tenant, conversation, prompt) for end in ends}
@@ -110,8 +121,11 @@ class PromptReader:
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""
-        if prompt.text is not None and reply and self._knows_continuations:
-            self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids))
+        add = prompt.add_special_tokens
+        if prompt.text is None or not reply or not self._knows_continuations or self._ends_text(add):
+            return
+        kind = self._kind_of(add)
+        self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids), kind)
 
     def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
         """Return how the next turn's prompt will write a reply, after the text of this prompt.
@@ -141,7 +155,8 @@ class PromptReader:
         if marked == prompt.text:
             return None
         end = _common_length(prompt.text, marked)
-        before = self._token_ids(tenant, prompt.text[:end], self._next_turn) if end else ()
+        add = prompt.add_special_tokens
+        before = self._token_ids(tenant, prompt.text[:end], self._next_turn, add) if end else ()
         return _common_length(prompt.token_ids, tuple(before))
 
     @cached_property
@@ -163,21 +178,32 @@ class PromptReader:
         if length > limit:
             raise too_long(f"the prompt has {length} {unit}, and at most {limit} fit", self._max_tokens)
 
-    def _prompt(self, tenant: Tenant, text: str, tokens_after: _TokensAfter) -> Prompt:
+    def _prompt(self, tenant: Tenant, text: str, tokens_after: _TokensAfter, add: bool | None) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
-        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, tokens_after)))
+        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, tokens_after, add)))
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
-        return Prompt(token_ids, text)
+        return Prompt(token_ids, text, add_special_tokens=add)
 
-    def _token_ids(self, tenant: Tenant, text: str, tokens_after: _TokensAfter) -> Sequence[int]:
-        known = self._transcripts.longest(tenant, text) if self._knows_continuations else None
+    def _token_ids(self, tenant: Tenant, text: str, tokens_after: _TokensAfter, add: bool | None) -> Sequence[int]:
+        kind = self._kind_of(add)
+        known = self._transcripts.longest(tenant, text, kind) if self._knows_continuations else None
         if known is not None:
             rest = text[len(known.text) :]
             new = tokens_after(known, rest) if rest else []
             if new is not None:
                 return (*known.token_ids, *new)
-        return self._tokenizer.tokenize(text)  # type: ignore[no-any-return]
+        if add is None:
+            return self._tokenizer.tokenize(text)  # type: ignore[no-any-return]
+        return self._tokenizer.tokenize(text, add_special_tokens=add)  # type: ignore[no-any-return]
+
+    def _kind_of(self, add: bool | None) -> bool | None:
+        """Return which transcripts have the tokens of a text: all are alike if the tokenizer adds none."""
+        return add if getattr(self._tokenizer, "adds_special_tokens", False) else None
+
+    def _ends_text(self, add: bool | None) -> bool:
+        """Return whether a prompt's tokens end with a special one that is not in its text, so that no text follows."""
+        return add is not False and getattr(self._tokenizer, "adds_end_token", False)
 
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
         return self._tokenizer.tokenize_after_tokens(known.token_ids, rest)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from .field_types import (
 )
 from .message_schemas import Messages, Templated
 from .tool_schemas import ToolChoice
-from .unsupported import CHAT, COMMON, COMPLETION, LABELS, REFUSED, STREAM_OPTIONS, TEMPLATING
+from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING
 
 _MOST_STOP_TOKENS = 256
 _MOST_CHOICES = 2**16  # the limit of the server is lower
@@ -51,8 +51,9 @@ class GenerationFields(AnswerFields):
     """Fields of both endpoints. Fields that cannot change a reply are ignored and counted; others are refused.
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
-    `ignore_eos`, `skip_special_tokens`, `cache_salt` (prefixes are shared only between requests of the same salt),
-    `return_token_ids`, `prompt_logprobs` (whole replies only) and `request_id` (the end of the reply's id).
+    `ignore_eos`, `add_special_tokens` (to the prompt's text, as the tokenizer's files say), `skip_special_tokens`,
+    `cache_salt` (prefixes are shared only between requests of the same salt), `return_token_ids`, `prompt_logprobs`
+    (whole replies only) and `request_id` (the end of the reply's id).
     """
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
@@ -77,6 +78,7 @@ class GenerationFields(AnswerFields):
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_STOP_TOKENS)] | None = None
     ignore_eos: Flag | None = None
     skip_special_tokens: Flag | None = None
+    add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     cache_salt: Name | None = None
@@ -187,7 +189,7 @@ class ChatRequest(GenerationFields, Templated):
 class TokenizeRequest(PartlySupported, Templated):
     """A request of `/tokenize`: a prompt as in `/v1/completions`, or messages as in `/v1/chat/completions`.
 
-    If `add_special_tokens` is false, the only special tokens are those in the prompt's own text.
+    `add_special_tokens` is that of the same routes.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -203,9 +205,6 @@ class TokenizeRequest(PartlySupported, Templated):
     def _has_one_text(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("one_text", "either prompt or messages is needed", {"field": "prompt"})
-        if self.messages is not None and self.add_special_tokens:
-            sentence = "`add_special_tokens` is not supported by this server with messages; leave it out or send false"
-            raise PydanticCustomError(REFUSED, "{sentence}", {"field": "add_special_tokens", "sentence": sentence})
         return self
 
 

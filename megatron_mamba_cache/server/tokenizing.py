@@ -85,13 +85,10 @@ class TokenizingRoutes:
 
     def _tokens_of(self, tenant: Tenant, body: TokenizeRequest) -> Sequence[int]:
         reader = self.model.reader
+        add = body.add_special_tokens
         if body.messages is not None:
-            return reader.read_chat(tenant, body.conversation_of(body.messages)).token_ids
-        if not body.prompt:
-            return ()
-        if body.add_special_tokens is False:
-            return reader.bare_tokens(body.prompt)
-        return reader.read(tenant, body.prompt).token_ids
+            return reader.read_chat(tenant, body.conversation_of(body.messages), add_special_tokens=bool(add)).token_ids
+        return reader.read(tenant, body.prompt, add).token_ids if body.prompt else ()
 
     def _text_of(self, tokens: Sequence[int]) -> DetokenizeReply:
         size = self.tokenizer.vocab_size

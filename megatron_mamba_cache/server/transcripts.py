@@ -5,6 +5,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .tenants import Tenant
 
@@ -18,6 +19,11 @@ class Transcript:
 
     text: str
     token_ids: tuple[int, ...]
+
+
+class _Key(NamedTuple):
+    kind: tuple[str, bool | None]  # a tenant's salt, and which special tokens were added
+    text: str
 
 
 class Transcripts:
@@ -37,24 +43,29 @@ class Transcripts:
     def __init__(self, max_bytes: int, max_entries: int = _MOST_ENTRIES) -> None:
         self._max_bytes = max_bytes
         self._max_entries = max_entries
-        self._entries: dict[str, OrderedDict[tuple[str, str], array[int]]] = {}
+        self._entries: dict[str, OrderedDict[_Key, array[int]]] = {}
         self._bytes: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def longest(self, tenant: Tenant, text: str) -> Transcript | None:
-        """Return the longest entry of the tenant that `text` begins with; None if there is none."""
+    def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
+        """Return the longest entry of the tenant that `text` begins with; None if there is none.
+
+        Args:
+            adds: Which special tokens were added to the text; entries of another value do not fit.
+        """
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
-            fitting = [key for key in entries if key[0] == tenant.salt and text.startswith(key[1])]
+            kind = (tenant.salt, adds)
+            fitting = [key for key in entries if key.kind == kind and text.startswith(key.text)]
             if not fitting:
                 return None
-            key = max(fitting, key=lambda found: len(found[1]))
+            key = max(fitting, key=lambda found: len(found.text))
             entries.move_to_end(key)
-            return Transcript(key[1], tuple(entries[key]))
+            return Transcript(key.text, tuple(entries[key]))
 
-    def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int]) -> None:
+    def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int], adds: bool | None = None) -> None:
         """Store the tokens of a non-empty text; an entry larger than the whole limit is not stored."""
-        key, tokens = (tenant.salt, text), array("q", token_ids)
+        key, tokens = _Key((tenant.salt, adds), text), array("q", token_ids)
         size = _size(key, tokens)
         if not text or size > self._max_bytes:
             return
@@ -70,11 +81,11 @@ class Transcripts:
         """Return the size of an owner's entries, as counted against the limit."""
         return self._bytes.get(owner, 0)
 
-    def _drop(self, owner: str, key: tuple[str, str]) -> None:
+    def _drop(self, owner: str, key: _Key) -> None:
         tokens = self._entries[owner].pop(key, None)
         if tokens is not None:
             self._bytes[owner] -= _size(key, tokens)
 
 
-def _size(key: tuple[str, str], tokens: "array[int]") -> int:
-    return sum(_CHARACTER_BYTES * len(part) for part in key) + tokens.itemsize * len(tokens)
+def _size(key: _Key, tokens: "array[int]") -> int:
+    return _CHARACTER_BYTES * (len(key.kind[0]) + len(key.text)) + tokens.itemsize * len(tokens)

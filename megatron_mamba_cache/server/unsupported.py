@@ -56,7 +56,6 @@ Table = Mapping[str, Unsupported]
 
 _NOTHING = Unsupported()
 _OFF = Unsupported((False,))
-_ON = Unsupported((True,))
 _ZERO = Unsupported((0,))
 _ONE = Unsupported((1,))
 _NO_ITEMS = Unsupported(([],))
@@ -108,7 +107,6 @@ COMPLETION: Table = {
     **COMMON,
     "suffix": Unsupported(("",)),
     "prompt_embeds": _NOTHING,
-    "add_special_tokens": _ON,
 }
 
 TEMPLATING: Table = {
@@ -125,7 +123,6 @@ MESSAGE: Table = {"function_call": _NOTHING, "audio": _NOTHING}
 CHAT: Table = {
     **COMMON,
     **TEMPLATING,
-    "add_special_tokens": _OFF,
     "functions": _NO_ITEMS,
     "function_call": Unsupported(("none", "auto")),
     "modalities": Unsupported((["text"],)),

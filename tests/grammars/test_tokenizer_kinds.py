@@ -16,7 +16,7 @@ from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.reply_forms import FormMaker
-from tests.models.tokenizer_kinds import ENDS, KINDS, SPECIAL, save_kind, size_of
+from tests.models.tokenizer_kinds import CASES, SPECIAL, save_kind, size_of
 
 _MOST_TOKENS = 300
 CITY: dict[str, Any] = {
@@ -32,9 +32,6 @@ CITY: dict[str, Any] = {
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
 CHOICES = [" no, it is", "no, never", "größer", "</s> or <s>", "\n"]
 SPELLED = ["lazy dog", " lazy", "a", "\n", "  x", "größe", '{"city": "', "e\n\n", "▁", "\t"]
-
-
-CASES = [(kind, ends) for kind in KINDS for ends in ENDS if ends in ("plain", "both") or " " not in kind]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

@@ -127,8 +127,9 @@ def _unigram(scheme: str, byte_fallback: bool) -> Tokenizer:
     scored = [(piece, -10.0 - number / 1000) for number, piece in enumerate(dict.fromkeys(pieces))]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=byte_fallback))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    of_spaces = decoders.Metaspace(prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Sequence([of_spaces, decoders.ByteFallback(), decoders.Fuse()]) if byte_fallback else of_spaces
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    if byte_fallback:
+        tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -160,6 +161,9 @@ KINDS = {
 }
 ENDS = {"plain": (), "begin": (BEGIN,), "end": (END,), "both": (BEGIN, END)}
 """Which special tokens are added around a text."""
+THREE_KINDS = ("byte-level BPE", "SentencePiece BPE", "unigram")
+CASES = [(kind, ends) for kind in KINDS for ends in ENDS if ends in ("plain", "both") or kind in THREE_KINDS]
+"""Kinds, and names of `ENDS`."""
 
 
 @cache

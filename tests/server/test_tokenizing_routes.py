@@ -46,11 +46,8 @@ def test_messages_have_the_tokens_of_a_chat(server: RunningServer) -> None:
 class BeginningTokenizer(ByteTokenizer):
     """Puts a token in front of each text."""
 
-    def tokenize(self, text: str) -> list[int]:
-        return [0, *super().tokenize(text)]
-
-    def tokenize_after_text(self, _before: str, text: str) -> list[int]:
-        return super().tokenize(text)
+    def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        return [*([] if add_special_tokens is False else [0]), *super().tokenize(text)]
 
 
 @pytest.mark.parametrize(("add", "expected"), [(None, [0, 97]), (True, [0, 97]), (False, [97])])
@@ -79,7 +76,7 @@ def test_bare_and_empty_texts_come_back(server: RunningServer) -> None:
         ("/tokenize", {}, "prompt", "either prompt or messages is needed"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either prompt or messages"),
         ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools.0.type", "Field required"),
-        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "not supported"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": "x"}, "add_special_tokens", "boolean"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt", "cannot be tokenized"),
         ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, "prompt", "cannot be tokenized"),
         ("/tokenize", {"prompt": "x" * 3_000_000, "add_special_tokens": False}, "prompt", "4096"),

@@ -49,11 +49,10 @@ BOTH: dict[str, Any] = {  # what asks for something, of vLLM's and OpenAI's fiel
     "prompt_cache_retention": "24h",
 }
 ASKING: dict[str, dict[str, Any]] = {
-    COMPLETIONS: BOTH | {"suffix": "x", "add_special_tokens": False, "prompt_embeds": "x"},
+    COMPLETIONS: BOTH | {"suffix": "x", "prompt_embeds": "x"},
     CHATS: BOTH
     | {
         "echo": True,
-        "add_special_tokens": True,
         "documents": [{"text": "x"}],
         "chat_template": "x",
         "mm_processor_kwargs": {"a": 1},

@@ -23,8 +23,8 @@ class ByteTokenizer:
             raise ValueError(f"vocab_size is {vocab_size}; a byte tokenizer needs at least 256")
         self.vocab_size = vocab_size
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the bytes of the text."""
+    def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the bytes of the text; there are no special tokens to add."""
         return list(text.encode())
 
     def tokenize_after_tokens(self, _tokens: Sequence[int], text: str) -> list[int]:

@@ -41,6 +41,8 @@ class HuggingFaceTokenizer:
         bos: The id of the token that begins a text; None without one.
         eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
         longest_token: Most characters of a token, as the tokenizer's files spell it.
+        adds_special_tokens: True if the tokenizer's files put special tokens around a text.
+        adds_end_token: True if they put one after it.
         other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
@@ -50,6 +52,8 @@ class HuggingFaceTokenizer:
         self._settings = _settings(directory)
         self.vocab_size = vocab_size
         self.longest_token = codec.longest_token
+        alone, inside = codec.encode("x"), codec.encode("x", is_start=False)
+        self.adds_special_tokens, self.adds_end_token = alone != inside, alone[-1:] != inside[-1:]
         self.bos = self._id_named("bos_token")
         eos = self._id_named("eos_token")
         end_ids = _end_ids(directory) or ([] if eos is None else [eos])
@@ -71,8 +75,10 @@ class HuggingFaceTokenizer:
         """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
+        together = self._codec.decode(self._codec.encode(before + text, is_start=False), False)
+        texts = (before + text, together, together.removeprefix(" "))  # some add spaces in front or after special tokens
         for after in (self._codec.encode(text, is_start=False), self.tokenize_after_text(before, text)):
-            if after is not None and self._codec.decode([*context, *after], False) == before + text:
+            if after is not None and self._codec.decode([*context, *after], False) in texts:
                 return after
         return None
 
