@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from argparse import Namespace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
 from ..server.load_record import LoadFile, LoadRecord, NoLoadRecord
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
+from ..server.prompts import template_of
 from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
@@ -209,13 +211,15 @@ def _sizes_line(config: CacheConfig) -> str:
 
 
 def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
-    template = getattr(tokenizer, "chat_template", "")
-    if arguments.tool_call_parser not in (AUTO, NONE) and "tools" not in template:
+    with_tools, without = (template_of(tokenizer, has_tools=has_tools) for has_tools in (True, False))
+    if arguments.tool_call_parser not in (AUTO, NONE) and "tools" not in with_tools:
         raise UsageError(
             f"--tool-call-parser is {arguments.tool_call_parser}, but the model has no chat template that shows tools; "
             "leave it out, or add one to the model's directory"
         )
-    return reply_syntax(template, arguments.tool_call_parser, arguments.reasoning_parser)
+    syntax = reply_syntax(with_tools, arguments.tool_call_parser, arguments.reasoning_parser)
+    plain = reply_syntax(without, NONE, arguments.reasoning_parser)
+    return replace(syntax, reasoning=syntax.reasoning or plain.reasoning)
 
 
 def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:

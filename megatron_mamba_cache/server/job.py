@@ -264,7 +264,9 @@ def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     kind = EmptyReply if order.is_empty else Reply
     offset = 0 if prompt.echo is None else len(prompt.echo.text)
     text = prompt.text or ""
-    return kind(rules.tokenizer, order.stops, rules.end_ids, offset, reading=order.reading, prompt=text)
+    special = frozenset(getattr(rules.tokenizer, "special_ids", ()))
+    end_ids = rules.end_ids | special.intersection(order.plain.stop_token_ids)
+    return kind(rules.tokenizer, order.stops, end_ids, offset, reading=order.reading, prompt=text)
 
 
 def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> GenerationRequest:

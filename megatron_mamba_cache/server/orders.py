@@ -15,7 +15,7 @@ from .limits import ServerLimits
 from .parsers.families import ReplySyntax
 from .prompt_scores import PromptScoring
 from .prompts import Prompt, PromptReader
-from .reply import ReplyReading
+from .reply import ReplyReading, special_stops
 from .reply_forms import FormMaker
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
@@ -125,6 +125,7 @@ class OrderMaker:
                 f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
                 "prompt" if num_choices == 1 else "n",
             )
+        special = special_stops(self._tokenizer, body.stops)
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
         top_k = max(body.top_k or 0, 0)
         plain = GenerationRequest(
@@ -138,7 +139,7 @@ class OrderMaker:
             num_log_probs=num_log_probs,
             prompt_top_n=body.prompt_logprobs,
             ignores_end=bool(body.ignore_eos),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special])),
             logits=body.logits,
         )
         scoring = None

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..policy.requests import PromptBreakpoint
-from .conversation import Breakpoint, Conversation
+from .conversation import MARKING_TOOL, Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
 from .parsers.parts import ParsedReply
@@ -56,7 +56,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._transcripts = transcripts
         self._knows_continuations = hasattr(tokenizer, "tokenize_after_tokens")
-        self._fit = TemplateFit(lambda conversation: conversation.text(tokenizer), _template_of(tokenizer))
+        self._fits = _fits_of(tokenizer)
 
     def read(
         self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None
@@ -99,17 +99,18 @@ class PromptReader:
             ApiError: 400 if there is no template, it has no place for tools or their calls, it refuses the messages, or
                 the prompt is too long.
         """
-        template = _template_of(self._tokenizer)
+        template = template_of(self._tokenizer, has_tools=bool(conversation.tools))
         if not template:
             raise bad_request("this model has no chat template; use /v1/completions", "messages")
         if conversation.tools and "tools" not in template:
             raise bad_request("this model's chat template has no place for tools; leave them out", "tools")
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
-        self._fit.note_unread_values(conversation)
+        fit = self._fits[bool(conversation.tools)]
+        fit.note_unread_values(conversation)
         count = len(conversation.breakpoints)
         places = (*conversation.breakpoints, *conversation.marked_head)
-        conversation = self._fit.fitted(replace(conversation, breakpoints=places))
+        conversation = fit.fitted(replace(conversation, breakpoints=places))
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn, add_special_tokens)
         places = conversation.breakpoints
         ends = {replace(place, keep_s=0) for place in places}  # one of the head is marked already
@@ -136,7 +137,8 @@ class PromptReader:
         if prompt.conversation is None or prompt.text is None or self._turn_end is None:
             return None
         try:
-            text = self._rendered(self._fit.fitted(prompt.conversation.answered(reply)))
+            fit = self._fits[bool(prompt.conversation.tools)]
+            text = self._rendered(fit.fitted(prompt.conversation.answered(reply)))
         except ApiError:
             return None
         if not text.startswith(prompt.text) or not text.endswith(self._turn_end):
@@ -212,10 +214,25 @@ class PromptReader:
         return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
 
 
-def _template_of(tokenizer: Any) -> str:
-    """Return the source of a tokenizer's chat template; "" if it has none."""
+def template_of(tokenizer: Any, *, has_tools: bool) -> str:
+    """Return the source of the chat template that is used with or without tools; "" if there is none."""
     found: str = getattr(tokenizer, "chat_template", "")
-    return found
+    return getattr(tokenizer, "tool_template", found) if has_tools else found
+
+
+def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
+    """Return what fits conversations to the template for chats without tools and to that for chats with tools."""
+    plain, with_tools = (template_of(tokenizer, has_tools=has_tools) for has_tools in (False, True))
+    if plain == with_tools:
+        return dict.fromkeys((False, True), TemplateFit(lambda conversation: conversation.text(tokenizer), plain))
+
+    def text_with_tools(conversation: Conversation) -> str:
+        return replace(conversation, tools=conversation.tools or (MARKING_TOOL,)).text(tokenizer)
+
+    return {
+        False: TemplateFit(lambda conversation: replace(conversation, tools=()).text(tokenizer), plain),
+        True: TemplateFit(text_with_tools, with_tools),
+    }
 
 
 def _placed(places: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:

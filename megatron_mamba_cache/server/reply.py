@@ -1,9 +1,9 @@
 """One reply as it grows: tokens in, text out, up to where the reply ends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..grammars.compiler import TOO_COMPLEX
 from .backend import Progress
@@ -99,6 +99,7 @@ class Reply:
         self._tokenizer = tokenizer
         self._text = IncrementalText(reading.detokenize)
         self._stops = StopStrings(stops)
+        self._special_stops = special_stops(tokenizer, stops)
         self._new_parser = partial(reading.parser, prompt)
         self._parser = self._new_parser()
         self._most_calls = reading.most_calls
@@ -122,6 +123,8 @@ class Reply:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the reply, if one did."""
+        if self._stops.found is None and self.finish_reason == "stop" and self.token_ids:
+            return self._special_stops.get(self.token_ids[-1])
         return self._stops.found
 
     def take(self, progress: Progress) -> Piece:
@@ -228,6 +231,13 @@ class Reply:
             if progress.error is not None and progress.error.startswith(TOO_COMPLEX):
                 raise ApiError(400, progress.error, code="grammar_too_complex")
             raise ApiError(500, f"the request failed: {progress.error}", code="engine_error")
+
+
+def special_stops(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
+    """Return the stop strings that are special tokens, by their ids: most replies' text does not show them."""
+    special: Collection[int] = getattr(tokenizer, "special_ids", ())
+    ids = [tokenizer.id_of(stop) for stop in stops] if special else []
+    return {token: stop for token, stop in zip(ids, stops, strict=False) if token in special}
 
 
 def _essence(reply: ParsedReply) -> object:

@@ -63,12 +63,34 @@ def test_a_spelled_out_bos_comes_once(tmp_path: Path) -> None:
     assert tokenizer.tokenize("a") == tokenizer.tokenize(f"{END_OF_TEXT}a")
 
 
-def test_the_end_of_a_text_is_the_first_that_the_generation_config_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generation", "model", "inner", "expected", "without"),
+    [
+        ([7, 9], None, None, (7, 9, 0), (7, 9)),
+        (5, 6, 7, (5, 0, 6, 7), (5, 6, 7)),
+        (None, [3, 0, 3], None, (0, 3), (3, 0)),
+        ([], [], [4, 5], (0, 4, 5), (4, 5)),
+        (0, 0, 0, (0,), (0,)),
+        (None, None, None, (0,), (-1,)),
+        (VOCABULARY - 1, None, VOCABULARY - 2, (VOCABULARY - 1, 0, VOCABULARY - 2), (VOCABULARY - 1, VOCABULARY - 2)),
+    ],
+)
+def test_a_text_ends_with_every_token_that_any_file_names(
+    generation: object,
+    model: object,
+    inner: object,
+    expected: tuple[int, ...],
+    without: tuple[int, ...],
+    tmp_path: Path,
+) -> None:
     save_tokenizer(tmp_path)
-    config = tmp_path / "generation_config.json"
-    for named, expected in [([7, 9], 7), (5, 5), (None, 0), ([], 0)]:
-        change_json(config, eos_token_id=named)
-        assert loaded(tmp_path).eod == expected
+    change_json(tmp_path / "generation_config.json", eos_token_id=generation)
+    change_json(tmp_path / "config.json", eos_token_id=model, text_config={"eos_token_id": inner})
+    tokenizer = loaded(tmp_path)
+    assert (tokenizer.eod, *tokenizer.other_end_ids) == expected
+    (tmp_path / "tokenizer_config.json").unlink()  # which names the tokenizer's own
+    tokenizer = loaded(tmp_path)
+    assert (tokenizer.eod, *tokenizer.other_end_ids) == without
 
 
 def test_a_tokenizer_without_special_tokens_has_no_bos_and_eod(tmp_path: Path) -> None:
@@ -189,7 +211,7 @@ def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
         tokenizer.render_chat(CHAT)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="roles must alternate"):
-        tokenizer.render_chat(CHAT)
+        loaded(tmp_path).render_chat(CHAT)
 
 
 def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: Path) -> None:
@@ -204,9 +226,63 @@ def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: 
         tokenizer.render_chat([{"role": "user", "content": content}])
 
 
-@pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True])
-def test_an_end_of_text_that_is_no_token_id_is_refused(named: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True, VOCABULARY, [0, 10**12]])
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config."])
+def test_an_end_of_text_that_is_no_token_id_is_refused_in_one_line(place: str, named: object, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    with pytest.raises(ValueError, match=f"{tmp_path / 'generation_config.json'}: eos_token_id="):
+    fields: dict[str, Any] = {"eos_token_id": named}
+    is_inner = place == "text_config."
+    path = tmp_path / ("config.json" if is_inner else place)
+    path.write_text(json.dumps({"text_config": fields} if is_inner else fields))
+    with pytest.raises(ValueError) as raised:
+        load_tokenizer(tmp_path, VOCABULARY)
+    inner = place if is_inner else ""
+    assert str(raised.value).startswith(f"{path}: {inner}eos_token_id={named!r}, but must be a token id")
+    assert f"from 0 to {VOCABULARY - 1}" in str(raised.value) and "\n" not in str(raised.value)
+
+
+SOURCES = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }} tools", "rag": "documents"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("names", [["default"], ["default", "tool_use"], ["rag", "default", "tool_use"], ["tool_use"]])
+@pytest.mark.parametrize("are_files", [True, False])
+def test_a_named_template_is_chosen_as_transformers_does(names: list[str], are_files: bool, tmp_path: Path) -> None:
+    saved = save_tokenizer(tmp_path)
+    saved.chat_template = {name: SOURCES[name] for name in names}
+    saved.save_pretrained(tmp_path, save_jinja_files=are_files)
+    assert (tmp_path / "additional_chat_templates").exists() is (are_files and names != ["default"])
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), loaded(tmp_path)
+    for tools, source in (([], ours.chat_template), ([TOOL], ours.tool_template)):
+        try:
+            expected = theirs.apply_chat_template(CHAT, tools=tools or None, tokenize=False)
+        except ValueError:
+            assert source == ""
+            with pytest.raises(ValueError, match=r"no default chat template, only 'tool_use'"):
+                ours.render_chat(CHAT, tools)
+            continue
+        assert ours.render_chat(CHAT, tools) == expected
+        assert source == theirs.get_chat_template(tools=tools or None)
+        assert expected == ("1 tools" if tools and "tool_use" in names else CHAT[0]["content"])
+
+
+def test_template_files_come_before_the_field_and_that_before_an_old_file(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
+    assert loaded(tmp_path).render_chat(CHAT) == loaded(tmp_path).chat_template == "old"
+    change_json(tmp_path / "tokenizer_config.json", chat_template=[{"name": "default", "template": "field"}])
+    assert loaded(tmp_path).render_chat(CHAT) == loaded(tmp_path).chat_template == "field"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert loaded(tmp_path).render_chat(CHAT) == loaded(tmp_path).chat_template == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert [loaded(tmp_path).render_chat(CHAT, tools) for tools in ([], [TOOL])] == ["file", "tools"]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja", "chat_template.json"])
+def test_a_damaged_template_is_named(name: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"\xff{")
+    with pytest.raises(ValueError, match=name):
         load_tokenizer(tmp_path, VOCABULARY)

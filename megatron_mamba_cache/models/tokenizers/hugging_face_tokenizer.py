@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..checkpoints.json_file import read_json_object
+from .chat_templates import ChatTemplates
+from .end_tokens import end_ids_of
 from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
 from .token_bytes import token_bytes
 
@@ -19,7 +21,6 @@ _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 _CONTEXT = 4
 _LETTERS = "aeinx01"
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 class _Neighbour(NamedTuple):
@@ -34,12 +35,12 @@ class HuggingFaceTokenizer:
     """A directory's tokenizer with the interface of Megatron's controller.
 
     Args:
-        directory: Its `generation_config.json` and `tokenizer_config.json` are read too.
+        directory: Its chat templates, `config.json`, `generation_config.json` and `tokenizer_config.json` are read too.
         vocab_size: The model's, which may be larger than the tokenizer's.
 
     Attributes:
         bos: The id of the token that begins a text; None without one.
-        eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
+        eod: The id that ends a text, the first of `end_ids_of`; -1 without one.
         longest_token: Most characters of a token, as the tokenizer's files spell it.
         adds_special_tokens: True if the tokenizer's files put special tokens around a text.
         adds_end_token: True if they put one after it.
@@ -50,15 +51,14 @@ class HuggingFaceTokenizer:
         self._codec = codec
         self._directory = directory
         self._settings = _settings(directory)
+        self._templates = ChatTemplates(directory, self._settings)
         self.vocab_size = vocab_size
         self.longest_token = codec.longest_token
         alone, inside = codec.encode("x"), codec.encode("x", is_start=False)
         self.adds_special_tokens, self.adds_end_token = alone != inside, alone[-1:] != inside[-1:]
         self.bos = self._id_named("bos_token")
-        eos = self._id_named("eos_token")
-        end_ids = _end_ids(directory) or ([] if eos is None else [eos])
-        self.eod = end_ids[0] if end_ids else -1
-        self.other_end_ids = tuple(end_ids[1:])
+        self.eod, *others = end_ids_of(directory, self._id_named("eos_token"), vocab_size) or (-1,)
+        self.other_end_ids = tuple(others)
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Return the text's tokens.
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer:
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
         together = self._codec.decode(self._codec.encode(before + text, is_start=False), False)
-        texts = (before + text, together, together.removeprefix(" "))  # some add spaces in front or after special tokens
+        texts = (before + text, together, together.removeprefix(" "))  # some add spaces after special tokens
         for after in (self._codec.encode(text, is_start=False), self.tokenize_after_text(before, text)):
             if after is not None and self._codec.decode([*context, *after], False) in texts:
                 return after
@@ -133,16 +133,13 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The source of the directory's chat templates; "" if it has none."""
-        found = self._settings.get("chat_template") or ""
-        for name in _TEMPLATES:
-            if (path := self._directory / name).exists():
-                is_json = path.suffix == ".json"
-                found = read_json_object(path).get("chat_template", "") if is_json else path.read_text(encoding="utf-8")
-                break
-        if isinstance(found, list):  # several, each with a name
-            return "\n".join(str(named.get("template")) for named in found if isinstance(named, Mapping))
-        return str(found)
+        """The source of the template for chats without tools; "" if the directory has none."""
+        return self._templates.source(has_tools=False)
+
+    @property
+    def tool_template(self) -> str:
+        """The source of the template for chats with tools, often the same."""
+        return self._templates.source(has_tools=True)
 
     def render_chat(
         self,
@@ -165,8 +162,9 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: If the directory has no chat template, transformers is missing, or the template refuses.
         """
-        if not self.chat_template:
-            raise ValueError(f"{self._directory} has no chat template; give text instead of messages")
+        source = self._templates.source(has_tools=bool(tools))
+        if not source:
+            raise ValueError(self._templates.missing())
         tokenizer = self._chat_tokenizer
         reserved = sorted(values.keys() & _reserved_values(type(tokenizer)))
         if reserved:
@@ -176,6 +174,7 @@ class HuggingFaceTokenizer:
                 tokenizer.apply_chat_template(
                     list(messages),
                     tools=list(tools) or None,
+                    chat_template=source,
                     tokenize=False,
                     add_generation_prompt=adds_prompt,
                     continue_final_message=continues,
@@ -250,15 +249,6 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokeniz
             f"has a vocabulary of {vocab_size}; the two do not belong together"
         )
     return HuggingFaceTokenizer(codec, directory, vocab_size)
-
-
-def _end_ids(directory: Path) -> list[int]:
-    path = directory / "generation_config.json"
-    named = read_json_object(path).get("eos_token_id") if path.exists() else None
-    end_ids = named if isinstance(named, list) else [] if named is None else [named]
-    if any(type(end_id) is not int or end_id < 0 for end_id in end_ids):
-        raise ValueError(f"{path}: eos_token_id={named!r}, but must be a token id or a list of them")
-    return end_ids
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""The chat templates of a model directory, as transformers saves and chooses them; transformers is not needed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.json_file import read_json_object
+
+_FILE, _FOLDER, _OLD_FILE = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+class ChatTemplates:
+    """Sources of templates by name: `default` is used for chats, or `tool_use`, if there is one, for those with tools.
+
+    Args:
+        directory: Its templates are files of their own, or else part of `tokenizer_config.json`, or of the file that
+            older processors wrote.
+        settings: Of `tokenizer_config.json`.
+
+    Raises:
+        ValueError: Naming the file, if it cannot be read.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self._sources = _in_files(directory) or _in_field(settings.get("chat_template")) or _in_old_file(directory)
+
+    def source(self, *, has_tools: bool) -> str:
+        """Return the source of the template for chats with or without tools; "" if there is none."""
+        if has_tools and _WITH_TOOLS in self._sources:
+            return self._sources[_WITH_TOOLS]
+        return self._sources.get(_DEFAULT, "")
+
+    def missing(self) -> str:
+        """Return the sentence that says that there is no template for a chat."""
+        if not self._sources:
+            return f"{self._directory} has no chat template; give text instead of messages"
+        names = ", ".join(map(repr, self._sources))
+        return f"{self._directory} has no default chat template, only {names}; give text instead of messages"
+
+
+def _in_files(directory: Path) -> dict[str, str]:
+    named = {path.name.removesuffix(".jinja"): path for path in sorted((directory / _FOLDER).glob("*.jinja"))}
+    if (directory / _FILE).exists():
+        named = {_DEFAULT: directory / _FILE} | named
+    return {name: _text_of(path) for name, path in named.items()}
+
+
+def _in_field(found: Any) -> dict[str, str]:
+    """Return what a field of JSON holds: one template, a list of named ones, or an object of them."""
+    if isinstance(found, list):
+        found = {named.get("name"): named.get("template") for named in found if isinstance(named, Mapping)}
+    if isinstance(found, Mapping):
+        return {str(name): source for name, source in found.items() if isinstance(source, str)}
+    return {_DEFAULT: found} if isinstance(found, str) and found else {}
+
+
+def _in_old_file(directory: Path) -> dict[str, str]:
+    path = directory / _OLD_FILE
+    return _in_field(read_json_object(path).get("chat_template")) if path.exists() else {}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
