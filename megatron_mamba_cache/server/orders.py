@@ -125,7 +125,6 @@ class OrderMaker:
                 f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
                 "prompt" if num_choices == 1 else "n",
             )
-        special = special_stops(self._tokenizer, body.stops)
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
         top_k = max(body.top_k or 0, 0)
         plain = GenerationRequest(
@@ -139,7 +138,7 @@ class OrderMaker:
             num_log_probs=num_log_probs,
             prompt_top_n=body.prompt_logprobs,
             ignores_end=bool(body.ignore_eos),
-            stop_token_ids=tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special])),
+            stop_token_ids=self._stop_token_ids(body),
             logits=body.logits,
         )
         scoring = None
@@ -155,6 +154,10 @@ class OrderMaker:
             is_empty=max_tokens == 0,
             scoring=scoring,
         )
+
+    def _stop_token_ids(self, body: GenerationFields) -> tuple[int, ...]:
+        """Return the tokens that end a reply because the request says so, each once."""
+        return tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)]))
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools) -> ReplyReading | None:
         """Return how the replies to messages are read; None if all of their text is content."""

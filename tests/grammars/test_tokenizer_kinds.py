@@ -3,13 +3,15 @@
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import ByT5Tokenizer
 
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
@@ -159,6 +161,34 @@ def test_the_name_of_a_special_token_is_text_in_a_grammar(text: str, tmp_path: P
     for number, kind in enumerate(("byte-level BPE", "SentencePiece BPE", "unigram with bytes")):
         tokenizer = saved(tmp_path / str(number), kind, "both")
         assert replies(tokenizer, forms.choice_grammar([text]), 2) == [text, text]
+
+
+def save_byt5(directory: Path) -> None:
+    ByT5Tokenizer(extra_ids=0).save_pretrained(directory)
+
+
+def save_old_files(directory: Path) -> None:
+    """Write byte-level BPE as `vocab.json` and `merges.txt`, as GPT-2 has it."""
+    save_kind(directory, "byte-level BPE", "plain")
+    model = Tokenizer.from_file(str(directory / "tokenizer.json")).model
+    (directory / "tokenizer.json").unlink()
+    model.save(str(directory))
+    names = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "unk_token": SPECIAL[0]}
+    config = {"tokenizer_class": "GPT2Tokenizer", **names}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("save", [save_byt5, save_old_files])
+def test_tokenizers_that_transformers_reads_spell_replies_too(save: Callable[[Path], None], tmp_path: Path) -> None:
+    save(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+    tokenizer = load_tokenizer(tmp_path, 1000)
+    assert tokenizer is not None
+    single = {content for content in map(tokenizer.bytes_of, range(1000)) if content and len(content) == 1}
+    assert single == {bytes([byte]) for byte in range(256)}
+    assert replies(tokenizer, forms.choice_grammar([" größe\n日"]), 2) == [" größe\n日"] * 2
+    for reply in replies(tokenizer, forms.json_grammar(CITY), 3):
+        assert set(json.loads(reply)) == {"city", "days", "unit"}
 
 
 class Beginning:
