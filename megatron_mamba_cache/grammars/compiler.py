@@ -15,7 +15,9 @@ from .narrowed_schemas import guidance_for, narrow
 from .schema_words import drop_empty_words, values_in
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher
+
+    from .matching import Vocabulary
 
 _MOST_CHARACTERS = 256 * 1024
 _MOST_OBJECTS = 2_000  # the time to compile an object grows with the square of its properties
@@ -34,7 +36,7 @@ class Grammars:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer: Any = None
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_characters = 0
         self._failures: dict[int, str] = {}
@@ -104,7 +106,7 @@ class Grammars:
                 oldest, _ = self._compiled.popitem(last=False)
                 self._num_characters -= len(oldest)
 
-    def _read_vocabulary(self) -> "LLTokenizer":
+    def _read_vocabulary(self) -> "Vocabulary":
         with self._lock:
             if self._vocabulary is None:
                 if self._tokenizer is None:

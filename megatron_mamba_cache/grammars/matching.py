@@ -1,19 +1,24 @@
 """What is used of llguidance: vocabularies, matchers, and threads that make masks."""
 
+import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..errors import GrammarError
+from .schema_words import schemas_in, values_in
 
 _LONGEST_REASON = 400
 _MOST_THREADS = 8
 _NO_TEXT = "NoExtension"
 _MOST_ITEMS = 16_000  # alternatives that are open at one place
 _MOST_ITEMS_A_STEP = 64_000
+_BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BEFORE = ("", "\n", "a")  # texts before a text, so that it does not begin one; a token may span the end of any of them
 
 
@@ -54,7 +59,7 @@ class _Spelling:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text: the tokenizer's where they fit, else the longest ones from left to right."""
+        """Return the tokens of a text: the tokenizer's if they spell it, else the longest ones from left to right."""
         for before in _BEFORE:
             found = self._tokenize(before + text.decode(errors="replace"))
             if (tail := self._tail(found, text)) is not None:
@@ -66,11 +71,12 @@ class _Spelling:
         end = len(found)
         while end and not self._tokens[found[end - 1]]:
             end -= 1
-        start, spelled = end, b""
-        while start and len(spelled) < len(text):
+        start, missing = end, len(text)
+        while start and missing > 0:
             start -= 1
-            spelled = self._tokens[found[start]] + spelled
-        return list(found[start:end]) if spelled == text else None
+            missing -= len(self._tokens[found[start]])
+        tail = list(found[start:end])
+        return tail if b"".join(self._tokens[token] for token in tail) == text else None
 
     def _longest_first(self, text: bytes) -> list[int]:
         found, start = [], 0
@@ -84,7 +90,28 @@ class _Spelling:
         return found
 
 
-def read_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A model's vocabulary as matchers read it.
+
+    Args:
+        characters: Those in the texts of its tokens; None: tokens can write all, since each byte is one.
+    """
+
+    tokenizer: LLTokenizer
+    characters: frozenset[str] | None
+
+    def check(self, grammar: str) -> None:
+        """Raise `GrammarError` if a grammar's texts have a character that no token has."""
+        if self.characters is None or grammar.isascii():
+            return
+        for text in _texts_of(json.loads(grammar)):
+            missing = next((character for character in text if character not in self.characters), None)
+            if missing is not None:
+                raise GrammarError(f"the model has no token for {missing!r}, which is in {text!r:.80}; leave it out")
+
+
+def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
     """Return the tokens of a model's vocabulary; those without text are allowed nowhere but where a grammar names them.
 
     Raises:
@@ -100,17 +127,19 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     special |= {token for token, text in enumerate(tokens) if not text}
     named = [b"<|%d|>" % token if token in special else text for token, text in enumerate(tokens)]
     vocabulary = _Vocabulary(named, sorted(special), end_ids[0], None, _Spelling(tokenizer.tokenize, tokens))
-    return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=cast(Any, end_ids))
+    read = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=cast(Any, end_ids))
+    return Vocabulary(read, _characters_of(tokens))
 
 
-def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
     """Return a matcher at a grammar's start.
 
     Raises:
         GrammarError: If the grammar says something that cannot be followed, or no text is of it.
     """
+    vocabulary.check(grammar)
     limits = LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=_MOST_ITEMS_A_STEP)
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_first_lines(matcher.get_error()))
     matcher.compute_bitmask()
@@ -125,6 +154,23 @@ def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def mask_executor() -> LLExecutor:
     """Return threads that make masks, on half of the processors at most."""
     return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))
+
+
+def _characters_of(tokens: Sequence[bytes]) -> frozenset[str] | None:
+    texts = {text for text in tokens if text}
+    if all(bytes([byte]) in texts for byte in _BYTES_OF_TEXT):
+        return None
+    return frozenset(character for text in texts for character in text.decode(errors="ignore"))
+
+
+def _texts_of(grammar: Any) -> Iterator[str]:
+    """Yield the texts that a grammar says: literals, and values and required names of JSON schemas."""
+    parts = grammar.get("grammars") if isinstance(grammar, dict) else None
+    for part in filter(lambda part: isinstance(part, dict), parts or ()):
+        yield from _LITERAL.findall(str(part.get("lark_grammar", "")))
+        for schema in schemas_in(part.get("json_schema")):
+            said = [schema.get(word) for word in ("const", "enum", "required")]
+            yield from (value for value in values_in(said) if isinstance(value, str))
 
 
 def _first_lines(reason: str) -> str:

@@ -18,7 +18,7 @@ from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.reply_forms import FormMaker
-from tests.models.tokenizer_kinds import CASES, SPECIAL, save_kind, size_of
+from tests.models.tokenizer_kinds import CASES, KINDS, SPECIAL, save_kind, size_of
 
 _MOST_TOKENS = 300
 CITY: dict[str, Any] = {
@@ -161,6 +161,22 @@ def test_the_name_of_a_special_token_is_text_in_a_grammar(text: str, tmp_path: P
     for number, kind in enumerate(("byte-level BPE", "SentencePiece BPE", "unigram with bytes")):
         tokenizer = saved(tmp_path / str(number), kind, "both")
         assert replies(tokenizer, forms.choice_grammar([text]), 2) == [text, text]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "unigram, never", "unigram with bytes", "SentencePiece BPE"])
+def test_a_text_that_the_vocabulary_cannot_write_is_refused_before_a_reply(kind: str, tmp_path: Path) -> None:
+    tokenizer = saved(tmp_path, kind, "begin")
+    named = {"type": "object", "properties": {"a日": {"type": "null"}}, "required": ["a日"]}
+    named["additionalProperties"] = False
+    described = {"type": "string", "enum": ["größe"], "description": "日", "title": "🙂"}
+    refused = [forms.choice_grammar(["ab", "a日"]), *map(forms.json_grammar, ({"enum": ["a", ["日"]]}, named))]
+    for grammar in refused:
+        fault = grammars_of(tokenizer).fault_of(grammar.text)
+        if KINDS[kind].covers_all:
+            assert fault is None and "日" in "".join(replies(tokenizer, grammar, 8))
+        else:
+            assert fault is not None and "the model has no token for '日'" in fault and "\n" not in fault
+    assert replies(tokenizer, forms.json_grammar(described), 1) == ['"größe"']
 
 
 def save_byt5(directory: Path) -> None:

@@ -54,7 +54,7 @@ class HuggingFaceTokenizer:
         self._templates = ChatTemplates(directory, self._settings)
         self.vocab_size = vocab_size
         self.longest_token = codec.longest_token
-        alone, inside = codec.encode("x"), codec.encode("x", is_start=False)
+        alone, inside = codec.encode("x"), codec.encode("x", add_special_tokens=False)
         self.adds_special_tokens, self.adds_end_token = alone != inside, alone[-1:] != inside[-1:]
         self.bos = self._id_named("bos_token")
         self.eod, *others = end_ids_of(directory, self._id_named("eos_token"), vocab_size) or (-1,)
@@ -67,7 +67,7 @@ class HuggingFaceTokenizer:
             add_special_tokens: True adds the special tokens that the tokenizer's files put around a text, False adds
                 none, as for a rendered chat. None adds them too, but `bos` comes once if the text spells it out.
         """
-        tokens = self._codec.encode(text, is_start=add_special_tokens is not False)
+        tokens = self._codec.encode(text, add_special_tokens=add_special_tokens is not False)
         is_double = add_special_tokens is None and self.bos is not None and tokens[:2] == [self.bos, self.bos]
         return tokens[1:] if is_double else tokens
 
@@ -75,17 +75,17 @@ class HuggingFaceTokenizer:
         """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
-        together = self._codec.decode(self._codec.encode(before + text, is_start=False), False)
+        together = self._codec.decode(self._codec.encode(before + text, add_special_tokens=False), False)
         texts = (before + text, together, together.removeprefix(" "))  # some add spaces after special tokens
-        for after in (self._codec.encode(text, is_start=False), self.tokenize_after_text(before, text)):
+        for after in (self._codec.encode(text, add_special_tokens=False), self.tokenize_after_text(before, text)):
             if after is not None and self._codec.decode([*context, *after], False) in texts:
                 return after
         return None
 
     def tokenize_after_text(self, before: str, text: str) -> list[int] | None:
         """Return the tokens of a text when both are tokenized together; None if a token spans both."""
-        first = self._codec.encode(before, is_start=False)
-        both = self._codec.encode(before + text, is_start=False)
+        first = self._codec.encode(before, add_special_tokens=False)
+        both = self._codec.encode(before + text, add_special_tokens=False)
         return both[len(first) :] if both[: len(first)] == first else None
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -202,7 +202,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def _neighbour(self) -> _Neighbour | None:
         for letter in _LETTERS:
-            tokens = self._codec.encode(letter, is_start=False)
+            tokens = self._codec.encode(letter, add_special_tokens=False)
             if tokens and (before := self._codec.decode(tokens[-1:], False)).strip() == letter:
                 both = self._codec.decode([tokens[-1]] * 2, False)
                 if both.startswith(before):

@@ -20,8 +20,8 @@ class TextCodec(Protocol):
     longest_token: int
     special_ids: frozenset[int]
 
-    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
-        """Return the text's ids; at the start of a text, with the special tokens that the tokenizer's files add."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the text's ids, with the special tokens that the tokenizer's files put around a text or without."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of ids; an id that stands for nothing gives no text."""
@@ -55,9 +55,9 @@ class JsonCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextCodec`."""
-        return list(self._tokenizer.encode(text, add_special_tokens=is_start).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""
@@ -90,9 +90,9 @@ class TransformersCodec:
         self.longest_token = max(map(len, self._ids), default=1)
         self.special_ids = frozenset(self._tokenizer.all_special_ids)
 
-    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextCodec`."""
-        return list(self._tokenizer(text, add_special_tokens=is_start)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""
