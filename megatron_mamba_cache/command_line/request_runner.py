@@ -10,6 +10,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.failure_reason import failure_reason
 from ..mcore.request_states import tokens_after
+from ..server.text_stream import text_after
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult
 from .session_queue import SessionQueue
@@ -116,7 +117,7 @@ class RequestRunner:
     def _finish(self, request: Any, now: float) -> PromptLine:
         record = self._records[request.request_id]
         self._take_tokens(record, tokens_after(len(record.generated_tokens), [request]), now)
-        record.text = self._tokenizer.detokenize(record.generated_tokens)
+        record.text = text_after(self._tokenizer, record.prompt_tokens, record.generated_tokens)
         record.latency_s = now - self._added_at.pop(record.request_id)
         record.cached_tokens = self._engine.cached_tokens(record.request_id)
         tiers = self._engine.tier_tokens(record.request_id)

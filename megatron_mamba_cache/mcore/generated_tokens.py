@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.inference.inference_request import Status
 from torch import Tensor
 
 from ..policy.requests import RunningRequest, ScoredToken
-from ..step.prompt_log_probs import named_alternatives
-from .request_spec import PROMPT_SCORES, PROMPT_TOP_N
+from ..step.prompt_log_probs import alternatives_by_text, named_alternatives
+from .request_spec import PROMPT_SCORES, PROMPT_TOP_N, TOP_N_BY_ID
 from .request_states import DraftCounts, RequestState
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
@@ -25,7 +26,7 @@ class Addition:
         request: Megatron's request, the newest of its record.
         tokens: All that the step generated, the last one included; none in mid-prefill.
         log_probs: Those of prompt tokens, if they are wanted, then those of `tokens`; None if none are wanted.
-        top_n: Likewise, the best tokens at each place, by their text.
+        top_n: Likewise, the best tokens at each position; see `alternatives_by_text` and `TOP_N_BY_ID`.
         state: Counts the request's drafts.
         drafts_before, drafts_after: Those counts without and with the step's drafts.
         scored: The prompt's tokens from the second on, if they were scored and this step completes them.
@@ -125,13 +126,16 @@ def additions_of(
         chosen = log_probs[index] if log_probs else None
         if chosen is None and not drafts.drafted:
             continue
-        best = [_by_text(*place, detokenize) for place in top_n[index]] if index in top_n else None
+        request, state = entries[request_id].record.requests[-1], states[request_id]
+        text_of = str if getattr(request.sampling_params, TOP_N_BY_ID, False) else partial(_text_of, detokenize)
+        best = None
+        if index in top_n:
+            best = [alternatives_by_text(ids.tolist(), values.tolist(), text_of) for values, ids in top_n[index]]
         if scored := prompts.get(index):
             assert chosen is not None  # a request whose prompt is scored wants log-probs
             chosen = [*(token.log_prob for token in scored), *chosen]
             if best is not None:
-                best = [*named_alternatives(scored, len(top_n[index][0][1]), detokenize), *best]
-        request, state = entries[request_id].record.requests[-1], states[request_id]
+                best = [*named_alternatives(scored, len(top_n[index][0][1]), text_of), *best]
         after = state.drafts.plus(drafts)
         found.append(Addition(request, tokens, chosen, best, state, state.drafts, after, scored or ()))
     return found
@@ -179,6 +183,5 @@ def _list_of(request: Any, name: str) -> list[Any]:
     return entries
 
 
-def _by_text(values: Tensor, token_ids: Tensor, detokenize: Callable[[list[int]], str]) -> dict[str, float]:
-    pairs = zip(values.tolist(), token_ids.tolist(), strict=True)
-    return {detokenize([token]): value for value, token in pairs}
+def _text_of(detokenize: Callable[[list[int]], str], token: int) -> str:
+    return detokenize([token])

@@ -24,8 +24,9 @@ PROMPT_TOP_N, ARRIVED = "prompt_top_n", "arrived_s"
 """Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, a grammar as
 `grammars.forms` writes it, token ids that end a request, a list of [position, keep_s] as in `PromptBreakpoint`,
 `prompt_top_n` of `LogProbSettings` and `arrived_s` of `RequestSpec`, which all ranks are given alike."""
-PROMPT_SCORES = "prompt_scores"
-"""The attribute with the answer to `PROMPT_TOP_N`: a `ScoredToken` for each prompt token from the second on."""
+PROMPT_SCORES, TOP_N_BY_ID = "prompt_scores", "top_n_by_id"
+"""The attributes with the answer to `PROMPT_TOP_N`, a `ScoredToken` for each prompt token from the second on, and with
+True where `top_n_logprobs` name tokens by the digits of their ids instead of by text."""
 _MOST_BREAKPOINTS = 16
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 

@@ -134,7 +134,7 @@ class Server:
         prompt, reply = job.prompts[choice.prompt_index], choice.reply
         text, token_ids = reply.exact()
         self._reader.remember(job.tenant, prompt, text, token_ids)
-        if reply.is_parsed and reply.is_whole:
+        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # which templates may strip
             await self.rules.threads.run(job.tenant.owner, partial(self._remember_rewritten, job.tenant, prompt, reply))
 
     def _remember_rewritten(self, tenant: Tenant, prompt: Prompt, reply: Reply) -> None:

@@ -69,7 +69,7 @@ class Progress:
     Args:
         tokens: New token ids.
         log_probs: One for each new token, if requested.
-        alternatives: The most probable tokens for each new token, text to log-prob, if requested.
+        alternatives: The most probable tokens for each new token, id to log-prob, if requested.
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
         prompt_scores: The same with ranks and ids, if requested.
         cached_tokens: Prompt tokens that were skipped at the request's first admission.
@@ -83,9 +83,9 @@ class Progress:
 
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    alternatives: tuple[Mapping[str, float], ...] = ()
+    alternatives: tuple[Mapping[int, float], ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
-    prompt_alternatives: tuple[Mapping[str, float], ...] = ()
+    prompt_alternatives: tuple[Mapping[int, float], ...] = ()
     prompt_scores: tuple[ScoredToken, ...] = ()
     cached_tokens: int = 0
     cached_tokens_from_host: int = 0

@@ -28,7 +28,7 @@ from ..replicas.heartbeats import set_heartbeats
 from ..replicas.progress_reports import progress_since
 from ..replicas.replica_link import COORDINATOR_SILENCE_S
 from .backend import BackendState, GenerationRequest, Progress, Ticket
-from .megatron_requests import Listener, ended, sampling_params
+from .megatron_requests import Listener, by_id, ended, sampling_params
 from .request_faults import RequestRules
 
 logger = logging.getLogger(__name__)
@@ -196,9 +196,9 @@ class CoordinatorBackend:
         return Progress(
             tokens=tokens,
             log_probs=tuple(news["log_probs"][known:]),
-            alternatives=tuple(news["alternatives"][known:]),
+            alternatives=by_id(news["alternatives"][known:]),
             prompt_log_probs=tuple(news["prompt_log_probs"]) if tells_prompt else (),
-            prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
+            prompt_alternatives=by_id(news["prompt_alternatives"]) if tells_prompt else (),
             prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
             cached_tokens_from_host=news["cached_tokens_from_host"],

@@ -1,10 +1,12 @@
 """The echo of a prompt before its reply, with its tokens' log-probs if requested."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
+from ..models.tokenizers.token_reader import TokenReader
 from .backend import Progress
-from .reply import Piece, TokenInfo, TokenTexts
+from .reply import Piece, TokenInfo, scored_token
 from .text_stream import IncrementalText
 
 
@@ -14,38 +16,45 @@ class Echo:
 
     Args:
         text: As the client sent it, or the text of its token ids.
-        tokens: With their texts and offsets; empty unless log-probs are requested.
+        tokens: Empty unless log-probs are requested.
+        offsets: For each token, the characters before it.
+        reader: Reads tokens.
     """
 
     text: str
-    tokens: tuple[TokenInfo, ...] = ()
+    reader: TokenReader
+    tokens: Sequence[int] = ()
+    offsets: Sequence[int] = ()
 
     def piece(self, progress: Progress) -> Piece:
         """Return the piece before a reply; `progress` is the reply's first and has the prompt's log-probs."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
-        first, others = self.tokens[:1], self.tokens[1:]
-        best: Sequence[Mapping[str, float]] = progress.prompt_alternatives or [{}] * len(others)
-        return first + tuple(
-            replace(token, log_prob=log_prob, alternatives=alternatives)
-            for token, log_prob, alternatives in zip(others, progress.prompt_log_probs, best, strict=True)
-        )
+        if not self.tokens:
+            return ()
+        log_probs = (None, *progress.prompt_log_probs)  # the first token has none
+        best: Sequence[Mapping[int, float]] = ({}, *(progress.prompt_alternatives or [{}] * (len(self.tokens) - 1)))
+        scored = zip(self.tokens, log_probs, best, self.offsets, strict=True)
+        return tuple(scored_token(self.reader, *token) for token in scored)
 
 
-def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: TokenTexts, *, has_tokens: bool) -> Echo:
+def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
     """Return the echo of a prompt; like tokenizing, this takes time.
 
     Args:
         text: The prompt's text; None uses the text of the token ids.
         has_tokens: Whether the echo has the prompt's tokens.
     """
+    reader, spelled = TokenReader(tokenizer), TokenReader(tokenizer, shown=None)
+    if text is None:
+        text = reader.text(token_ids)
+    elif has_tokens and spelled.text(token_ids) == text:
+        reader = spelled  # the client wrote special tokens
     if not has_tokens:
-        return Echo(tokenizer.detokenize(list(token_ids)) if text is None else text)
-    stream, parts, tokens, offset = IncrementalText(tokenizer.detokenize), [], [], 0
+        return Echo(text, reader)
+    stream, offsets = IncrementalText(reader), []
     for token in token_ids:
-        tokens.append(TokenInfo(token, tokenizer.detokenize([token]), offset=offset))
-        parts.append(stream.push(token))
-        offset += len(parts[-1])
-    parts.append(stream.finish())
-    return Echo("".join(parts) if text is None else text, tuple(tokens))
+        offsets.append(min(stream.offset, len(text)))
+        stream.push(token)
+    return Echo(text, reader, token_ids, offsets)

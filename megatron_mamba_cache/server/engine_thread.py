@@ -22,7 +22,7 @@ from ..metrics import CacheSnapshot
 from ..replicas.engine import MOST_FAILED_STEPS
 from .backend import BackendState, GenerationRequest, Progress, Ticket
 from .errors import engine_failed
-from .megatron_requests import Listener, ended, sampling_params
+from .megatron_requests import Listener, by_id, ended, sampling_params
 from .request_faults import RequestRules
 
 logger = logging.getLogger(__name__)
@@ -200,9 +200,9 @@ class EngineThread:
         return Progress(
             tokens=tuple(tokens),
             log_probs=tuple(tokens_after(known, parts, "generated_log_probs")) if wants_log_probs else (),
-            alternatives=tuple(tokens_after(known, parts, "generated_top_n_logprobs")) if wants_top else (),
+            alternatives=by_id(tokens_after(known, parts, "generated_top_n_logprobs")) if wants_top else (),
             prompt_log_probs=() if known else tuple(parts[0].prompt_log_probs or ()),
-            prompt_alternatives=() if known else tuple(parts[0].prompt_top_n_logprobs or ()),
+            prompt_alternatives=() if known else by_id(parts[0].prompt_top_n_logprobs or ()),
             prompt_scores=() if known else tuple(getattr(parts[0].sampling_params, PROMPT_SCORES, ())),
             cached_tokens=self._engine.cached_tokens(request_id),
             cached_tokens_from_host=tiers.from_host,

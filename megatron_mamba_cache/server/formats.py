@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..models.tokenizers.token_bytes import REPLACEMENT
 from .chat_messages import ChatDeltas, chat_message
 from .errors import ApiError
 from .job import Choice, Job
@@ -184,15 +183,15 @@ def _wants_log_probs(choice: Choice) -> bool:
 def _best(token: TokenInfo) -> dict[str, float] | None:
     """Return the best log-probs by text, and the token's own; None for the first token of a prompt.
 
-    Another token with the same text, as parts of characters have, gets the prefix `another:`.
+    Tokens may have the same text, for instance parts of characters: then the token itself is named by its text, else
+    the best one, and each other one by its id, as `token_id:5`.
     """
     if token.log_prob is None:
         return None
-    best = dict(token.alternatives)
-    alike = best.get(token.text, token.log_prob)
-    if alike != token.log_prob:
-        best[f"another:{token.text}"] = alike
-    best[token.text] = token.log_prob
+    best = {token.text: token.log_prob}
+    for other in token.alternatives:
+        if other.token_id != token.token_id and other.log_prob is not None:
+            best[f"token_id:{other.token_id}" if other.text in best else other.text] = other.log_prob
     return best
 
 
@@ -208,21 +207,11 @@ def _chat_log_probs(choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, An
     if not _wants_log_probs(choice):
         return None
     content = [
-        {
-            **_named(token.text, token.log_prob, token.content),
-            "top_logprobs": [
-                _named(text, log_prob, _bytes_of_text(text)) for text, log_prob in token.alternatives.items()
-            ],
-        }
-        for token in tokens
+        {**_named(token), "top_logprobs": [_named(other) for other in token.alternatives]} for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _named(text: str, log_prob: float | None, content: bytes | None) -> dict[str, Any]:
-    return {"token": text, "logprob": log_prob, "bytes": None if content is None else list(content)}
-
-
-def _bytes_of_text(text: str) -> bytes | None:
-    """Return a text's bytes; None if it has partial characters, whose bytes are unknown."""
-    return None if REPLACEMENT in text else text.encode()
+def _named(token: TokenInfo) -> dict[str, Any]:
+    content = None if token.content is None else list(token.content)
+    return {"token": token.text, "logprob": token.log_prob, "bytes": content}

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from ..policy.requests import ScoredToken
 from .backend import Backend, GenerationRequest, Progress, Ticket
@@ -17,7 +18,7 @@ from .limits import Places, QueueGate
 from .mail import Mail
 from .prompt_scores import Entries, PromptScoring
 from .prompts import Prompt
-from .reply import EmptyReply, Piece, Reply, ReplyReading, TokenTexts
+from .reply import EmptyReply, Piece, Reply, ReplyPrompt, ReplyReading
 from .reply_forms import ReplyForm
 from .tenants import Tenant
 from .token_times import JobTimes, NoTokenTimes, TokenTimes
@@ -66,7 +67,7 @@ class JobRules:
 
     backend: Backend
     gate: QueueGate
-    tokenizer: TokenTexts
+    tokenizer: Any
     end_ids: frozenset[int]
     threads: FairThreads
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
@@ -262,11 +263,11 @@ class Job:
 
 def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     kind = EmptyReply if order.is_empty else Reply
-    offset = 0 if prompt.echo is None else len(prompt.echo.text)
-    text = prompt.text or ""
+    num_echoed = 0 if prompt.echo is None else len(prompt.echo.text)
+    before = ReplyPrompt(prompt.token_ids, prompt.text or "", num_echoed)
     special = frozenset(getattr(rules.tokenizer, "special_ids", ()))
     end_ids = rules.end_ids | special.intersection(order.plain.stop_token_ids)
-    return kind(rules.tokenizer, order.stops, end_ids, offset, reading=order.reading, prompt=text)
+    return kind(rules.tokenizer, order.stops, end_ids, prompt=before, reading=order.reading)
 
 
 def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> GenerationRequest:

@@ -1,13 +1,13 @@
 """Conversions between the front end's requests and Megatron's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.failure_reason import failure_reason
-from ..mcore.request_spec import BREAKPOINTS, GRAMMAR, LOGITS, PROMPT_TOP_N, STOP_TOKEN_IDS
+from ..mcore.request_spec import BREAKPOINTS, GRAMMAR, LOGITS, PROMPT_TOP_N, STOP_TOKEN_IDS, TOP_N_BY_ID
 from ..policy.logits_settings import PLAIN_LOGITS
 from .backend import GenerationRequest, Progress
 
@@ -44,6 +44,8 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         top_n_logprobs=request.num_log_probs or 0,
         termination_id=-1 if request.ignores_end else None,
     )
+    if request.num_log_probs:
+        params.add_attributes({TOP_N_BY_ID: True})
     if request.logits is not PLAIN_LOGITS:
         params.add_attributes({LOGITS: request.logits.as_mapping()})
     if request.grammar:
@@ -55,6 +57,11 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
     if request.breakpoints:
         params.add_attributes({BREAKPOINTS: list(map(list, request.breakpoints))})
     return params
+
+
+def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
+    """Return log-probs by token id, of which a record has the digits; see `TOP_N_BY_ID`."""
+    return tuple({int(token): value for token, value in best.items()} for best in named)
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:

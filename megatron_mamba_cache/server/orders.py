@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Request
 
+from ..models.tokenizers.token_reader import TokenReader
 from .backend import GenerationRequest
 from .errors import ApiError, bad_request
 from .job import Order
@@ -76,7 +77,7 @@ class OrderMaker:
         if body.answer is not None:
             order = replace(order, form=self._form_maker.answer(*body.answer))
         if body.skip_special_tokens is False:
-            order = replace(order, reading=ReplyReading(self._tokenizer.detokenizer(None)))
+            order = replace(order, reading=ReplyReading(shown=None))
         if body.echo and body.logprobs is not None:
             return replace(order, plain=replace(order.plain, scores_prompt=True))
         return order
@@ -143,7 +144,7 @@ class OrderMaker:
         )
         scoring = None
         if body.prompt_logprobs is not None:
-            scoring = PromptScoring(body.prompt_logprobs, self._tokenizer.detokenizer(None))
+            scoring = PromptScoring(body.prompt_logprobs, TokenReader(self._tokenizer).text_of)
         return Order(
             tenant,
             readings,
@@ -169,7 +170,7 @@ class OrderMaker:
         functions = [tool["function"] for tool in chosen.tools]
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
-            self._tokenizer.detokenizer(None if shows_all else syntax.special_texts),
+            None if shows_all else syntax.special_texts,
             partial(syntax.parser, parameters=parameters if calls_tools else None),
             most_calls=1 if body.parallel_tool_calls is False else None,
         )

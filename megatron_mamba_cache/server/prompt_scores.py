@@ -18,12 +18,12 @@ class PromptScoring:
     """What a request wants to know of its prompts' tokens.
 
     Args:
-        top_n: The best tokens that are told in the place of each, besides itself.
-        detokenize: Returns the text of tokens, special ones included.
+        top_n: The best tokens that are returned for each position, besides the prompt's own.
+        text_of: Returns the text of a token, special or not.
     """
 
     top_n: int
-    detokenize: Callable[[list[int]], str]
+    text_of: Callable[[int], str]
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise `ApiError` 400 if prompts of these lengths have too many tokens to tell of."""
@@ -47,7 +47,7 @@ class PromptScoring:
             named = {}
             for other_id, log_prob, rank in _ranked(token_id, score):
                 if other_id not in texts:
-                    texts[other_id] = self.detokenize([other_id])
+                    texts[other_id] = self.text_of(other_id)
                 named[str(other_id)] = {"logprob": log_prob, "rank": rank, "decoded_token": texts[other_id]}
             found.append(named)
         return found
@@ -55,11 +55,12 @@ class PromptScoring:
 
 def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int]]:
     """Yield the id, log-prob and rank of a token, and of the others that are better or as good."""
-    yield token_id, _finite(score.log_prob), score.rank
+    yield token_id, finite(score.log_prob), score.rank
     for rank, (other_id, log_prob) in enumerate(zip(score.best_ids, score.best_log_probs, strict=True), 1):
         if other_id != token_id:
-            yield other_id, _finite(log_prob), rank
+            yield other_id, finite(log_prob), rank
 
 
-def _finite(log_prob: float) -> float:
+def finite(log_prob: float) -> float:
+    """Return a log-prob as JSON can hold it."""
     return log_prob if log_prob > _LEAST_LOG_PROB else _LEAST_LOG_PROB

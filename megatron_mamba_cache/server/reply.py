@@ -1,27 +1,30 @@
 """One reply as it grows: tokens in, text out, up to where the reply ends."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from ..grammars.compiler import TOO_COMPLEX
+from ..models.tokenizers.token_reader import TokenReader
 from .backend import Progress
 from .conversation import arguments_object
 from .errors import ApiError
 from .parsers.parts import Content, ParsedReply, Part, ReplyParser, assembled, merged, plain_text
+from .prompt_scores import finite
 from .text_stream import IncrementalText, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A generated token.
+    """A token of a reply or an echoed prompt, or an alternative to one.
 
     Args:
         text: Of this token alone; U+FFFD stands for bytes of a partial character. Only with log-probs.
         content: Its bytes; None if unknown.
         offset: Characters of the reply before the first one that the token is part of.
-        log_prob, alternatives: If requested; alternatives map text to log-prob.
+        log_prob, alternatives: If requested; the alternatives are the most probable tokens, best first.
     """
 
     token_id: int
@@ -29,7 +32,7 @@ class TokenInfo:
     content: bytes | None = None
     offset: int = 0
     log_prob: float | None = None
-    alternatives: Mapping[str, float] = field(default_factory=dict)
+    alternatives: tuple["TokenInfo", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,59 +57,74 @@ class ReplyReading:
     """How a reply's tokens are read.
 
     Args:
-        detokenize: Returns the text of tokens; bytes that are not UTF-8 become U+FFFD.
+        shown: Texts of the special tokens that are part of the reply's text; None: all are.
         parser: Makes the parser of a reply to a prompt's text.
         most_calls: Tool calls that end the reply; None: it goes on.
     """
 
-    detokenize: Callable[[list[int]], str]
+    shown: Collection[str] | None = ()
     parser: Callable[[str], ReplyParser] = lambda _prompt: ReplyParser(plain_text)
     most_calls: int | None = None
 
 
-class TokenTexts(Protocol):
-    """Turns generated tokens into text."""
+def scored_token(
+    reader: TokenReader,
+    token: int,
+    log_prob: float | None,
+    alternatives: Mapping[int, float] = MappingProxyType({}),
+    offset: int = 0,
+) -> TokenInfo:
+    """Return a token with its text, its bytes and its alternatives, which map token ids to log-probs."""
+    best = tuple(scored_token(reader, other, value) for other, value in alternatives.items())
+    value = None if log_prob is None else finite(log_prob)
+    return TokenInfo(token, reader.text_of(token), reader.bytes_of(token), offset, value, best)
 
-    def detokenize(self, tokens: list[int]) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
-    def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None if unknown."""
+@dataclass(frozen=True, slots=True)
+class ReplyPrompt:
+    """What a reply follows.
+
+    Args:
+        text: "" if it is unknown.
+        num_echoed: Characters that are sent before the reply.
+    """
+
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    num_echoed: int = 0
 
 
 class Reply:
     """The engine's tokens and their text, up to the end of the reply or the first stop string.
 
+    The text is what its tokens add to the text of the prompt's; see `IncrementalText`.
+
     Args:
         stops: Stop strings; they are not part of the text.
         end_ids: Tokens that end a reply and have no text of their own.
+        prompt: None: an empty one.
         reading: None: all text is content.
-        prompt: The prompt's text; "" if it is unknown.
-        offset: Characters sent before the reply.
     """
 
     def __init__(
         self,
-        tokenizer: TokenTexts,
+        tokenizer: Any,
         stops: Sequence[str] = (),
         end_ids: frozenset[int] = frozenset(),
-        offset: int = 0,
         *,
+        prompt: ReplyPrompt | None = None,
         reading: ReplyReading | None = None,
-        prompt: str = "",
     ) -> None:
-        reading = reading or ReplyReading(tokenizer.detokenize)
-        self._tokenizer = tokenizer
-        self._text = IncrementalText(reading.detokenize)
+        reading, prompt = reading or ReplyReading(), prompt or ReplyPrompt()
+        self._reader = TokenReader(tokenizer, reading.shown)
+        self._text = IncrementalText(self._reader, prompt.token_ids)
         self._stops = StopStrings(stops)
         self._special_stops = special_stops(tokenizer, stops)
-        self._new_parser = partial(reading.parser, prompt)
+        self._new_parser = partial(reading.parser, prompt.text)
         self._parser = self._new_parser()
         self._most_calls = reading.most_calls
         self._end_ids = end_ids
-        self._offset = offset
-        self._num_characters = 0  # of the tokens' text, including a stop string and what follows
-        self._ends: list[int | None] = []  # characters up to the end of each token; None: inside a character
+        self._offset = prompt.num_echoed
         self._texts: list[str] = []
         self.parts: list[Part] = []
         self.token_ids: list[int] = []
@@ -145,10 +163,7 @@ class Reply:
                 self._was_cut = True
                 break
         if self.finish_reason is None and progress.end is not None:
-            rest = self._text.finish()
-            self._num_characters += len(rest)
-            self._ends[-1:] = [self._num_characters] * bool(self._ends)
-            new += [self._stops.push(rest), self._stops.finish()]
+            new += [self._stops.push(self._text.finish()), self._stops.finish()]
             parts += self._parser.push("".join(new[-2:]))
             self.finish_reason = "stop" if self._stops.found is not None else progress.end
             self._was_cut = self._stops.found is not None or progress.end == "length"
@@ -166,7 +181,7 @@ class Reply:
         length = len(self.text)
         inside = [
             (end, index)
-            for index, (end, token) in enumerate(zip(self._ends, self.token_ids, strict=True))
+            for index, (end, token) in enumerate(zip(self._text.ends, self.token_ids, strict=True))
             if end is not None and end <= length and token not in self._end_ids
         ]
         end, last = max(inside, default=(0, -1))
@@ -211,19 +226,19 @@ class Reply:
         return text
 
     def _push(self, token: int) -> str:
+        """Return a token's text up to a stop string, which ends the reply even in text that would be held back."""
         self.token_ids.append(token)
-        text = self._text.push(token)
-        self._num_characters += len(text)
-        self._ends.append(None if self._text.holds_back else self._num_characters)
-        return self._stops.push(text)
+        new = self._stops.push(self._text.push(token))
+        if self._stops and self._stops.ends_in(self._text.held):
+            new += self._stops.push(self._text.finish())
+        return new
 
     def _info(self, token: int, index: int, progress: Progress) -> TokenInfo:
         if not progress.log_probs:
             return TokenInfo(token)
         alternatives = progress.alternatives[index] if progress.alternatives else {}
-        text, content = self._tokenizer.detokenize([token]), self._tokenizer.bytes_of(token)
-        offset = self._offset + self._num_characters
-        return TokenInfo(token, text, content, offset, progress.log_probs[index], alternatives)
+        offset = self._offset + self._text.offset
+        return scored_token(self._reader, token, progress.log_probs[index], alternatives, offset)
 
     def _note(self, progress: Progress) -> None:
         self.latest = progress

@@ -1,51 +1,203 @@
 """Text from tokens as they arrive, without partial characters or any part of a stop string."""
 
-from collections.abc import Callable, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from os.path import commonprefix
+from typing import Any
 
 from ..models.tokenizers.token_bytes import REPLACEMENT
+from ..models.tokenizers.token_reader import TokenReader
 
-_MOST_HELD = 3  # an unfinished UTF-8 character has at most three bytes
 _WINDOW = 16
-_CONTEXT = 8
-_LONGEST_WINDOW = 64
+_CONTEXT = 8  # more tokens than a character has bytes
+_NOT_UTF8 = b"\xff"
+_Utf8 = getincrementaldecoder("utf-8")
 
 
 class IncrementalText:
-    """Turns tokens into text one at a time; the pieces together are the text of all tokens.
+    """Turns tokens into text one at a time; the pieces together are what the tokens add to the text before them.
+
+    That is the tokenizer's text of all tokens, less what its text of the earlier ones has in common with it. Where the
+    earlier tokens end inside a character, that character belongs to the token that completes it.
+
+    Text that a later token may change is held back: an incomplete character, and tokens that are single bytes until
+    their run ends (see `TokenReader.joins`), unless it is certain that the run is not UTF-8.
 
     Args:
-        detokenize: Returns the text of a list of tokens; bytes that are not UTF-8 become U+FFFD.
+        before: The earlier tokens, of which only the last ones are read.
+
+    Attributes:
+        ends: For each token, the characters up to its end; None if its text is held back or it ends inside a character.
     """
 
-    def __init__(self, detokenize: Callable[[list[int]], str]) -> None:
-        self._detokenize = detokenize
-        self._window: list[int] = []  # the newest tokens, after enough earlier ones for their context
-        self._given = 0  # characters of the window's text that were returned already
-        self._is_held = False
+    def __init__(self, reader: TokenReader, before: Sequence[int] = ()) -> None:
+        self._reader = reader
+        self.ends: list[int | None] = []
+        self._newest_shown = 0  # its index
+        self._length = 0
+        self._restart(_last_tokens(reader, before))
 
     @property
     def holds_back(self) -> bool:
-        """True when part of the newest token's text is held back."""
-        return self._is_held
+        """True when the newest token ends inside a character, or part of its text is held back."""
+        return self._tail.may_change
+
+    @property
+    def held(self) -> str:
+        """The whole characters that are held back: the next text if no token follows; "" if one is incomplete."""
+        if not self._tail.num_whole or self._tail.num_open:
+            return ""
+        text = self._reader.text(self._window)
+        return text[self._start(text) :]
+
+    @property
+    def offset(self) -> int:
+        """The characters before the next token, whole ones that are held back included."""
+        return self._length + self._tail.num_whole
 
     def push(self, token: int) -> str:
-        """Return the text that is certain now; an incomplete character at its end is held back."""
-        self._window.append(token)
-        text = self._detokenize(self._window)
-        tail = len(text) - len(text.rstrip(REPLACEMENT))
-        end = len(text) - (0 if len(self._window) > _LONGEST_WINDOW else min(tail, _MOST_HELD))
-        new = text[self._given : end]
-        self._given, self._is_held = max(self._given, end), end < len(text)
-        if len(self._window) > _WINDOW and end == len(text):
-            self._window = self._window[-_CONTEXT:]
-            self._given = len(self._detokenize(self._window))
+        """Return the text that is certain now."""
+        if not self._reader.shows(token):
+            self.ends.append(None if self.holds_back else self._length)
+            return ""
+        was_lost, may_have_changed = self._tail.is_lost, self.holds_back
+        num_before = len(self._window)
+        self._add(token)
+        if self._tail.is_run and self._tail.may_change:
+            new = ""
+        elif self._tail.is_lost and was_lost:
+            new = REPLACEMENT
+            self._length += 1
+        else:
+            text = self._reader.text(self._window)
+            num_held = self._tail.num_held(text)
+            certain = text[: len(text) - num_held]
+            new = self._ended(certain, num_before) if may_have_changed else ""
+            new += self._take(certain)
+            if len(self._window) > _WINDOW and not self._tail.is_run:
+                self._slide(num_held)
+        self._newest_shown = len(self.ends)
+        self.ends.append(None if self.holds_back else self._length)
         return new
 
     def finish(self) -> str:
         """Return what was held back."""
-        new = self._detokenize(self._window)[self._given :] if self._window else ""
-        self._given, self._is_held = self._given + len(new), False
+        if not self.holds_back:
+            return ""
+        new = self._take(self._reader.text(self._window))
+        self._tail = _Tail(self._reader)
+        self._end_held()
         return new
+
+    def _restart(self, tokens: Sequence[int]) -> None:
+        """Read on from the text of these tokens, of which nothing is new."""
+        self._window: list[int] = []
+        self._tail = _Tail(self._reader)
+        for token in tokens:
+            self._add(token)
+        self._tail.num_whole = 0
+        self._before = self._reader.text(self._window)
+        self._taken = 0
+
+    def _slide(self, num_held: int) -> None:
+        """Forget all tokens but those that decide how the next ones are read."""
+        self._restart(self._window[-_CONTEXT:])
+        self._taken = len(self._before) - num_held
+        self._before = ""
+
+    def _add(self, token: int) -> None:
+        was_lost = self._tail.is_lost
+        self._tail.push(token)
+        if not (was_lost and self._tail.is_lost):  # more of a lost run changes nothing that follows it
+            self._window.append(token)
+
+    def _ended(self, certain: str, num_tokens: int) -> str:
+        """Return what was held back of the window's first tokens, if it is certain by now."""
+        earlier = self._reader.text(self._window[:num_tokens])
+        if not certain.startswith(earlier):
+            return ""
+        new = self._take(earlier)
+        self._end_held()
+        return new
+
+    def _end_held(self) -> None:
+        if self.ends:
+            self.ends[self._newest_shown :] = [self._length] * (len(self.ends) - self._newest_shown)
+
+    def _take(self, text: str) -> str:
+        """Return what is new in the certain part of the window's text."""
+        new = text[self._start(text) :]
+        if not self._before.startswith(text):
+            self._before = ""
+        self._taken = max(self._taken, len(text))
+        self._length += len(new)
+        return new
+
+    def _start(self, text: str) -> int:
+        return max(self._taken, len(commonprefix((text, self._before)))) if self._before else self._taken
+
+
+def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return what tokens add to the text of those before them; see `IncrementalText`."""
+    stream = IncrementalText(TokenReader(tokenizer), before)
+    return "".join([*map(stream.push, tokens), stream.finish()])
+
+
+def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
+    """Return the last tokens with text that decide how later ones are read: a run of single bytes is never cut."""
+    found: list[int] = []
+    num_before_run = 0
+    for token in reversed(tokens):
+        if reader.shows(token):
+            found.append(token)
+            num_before_run += bool(num_before_run) or not reader.joins(token)
+            if num_before_run == _CONTEXT:
+                break
+    return found[::-1]
+
+
+class _Tail:
+    """The end of a text, as far as later tokens may change it.
+
+    Attributes:
+        is_run: True when the newest token belongs to a run that is decoded as a whole.
+        is_lost: True when that run is not UTF-8, whatever follows.
+        num_whole: Whole characters of a run that may change.
+        num_open: Bytes of an incomplete character.
+    """
+
+    def __init__(self, reader: TokenReader) -> None:
+        self._reader = reader
+        self._utf8 = _Utf8(errors="replace")
+        self.is_run = self.is_lost = False
+        self.num_whole = self.num_open = 0
+
+    @property
+    def may_change(self) -> bool:
+        """True when a later token may change the text."""
+        return self.num_open > 0 or (self.is_run and not self.is_lost)
+
+    def push(self, token: int) -> None:
+        """Add a token with text."""
+        is_run = self._reader.joins(token)
+        if is_run != self.is_run:
+            self._utf8 = _Utf8(errors="strict" if is_run else "replace")
+            self.is_run, self.is_lost, self.num_whole = is_run, False, 0
+        if self.is_lost:
+            return
+        content = self._reader.bytes_of(token)
+        try:
+            text = self._utf8.decode(_NOT_UTF8 if content is None else content)
+        except UnicodeDecodeError:
+            self.is_lost, self.num_whole, self.num_open = True, 0, 0
+        else:
+            self.num_whole += len(text) if is_run else 0
+            self.num_open = len(self._utf8.getstate()[0])
+
+    def num_held(self, text: str) -> int:
+        """Return how many characters at the end of a text, which is not in a run, stand for an incomplete one."""
+        num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
+        return min(num_replaced, self._reader.replacements(self.num_open))
 
 
 class StopStrings:
@@ -60,6 +212,14 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
         """The stop string that ended the text."""
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._stops)
+
+    def ends_in(self, text: str) -> bool:
+        """Return whether this text, if it came next, would complete a stop string."""
+        return self.found is None and any(stop in self._held + text for stop in self._stops)
 
     def push(self, text: str) -> str:
         """Return the text that is certainly before any stop string; "" once one was found."""

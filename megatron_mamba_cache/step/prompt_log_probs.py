@@ -7,6 +7,7 @@ token, so a prompt that is interrupted is scored again as a whole.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -73,11 +74,22 @@ def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]
 
 
 def named_alternatives(
-    scored: Sequence[ScoredToken], top_n: int, detokenize: Callable[[list[int]], str]
+    scored: Sequence[ScoredToken], top_n: int, text_of: Callable[[int], str]
 ) -> list[dict[str, float]]:
-    """Return each token's `top_n` best alternatives by text; of equal texts the most probable one counts."""
-    texts = dict[int, str]()
-    return [_named(token, top_n, texts, detokenize) for token in scored]
+    """Return each token's `top_n` best alternatives by text; see `alternatives_by_text`."""
+    known = cache(text_of)
+    return [alternatives_by_text(token.best_ids[:top_n], token.best_log_probs[:top_n], known) for token in scored]
+
+
+def alternatives_by_text(
+    token_ids: Sequence[int], log_probs: Sequence[float], text_of: Callable[[int], str]
+) -> dict[str, float]:
+    """Return the log-probs of tokens by text, in their order; one whose text is taken is named by id: `token_id:5`."""
+    found: dict[str, float] = {}
+    for token_id, value in zip(token_ids, log_probs, strict=True):
+        text = text_of(token_id)
+        found[f"token_id:{token_id}" if text in found else text] = value
+    return found
 
 
 def _scores(
@@ -110,14 +122,3 @@ def _scores(
         ranks.from_source(ranks_and_ids)
     lines = zip(values.tolist(), ranks_and_ids.tolist(), strict=True)
     return (ScoredToken(log_prob, rank, tuple(best), tuple(ids)) for (log_prob, *best), (rank, *ids) in lines)
-
-
-def _named(
-    token: ScoredToken, top_n: int, texts: dict[int, str], detokenize: Callable[[list[int]], str]
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for token_id, value in zip(token.best_ids[:top_n], token.best_log_probs[:top_n], strict=True):
-        if token_id not in texts:
-            texts[token_id] = detokenize([token_id])
-        found.setdefault(texts[token_id], value)
-    return found

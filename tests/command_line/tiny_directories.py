@@ -60,10 +60,12 @@ def _granite() -> PreTrainedConfig:
 FAMILIES = {"nemotron_h": _nemotron_h, "bamba": _bamba, "granite": _granite}
 
 
-def save_model(family: str, directory: Path) -> PreTrainedModel:
+def save_model(family: str, directory: Path, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """Write a random model of a family and return it; its weights are large enough that tokens differ."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    config = FAMILIES[family]()
+    config.vocab_size = vocabulary
+    model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.data.mul_(8)

@@ -1,5 +1,6 @@
 """Log-probs of tokens that are parts of characters: their bytes are the reply's, and their offsets fit its text."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,10 +26,11 @@ def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[d
     """Return a reply's text and the log-probs of all its events."""
     choice = Choice(0, 0, REQUEST, Reply(tokenizer))
     form = kind("m", StreamSettings())
+    (letter,) = tokenizer.tokenize("a")
     events = []
     for index, token in enumerate(tokens):
         end = "length" if index == len(tokens) - 1 else None
-        progress = Progress((token,), log_probs=(-1.0,), alternatives=({"\ufffd": -1.0, "a": -2.0},), end=end)
+        progress = Progress((token,), log_probs=(-1.0,), alternatives=({letter: -2.0} | {token: -1.0},), end=end)
         events.append(form.chunk(choice, choice.reply.take(progress))["choices"][0]["logprobs"])
     return choice.reply.text, events
 
@@ -39,7 +41,9 @@ def test_the_bytes_of_a_chats_tokens_are_those_of_its_text(tokenizer: Any, text:
     found, events = described(tokenizer, tokenizer.tokenize(text), ChatFormat)
     content = [token for event in events for token in event["content"]]
     assert found == text and b"".join(bytes(token["bytes"]) for token in content) == text.encode()
-    assert [best["bytes"] for best in content[0]["top_logprobs"]] == [None, [97]]
+    *others, own = content[0]["top_logprobs"]
+    assert own == {name: content[0][name] for name in ("token", "logprob", "bytes")}
+    assert others == ([] if own["token"] == "a" else [{"token": "a", "logprob": -2.0, "bytes": [97]}])
 
 
 @pytest.mark.parametrize("tokenizer", [SHIPPED, ByteTokenizer()], ids=["shipped", "bytes"])
@@ -73,7 +77,11 @@ def test_ids_without_a_meaning_have_no_bytes_and_those_without_a_tokenizer_their
     assert TokenIdTokenizer(300).bytes_of(299) == b"299"
 
 
-def test_a_token_keeps_its_place_among_the_best_though_another_reads_like_it() -> None:
-    token = TokenInfo(7, "\ufffd", None, 0, -4.0, {"\ufffd": -0.5, "a": -2.0})
-    assert _best(token) == {"\ufffd": -4.0, "another:\ufffd": -0.5, "a": -2.0}
-    assert _best(TokenInfo(7, "b", None, 0, -2.0, {"b": -2.0})) == {"b": -2.0}
+def test_tokens_with_the_same_text_are_all_among_the_best_of_a_completion() -> None:
+    part, other, third = (TokenInfo(7 + number, "\ufffd", log_prob=-0.5 - number) for number in range(3))
+    letter = TokenInfo(5, "a", log_prob=-2.0)
+    chosen = replace(third, alternatives=(part, other, letter))
+    assert _best(chosen) == {"\ufffd": -2.5, "token_id:7": -0.5, "token_id:8": -1.5, "a": -2.0}
+    assert _best(replace(part, alternatives=(part, other))) == {"\ufffd": -0.5, "token_id:8": -1.5}
+    assert _best(replace(letter, alternatives=(part, other))) == {"a": -2.0, "\ufffd": -0.5, "token_id:8": -1.5}
+    assert _best(replace(letter, log_prob=None)) is None

@@ -106,7 +106,7 @@ def test_entries_are_json_whatever_the_log_probs_are() -> None:
     scores = [ScoredToken(float("-inf"), 9, (0.0, float("nan")), (5, 6))]
     found = scoring.entries([1, 7], scores)
     assert json.loads(json.dumps(found, allow_nan=False))[1] == {
-        "7": {"logprob": -9999.0, "rank": 9, "decoded_token": "[7]"},
-        "5": {"logprob": 0.0, "rank": 1, "decoded_token": "[5]"},
-        "6": {"logprob": -9999.0, "rank": 2, "decoded_token": "[6]"},
+        "7": {"logprob": -9999.0, "rank": 9, "decoded_token": "7"},
+        "5": {"logprob": 0.0, "rank": 1, "decoded_token": "5"},
+        "6": {"logprob": -9999.0, "rank": 2, "decoded_token": "6"},
     }

@@ -7,6 +7,7 @@ from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
 from megatron_mamba_cache.models.tokenizers.token_bytes import REPLACEMENT
+from megatron_mamba_cache.models.tokenizers.token_reader import TokenReader
 from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings
 
 BYTES = ByteTokenizer()
@@ -15,7 +16,7 @@ TEXTS = st.text(alphabet=st.sampled_from("ab é€😀\n�"), max_size=60)
 
 
 def pieces_of(tokens: list[int], tokenizer: object) -> list[str]:
-    stream = IncrementalText(tokenizer.detokenize)  # type: ignore[attr-defined]
+    stream = IncrementalText(TokenReader(tokenizer))
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
@@ -39,7 +40,7 @@ def test_pieces_of_any_tokens_are_the_text_of_all(tokens: list[int]) -> None:
 
 
 def test_a_complete_character_is_given_out_at_once() -> None:
-    stream = IncrementalText(BYTES.detokenize)
+    stream = IncrementalText(TokenReader(BYTES))
     assert [stream.push(token) for token in "a€b".encode()] == ["a", "", "", "€", "b"]
     assert not stream.holds_back
 

@@ -137,7 +137,7 @@ def test_the_exact_tokens_of_a_reply_are_those_of_its_text() -> None:
     tokens = TOKENIZER.tokenize("import os\n\n\ndef main():")
     assert reply_of(tokens).exact() == ("import os\n\n\ndef main():", tokens)
     assert reply_of([*tokens, 0], end="stop").exact() == ("import os\n\n\ndef main():", tokens)
-    shown = reply_of([*tokens, 0], end="stop", reading=ReplyReading(TOKENIZER.detokenizer(None)))
+    shown = reply_of([*tokens, 0], end="stop", reading=ReplyReading(shown=None))
     assert shown.text.endswith("main():<|endoftext|>") and not shown.is_whole
     assert shown.exact() == ("import os\n\n\ndef main():", tokens)
 

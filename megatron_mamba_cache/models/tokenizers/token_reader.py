@@ -1,0 +1,69 @@
+"""Tokens read as text, with what an incremental reader has to know of each of them."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+from .token_bytes import REPLACEMENT
+
+
+class TokenReader:
+    """Reads the tokens of a tokenizer as text.
+
+    Args:
+        tokenizer: Has `detokenize` and `bytes_of`; if it knows special tokens, also `detokenizer`, `special_ids` and
+            `id_of`; if its tokens have names, `token_of`.
+        shown: Texts of the special tokens that are part of the text; None: all are.
+    """
+
+    def __init__(self, tokenizer: Any, shown: Collection[str] | None = ()) -> None:
+        make: Callable[..., Callable[[list[int]], str]] | None = getattr(tokenizer, "detokenizer", None)
+        self._decode: Callable[[list[int]], str] = tokenizer.detokenize if make is None else make(shown)
+        self._tokenizer = tokenizer
+        self._id_of: Callable[[str], int | None] = getattr(tokenizer, "id_of", lambda _text: None)
+        self._name_of: Callable[[int], str | None] | None = getattr(tokenizer, "token_of", None)
+        self._hidden: Collection[int] = ()
+        if shown is not None:
+            self._hidden = frozenset(getattr(tokenizer, "special_ids", ())) - {self._id_of(text) for text in shown}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._decode(list(tokens))
+
+    def text_of(self, token: int) -> str:
+        """Return the text of one token inside a text, hidden or not; U+FFFD for part of a character."""
+        content = self.bytes_of(token)
+        return self._decode([token]) if content is None else content.decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None if they are unknown."""
+        found: bytes | None = self._tokenizer.bytes_of(token)
+        return found
+
+    def shows(self, token: int) -> bool:
+        """Return whether a token is part of the text: not hidden, and known."""
+        return token not in self._hidden and (self._name_of is None or self._name_of(token) is not None)
+
+    def joins(self, token: int) -> bool:
+        """Return whether a token is a byte whose text depends on all of its neighbours that are bytes too.
+
+        The tokenizers package decodes such a run as a whole: if any of it is not UTF-8, each byte becomes U+FFFD.
+        """
+        if not self._joins_bytes or self._name_of is None:
+            return False
+        name = self._name_of(token)
+        return name is not None and len(name) == len("<0x00>") and name.startswith("<0x") and name.endswith(">")
+
+    def replacements(self, num_bytes: int) -> int:
+        """Return how many U+FFFD this many bytes of an incomplete character become."""
+        return num_bytes if self._has_byte_tokens else min(num_bytes, 1)
+
+    @cached_property
+    def _joins_bytes(self) -> bool:
+        letter, other = self._id_of("<0x41>"), self._id_of("<0xFF>")
+        return letter is not None and other is not None and self._decode([letter, other]) == REPLACEMENT * 2
+
+    @cached_property
+    def _has_byte_tokens(self) -> bool:
+        other = self._id_of("<0xFF>")
+        return other is not None and self._decode([other]) == REPLACEMENT
