@@ -34,6 +34,7 @@ class IncrementalText:
         self._reader = reader
         self.ends: list[int | None] = []
         self._newest_shown = 0  # its index
+        self._inside: dict[int, int] = {}  # by index, the characters up to the end of tokens in a run that is held back
         self._length = 0
         self._restart(_last_tokens(reader, before))
 
@@ -77,6 +78,8 @@ class IncrementalText:
             if len(self._window) > _WINDOW and not self._tail.is_run:
                 self._slide(num_held)
         self._newest_shown = len(self.ends)
+        if self.holds_back and not self._tail.num_open:
+            self._inside[len(self.ends)] = self.offset
         self.ends.append(None if self.holds_back else self._length)
         return new
 
@@ -84,10 +87,8 @@ class IncrementalText:
         """Return what was held back."""
         if not self.holds_back:
             return ""
-        new = self._take(self._reader.text(self._window))
         self._tail = _Tail(self._reader)
-        self._end_held()
-        return new
+        return self._take_held(self._reader.text(self._window))
 
     def _restart(self, tokens: Sequence[int]) -> None:
         """Read on from the text of these tokens, of which nothing is new."""
@@ -116,13 +117,17 @@ class IncrementalText:
         earlier = self._reader.text(self._window[:num_tokens])
         if not certain.startswith(earlier):
             return ""
-        new = self._take(earlier)
-        self._end_held()
-        return new
+        return self._take_held(earlier)
 
-    def _end_held(self) -> None:
+    def _take_held(self, text: str) -> str:
+        """Return what was held back, and note where its tokens end."""
+        new = self._take(text)
+        if self._inside.get(self._newest_shown) == self._length:  # else the run became something else
+            for index, end in self._inside.items():
+                self.ends[index] = end
         if self.ends:
             self.ends[self._newest_shown :] = [self._length] * (len(self.ends) - self._newest_shown)
+        return new
 
     def _take(self, text: str) -> str:
         """Return what is new in the certain part of the window's text."""

@@ -1,23 +1,193 @@
-"""Text out of tokens: no half characters, nothing of a stop string, and all of the rest."""
+"""Text from tokens, with every kind of tokenizer: what they add to the prompt's text, as early as it is certain."""
 
+import random
+from collections.abc import Sequence
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
 
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.models.tokenizers.token_bytes import REPLACEMENT
 from megatron_mamba_cache.models.tokenizers.token_reader import TokenReader
-from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings
+from megatron_mamba_cache.server.backend import Progress
+from megatron_mamba_cache.server.reply import Reply, ReplyPrompt
+from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings, text_after
+from tests.models.tokenizer_kinds import KINDS, SCRIPTS, saved_form
 
 BYTES = ByteTokenizer()
 SHIPPED = load_tokenizer(SHIPPED_MODEL, 2048)
 TEXTS = st.text(alphabet=st.sampled_from("ab é€😀\n�"), max_size=60)
+CHARACTERS = "".join(SCRIPTS.values()) + " \n�" + "á̂"
+_DECODERS = {
+    "WordPiece": decoders.WordPiece("▁"),
+    "bytes one by one": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+}
+"""Further ways to decode the vocabulary of SentencePiece BPE."""
+JOINING = ("SentencePiece BPE", "SentencePiece BPE, never", "unigram with bytes")
+
+
+def loaded(kind: str, directory: Path) -> HuggingFaceTokenizer:
+    """Return a kind's tokenizer, for a model whose vocabulary is larger than its own."""
+    backend = Tokenizer.from_str(saved_form(kind if kind in KINDS else "SentencePiece BPE", "begin"))
+    if kind in _DECODERS:
+        backend.decoder = _DECODERS[kind]
+    backend.save(str(directory / "tokenizer.json"))
+    found = load_tokenizer(directory, backend.get_vocab_size() + 5)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *_DECODERS])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    return loaded(request.param, tmp_path_factory.mktemp("kind"))
+
+
+@pytest.fixture(scope="module", params=JOINING)
+def joining(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    return loaded(request.param, tmp_path_factory.mktemp("kind"))
+
+
+def sampled(tokenizer: HuggingFaceTokenizer, rng: random.Random) -> list[int]:
+    """Return the tokens of a text in several scripts, any tokens, or mostly single bytes."""
+    match rng.randrange(3):
+        case 0:
+            return tokenizer.tokenize("".join(rng.choices(CHARACTERS, k=rng.randrange(40))))
+        case 1:
+            return rng.choices(range(tokenizer.vocab_size), k=rng.randrange(60))
+    single = byte_tokens(tokenizer) or [*range(tokenizer.vocab_size)]
+    some = tokenizer.tokenize(rng.choice([*SCRIPTS.values()]))
+    return [rng.choice(single if rng.random() < 0.7 else some) for _ in range(rng.randrange(60))]
+
+
+def byte_tokens(tokenizer: HuggingFaceTokenizer) -> list[int]:
+    """Return the tokens of single bytes that are not a character alone."""
+    spelled = [(token, tokenizer.bytes_of(token) or b"") for token in range(tokenizer.vocab_size)]
+    return [token for token, content in spelled if len(content) == 1 and not content.isascii()]
+
+
+def decoded(tokenizer: HuggingFaceTokenizer, tokens: Sequence[int], *, shows_all: bool) -> str:
+    """Return the text of tokens by the tokenizers package alone."""
+    backend: Any = tokenizer._codec
+    known = [token for token in tokens if token <= backend.largest_id]
+    return backend._tokenizer.decode(known, skip_special_tokens=not shows_all)  # type: ignore[no-any-return]
+
+
+def less(whole: str, head: str) -> str:
+    """Return a text less what it has in common with a text before it."""
+    return whole[len(commonprefix((whole, head))) :]
 
 
 def pieces_of(tokens: list[int], tokenizer: object) -> list[str]:
     stream = IncrementalText(TokenReader(tokenizer))
     return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@pytest.mark.parametrize("shows_all", [False, True])
+def test_a_replys_text_is_that_of_all_tokens_less_the_prompts(tokenizer: HuggingFaceTokenizer, shows_all: bool) -> None:
+    num_exact = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        tokens = sampled(tokenizer, rng)
+        cut = rng.randrange(len(tokens) + 1)
+        head, whole = (decoded(tokenizer, part, shows_all=shows_all) for part in (tokens[:cut], tokens))
+        stream = IncrementalText(TokenReader(tokenizer, None if shows_all else ()), tokens[:cut])
+        text = "".join([*map(stream.push, tokens[cut:]), stream.finish()])
+        assert text == less(whole, head), (seed, tokens, cut)
+        num_exact += head + text == whole
+        assert len(stream.ends) == len(tokens) - cut and (cut == len(tokens) or stream.ends[-1] == len(text)), seed
+    assert num_exact > 120  # but where the prompt ends inside a character
+
+
+def test_text_is_held_back_only_while_a_token_may_change_it(tokenizer: HuggingFaceTokenizer) -> None:
+    single = byte_tokens(tokenizer)
+    plain = tokenizer.tokenize("a.")
+    num_held = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        tokens = sampled(tokenizer, rng)[:20]
+        stream, given = IncrementalText(TokenReader(tokenizer)), ""
+        for count, token in enumerate(tokens, 1):
+            given += stream.push(token)
+            now = decoded(tokenizer, tokens[:count], shows_all=False)
+            assert now.startswith(given), (seed, tokens[:count])
+            tried = single if now != given else rng.sample(single, min(len(single), 8))
+            probes = [plain, *([token] * number for token in tried for number in (1, 2, 3))]
+            later = [decoded(tokenizer, [*tokens[:count], *probe], shows_all=False) for probe in probes]
+            assert all(text.startswith(given) for text in later), (seed, tokens[:count])
+            if now != given:
+                num_held += 1
+                assert not all(text.startswith(now) for text in later), (seed, tokens[:count], now, given)
+    assert bool(num_held) == bool(single)
+
+
+def test_pieces_need_few_tokens_of_the_prompt_and_the_reply(tokenizer: HuggingFaceTokenizer) -> None:
+    class Counting(TokenReader):
+        num_decoded = 0
+
+        def text(self, tokens: Sequence[int]) -> str:
+            self.num_decoded += len(tokens)
+            return super().text(tokens)
+
+    tokens = tokenizer.tokenize("The lazy dog, größer and 42 others. " * 90)
+    for before in ([], tokens * 8, [t for t in range(tokenizer.vocab_size) if not tokenizer.detokenize([t])] * 9):
+        reader = Counting(tokenizer)
+        stream = IncrementalText(reader, before)
+        assert "".join([*map(stream.push, tokens), stream.finish()])
+        assert reader.num_decoded < 40 * len(tokens)
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_character_that_the_prompt_begins_belongs_to_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
+    single = {tokenizer.bytes_of(token): token for token in reversed(range(tokenizer.vocab_size))}
+    parts = [single.get(bytes([byte])) for byte in "日".encode()]
+    if None in parts or tokenizer.detokenize(parts) != "日":
+        pytest.skip("this tokenizer has no tokens of bytes")
+    before = tokenizer.tokenize("a lazy dog")
+    assert text_after(tokenizer, [*before, *parts[:split]], [*parts[split:], *parts]) == "日日"
+    assert text_after(tokenizer, before, parts * 2) == "日日"
+
+
+@pytest.mark.parametrize(("kind", "piece"), [("SentencePiece BPE", "▁lazy"), ("unigram", "▁lazy"), ("byte-level BPE", "Ġlazy")])
+def test_the_first_space_of_a_reply_is_part_of_it(kind: str, piece: str, tmp_path: Path) -> None:
+    tokenizer = loaded(kind, tmp_path)
+    token = tokenizer.id_of(piece)
+    assert token is not None
+    for before in (tokenizer.tokenize("The"), [*tokenizer.tokenize("The"), *[tokenizer.id_of("</s>")] * 20]):
+        assert text_after(tokenizer, before, [token, token]) == " lazy lazy"
+        assert Reply(tokenizer, prompt=ReplyPrompt(before)).take(Progress((token,), end="length")).text == " lazy"
+
+
+def test_a_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceTokenizer) -> None:
+    stop = [joining.id_of(f"<0x{byte:02X}>") for byte in "本\n".encode()]
+    first = [joining.id_of(f"<0x{byte:02X}>") for byte in "日".encode()]
+    reply, text = Reply(joining, ("\n",), prompt=ReplyPrompt(joining.tokenize("a"))), ""
+    for count, token in enumerate([*first, *stop], 1):
+        assert reply.finish_reason is None
+        text += reply.take(Progress((token,))).text
+    assert (reply.finish_reason, count, text) == ("stop", 7, "日本") and reply.is_whole
+    assert reply.exact() == ("日本", [*first, *stop[:3]])
+
+
+def test_bytes_that_never_become_a_character_are_not_held_back(joining: HuggingFaceTokenizer) -> None:
+    lead, letter = joining.id_of("<0xE6>"), joining.id_of("<0x41>")
+    stream = IncrementalText(TokenReader(joining), joining.tokenize("a"))
+    assert [stream.push(token) for token in [letter, lead, letter, *[lead] * 100]] == ["", "", "���", *"�" * 100]
+    assert (stream.push(joining.id_of("a")), stream.finish()) == ("a", "")
+
+
+def test_real_replacement_characters_are_part_of_a_reply(tokenizer: HuggingFaceTokenizer) -> None:
+    before, tokens = tokenizer.tokenize("a"), tokenizer.tokenize("a�b��")
+    whole = decoded(tokenizer, [*before, *tokens], shows_all=False)
+    assert text_after(tokenizer, before, tokens) == less(whole, decoded(tokenizer, before, shows_all=False))
+    if "byte" in repr(tokenizer._codec._tokenizer.decoder).lower():  # type: ignore[attr-defined]
+        assert whole.count("�") == 3
 
 
 @given(TEXTS)
@@ -27,7 +197,7 @@ def test_pieces_of_bytes_are_the_text_and_no_piece_has_half_a_character(text: st
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
 
 
-@given(st.lists(st.integers(0, 255), max_size=200))
+@given(st.lists(st.integers(0, 300), max_size=200))
 @example([0xE2, 0x82] * 60)
 @example([0x80] * 90)
 def test_pieces_of_any_bytes_are_the_text_of_all(tokens: list[int]) -> None:
@@ -41,7 +211,7 @@ def test_pieces_of_any_tokens_are_the_text_of_all(tokens: list[int]) -> None:
 
 def test_a_complete_character_is_given_out_at_once() -> None:
     stream = IncrementalText(TokenReader(BYTES))
-    assert [stream.push(token) for token in "a€b".encode()] == ["a", "", "", "€", "b"]
+    assert [stream.push(token) for token in "a€�b".encode()] == ["a", "", "", "€", "", "", "�", "b"]
     assert not stream.holds_back
 
 
