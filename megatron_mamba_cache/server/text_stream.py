@@ -61,12 +61,12 @@ class IncrementalText:
         if not self._reader.shows(token):
             self.ends.append(None if self.holds_back else self._length)
             return ""
-        was_lost, may_have_changed = self._tail.is_lost, self.holds_back
+        was_invalid, may_have_changed = self._tail.is_invalid, self.holds_back
         num_before = len(self._window)
         self._add(token)
         if self._tail.is_run and self._tail.may_change:
             new = ""
-        elif self._tail.is_lost and was_lost:
+        elif self._tail.is_invalid and was_invalid:
             new = REPLACEMENT
             self._length += 1
         else:
@@ -78,7 +78,9 @@ class IncrementalText:
             if len(self._window) > _WINDOW and not self._tail.is_run:
                 self._slide(num_held)
         self._newest_shown = len(self.ends)
-        if self.holds_back and not self._tail.num_open:
+        if not self.holds_back:
+            self._inside.clear()
+        elif not self._tail.num_open:
             self._inside[len(self.ends)] = self.offset
         self.ends.append(None if self.holds_back else self._length)
         return new
@@ -107,9 +109,9 @@ class IncrementalText:
         self._before = ""
 
     def _add(self, token: int) -> None:
-        was_lost = self._tail.is_lost
+        was_invalid = self._tail.is_invalid
         self._tail.push(token)
-        if not (was_lost and self._tail.is_lost):  # more of a lost run changes nothing that follows it
+        if not (was_invalid and self._tail.is_invalid):  # more of an invalid run changes nothing that follows it
             self._window.append(token)
 
     def _ended(self, certain: str, num_tokens: int) -> str:
@@ -166,7 +168,7 @@ class _Tail:
 
     Attributes:
         is_run: True when the newest token belongs to a run that is decoded as a whole.
-        is_lost: True when that run is not UTF-8, whatever follows.
+        is_invalid: True when that run is not UTF-8, whatever follows.
         num_whole: Whole characters of a run that may change.
         num_open: Bytes of an incomplete character.
     """
@@ -174,27 +176,27 @@ class _Tail:
     def __init__(self, reader: TokenReader) -> None:
         self._reader = reader
         self._utf8 = _Utf8(errors="replace")
-        self.is_run = self.is_lost = False
+        self.is_run = self.is_invalid = False
         self.num_whole = self.num_open = 0
 
     @property
     def may_change(self) -> bool:
         """True when a later token may change the text."""
-        return self.num_open > 0 or (self.is_run and not self.is_lost)
+        return self.num_open > 0 or (self.is_run and not self.is_invalid)
 
     def push(self, token: int) -> None:
         """Add a token with text."""
         is_run = self._reader.joins(token)
         if is_run != self.is_run:
             self._utf8 = _Utf8(errors="strict" if is_run else "replace")
-            self.is_run, self.is_lost, self.num_whole = is_run, False, 0
-        if self.is_lost:
+            self.is_run, self.is_invalid, self.num_whole = is_run, False, 0
+        if self.is_invalid:
             return
         content = self._reader.bytes_of(token)
         try:
             text = self._utf8.decode(_NOT_UTF8 if content is None else content)
         except UnicodeDecodeError:
-            self.is_lost, self.num_whole, self.num_open = True, 0, 0
+            self.is_invalid, self.num_whole, self.num_open = True, 0, 0
         else:
             self.num_whole += len(text) if is_run else 0
             self.num_open = len(self._utf8.getstate()[0])
