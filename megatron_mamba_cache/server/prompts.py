@@ -12,6 +12,7 @@ from .errors import ApiError, bad_request, too_long
 from .parsers.parts import ParsedReply
 from .template_fit import TemplateFit
 from .tenants import Tenant
+from .text_stream import common_length
 from .transcripts import Transcript, Transcripts
 
 _CONTEXT_CHARACTERS = 512  # more than enough to decide where a token ends
@@ -156,10 +157,10 @@ class PromptReader:
             return None
         if marked == prompt.text:
             return None
-        end = _common_length(prompt.text, marked)
+        end = common_length(prompt.text, marked)
         add = prompt.add_special_tokens
         before = self._token_ids(tenant, prompt.text[:end], self._next_turn, add) if end else ()
-        return _common_length(prompt.token_ids, tuple(before))
+        return common_length(prompt.token_ids, tuple(before))
 
     @cached_property
     def _turn_end(self) -> str | None:
@@ -239,18 +240,6 @@ def _placed(places: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None
     """Return the breakpoints whose place in a prompt can be told, by the tokens before it."""
     counted = [(counts[replace(place, keep_s=0)], place.keep_s) for place in places]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
-
-
-def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many elements two sequences have in common at their start."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:

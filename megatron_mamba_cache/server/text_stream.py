@@ -2,7 +2,6 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import Any
 
 from ..models.tokenizers.token_bytes import REPLACEMENT
@@ -141,13 +140,25 @@ class IncrementalText:
         return new
 
     def _start(self, text: str) -> int:
-        return max(self._taken, len(commonprefix((text, self._before)))) if self._before else self._taken
+        return max(self._taken, common_length(text, self._before)) if self._before else self._taken
 
 
 def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
     """Return what tokens add to the text of those before them; see `IncrementalText`."""
     stream = IncrementalText(TokenReader(tokenizer), before)
     return "".join([*map(stream.push, tokens), stream.finish()])
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many elements two sequences have in common at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Text from tokens, with every kind of tokenizer: what they add to the prompt's text, as early as it is certain."""
 
+import json
 import random
 from collections.abc import Sequence
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_mamba_cache.models.tokenizers.token_bytes import REPLACEMENT
 from megatron_mamba_cache.models.tokenizers.token_reader import TokenReader
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.reply import Reply, ReplyPrompt
-from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings, text_after
+from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings, common_length, text_after
 from tests.models.tokenizer_kinds import KINDS, SCRIPTS, saved_form
 
 BYTES = ByteTokenizer()
@@ -81,7 +81,7 @@ def decoded(tokenizer: HuggingFaceTokenizer, tokens: Sequence[int], *, shows_all
 
 def less(whole: str, head: str) -> str:
     """Return a text less what it has in common with a text before it."""
-    return whole[len(commonprefix((whole, head))) :]
+    return whole[common_length(whole, head) :]
 
 
 def pieces_of(tokens: list[int], tokenizer: object) -> list[str]:
@@ -154,7 +154,9 @@ def test_a_character_that_the_prompt_begins_belongs_to_the_reply(tokenizer: Hugg
     assert text_after(tokenizer, before, parts * 2) == "日日"
 
 
-@pytest.mark.parametrize(("kind", "piece"), [("SentencePiece BPE", "▁lazy"), ("unigram", "▁lazy"), ("byte-level BPE", "Ġlazy")])
+@pytest.mark.parametrize(
+    ("kind", "piece"), [("SentencePiece BPE", "▁lazy"), ("unigram", "▁lazy"), ("byte-level BPE", "Ġlazy")]
+)
 def test_the_first_space_of_a_reply_is_part_of_it(kind: str, piece: str, tmp_path: Path) -> None:
     tokenizer = loaded(kind, tmp_path)
     token = tokenizer.id_of(piece)
@@ -164,14 +166,28 @@ def test_the_first_space_of_a_reply_is_part_of_it(kind: str, piece: str, tmp_pat
         assert Reply(tokenizer, prompt=ReplyPrompt(before)).take(Progress((token,), end="length")).text == " lazy"
 
 
+def test_a_tokenizer_that_transformers_cleans_up_takes_no_space_back(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "do", "n", "'", "t", "##t", ".", ",", "!", "s", "ve", "##ld"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    settings = {"tokenizer_class": "BertTokenizer", "clean_up_tokenization_spaces": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, rng = load_tokenizer(tmp_path, len(words)), random.Random(1)
+    assert tokenizer is not None
+    for _ in range(100):
+        tokens = rng.choices(range(len(words)), k=30)
+        cut = rng.randrange(30)
+        text = text_after(tokenizer, tokens[:cut], tokens[cut:])
+        assert tokenizer.detokenize(tokens[:cut]) + text == tokenizer.detokenize(tokens), (tokens, cut)
+
+
 def test_a_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceTokenizer) -> None:
     stop = [joining.id_of(f"<0x{byte:02X}>") for byte in "本\n".encode()]
     first = [joining.id_of(f"<0x{byte:02X}>") for byte in "日".encode()]
     reply, text = Reply(joining, ("\n",), prompt=ReplyPrompt(joining.tokenize("a"))), ""
-    for count, token in enumerate([*first, *stop], 1):
+    for token in [*first, *stop]:
         assert reply.finish_reason is None
         text += reply.take(Progress((token,))).text
-    assert (reply.finish_reason, count, text) == ("stop", 7, "日本") and reply.is_whole
+    assert (reply.finish_reason, text) == ("stop", "日本") and reply.is_whole
     assert reply.exact() == ("日本", [*first, *stop[:3]])
 
 

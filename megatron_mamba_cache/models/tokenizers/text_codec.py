@@ -97,7 +97,8 @@ class TransformersCodec:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""
         known = [token for token in tokens if 0 <= token <= self.largest_id]
-        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(known, **settings))
 
     def id_of(self, token: str) -> int | None:
         """See `TextCodec`."""
