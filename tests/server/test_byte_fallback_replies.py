@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.text_stream import common_length
 from tests.command_line.tiny_directories import save_model
 from tests.models.tokenizer_kinds import SCRIPTS, save_kind, size_of
+from tests.server.front_end import front_end, wait_until
 from tests.server.running_server import running_server
 
 SAMPLED: dict[str, Any] = {"temperature": 2, "max_tokens": 24, "return_token_ids": True}
@@ -97,6 +101,42 @@ def test_a_chats_reply_is_the_same_streamed_and_whole(http: httpx.Client, backen
         assert content == added(backend, choice["prompt_token_ids"], choice["token_ids"]), seed
         events = streamed(http, "/v1/chat/completions", **body)
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == content, seed
+
+
+def test_a_chats_next_turn_has_the_exact_tokens_of_the_reply(http: httpx.Client) -> None:
+    num_odd = 0
+    for seed in SEEDS:
+        body = SAMPLED | {"messages": MESSAGES, "seed": seed}
+        (choice,) = asked(http, "/v1/chat/completions", **body)["choices"]
+        body["messages"] = [*MESSAGES, choice["message"], {"role": "user", "content": "and?"}]
+        exact = [*choice["prompt_token_ids"], *choice["token_ids"]]
+        found = asked(http, "/v1/chat/completions", **body)["choices"][0]["prompt_token_ids"]
+        assert found[: len(exact)] == exact, seed
+        num_odd += "\ufffd" in choice["message"]["content"]
+    assert num_odd > 1
+
+
+TRIMMING = "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}{% endfor %}<assistant>"
+
+
+def test_a_reply_that_the_template_trims_keeps_its_tokens_in_the_next_turn(tmp_path: Path) -> None:
+    save_kind(tmp_path, "SentencePiece BPE", "begin", TRIMMING)
+    tokenizer = load_tokenizer(tmp_path, size_of(tmp_path))
+    assert tokenizer is not None
+    reply = [tokenizer.id_of("▁lazy"), *map(tokenizer.id_of, "dog")]  # not as the tokenizer would write it
+    with front_end(tokenizer=tokenizer) as found, found.client() as client, ThreadPoolExecutor(1) as pool:
+
+        def turn(messages: list[dict[str, Any]]) -> tuple[list[int], str]:
+            """Return the prompt of a turn, and the reply to it."""
+            number = len(found.backend.asked)
+            answer = pool.submit(client.post, "/v1/chat/completions", json={"messages": messages})
+            wait_until(lambda: len(found.backend.asked) > number)
+            found.backend.deliver(Progress(tuple(reply), end="stop"))
+            return list(found.backend.asked[-1].prompt), answer.result(60).json()["choices"][0]["message"]["content"]
+
+        first, content = turn(MESSAGES)
+        second, _ = turn([*MESSAGES, {"role": "assistant", "content": content}, MESSAGES[0]])
+    assert content == " lazydog" and second[: len(first) + len(reply)] == [*first, *reply]
 
 
 def test_responses_and_messages_have_the_text_of_a_chat(http: httpx.Client) -> None:

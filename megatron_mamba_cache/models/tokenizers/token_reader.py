@@ -20,6 +20,7 @@ class TokenReader:
         make: Callable[..., Callable[[list[int]], str]] | None = getattr(tokenizer, "detokenizer", None)
         self._decode: Callable[[list[int]], str] = tokenizer.detokenize if make is None else make(shown)
         self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes | None] = {}
         self._id_of: Callable[[str], int | None] = getattr(tokenizer, "id_of", lambda _text: None)
         self._name_of: Callable[[int], str | None] | None = getattr(tokenizer, "token_of", None)
         self._hidden: Collection[int] = ()
@@ -37,8 +38,9 @@ class TokenReader:
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token; None if they are unknown."""
-        found: bytes | None = self._tokenizer.bytes_of(token)
-        return found
+        if token not in self._bytes:
+            self._bytes[token] = self._tokenizer.bytes_of(token)
+        return self._bytes[token]
 
     def shows(self, token: int) -> bool:
         """Return whether a token is part of the text: not hidden, and known."""
