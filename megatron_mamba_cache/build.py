@@ -26,6 +26,7 @@ class TokenIdTokenizer:
 
     eod = -1
     bos = None
+    writes_text = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -35,7 +35,7 @@ class IncrementalText:
         self._newest_shown = 0  # its index
         self._inside: dict[int, int] = {}  # by index, the characters up to the end of tokens in a run that is held back
         self._length = 0
-        self._restart(_last_tokens(reader, before))
+        self._restart(_last_tokens(reader, before) if reader.continues else [])
 
     @property
     def holds_back(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line import drafters, model_choice
@@ -20,6 +21,7 @@ from megatron_mamba_cache.models.drafting import draft_model
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
 from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
+from tests.models.tokenizer_kinds import save_kind, size_of
 from tests.models.training_checkpoints import write_training_checkpoint
 from tests.server.running_server import made_server
 
@@ -182,6 +184,25 @@ def test_text_runs_with_the_tokenizer_of_the_directory(
     assert text["text"] == tokenizer.decode(text["generated_tokens"], skip_special_tokens=True)
     assert ids["prompt_tokens"] == [1, 2, 3]
     assert "request 0\n  | def parse(line):\n  >     return" in finished.stdout
+
+
+def test_the_text_of_a_reply_is_what_its_tokens_add_to_the_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_kind(tmp_path, "SentencePiece BPE", "begin")
+    save_model("bamba", tmp_path, size_of(tmp_path))
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompts = [{"prompt": f"The lazy dog {number}, größer"} for number in range(12)]
+    file, out = write_lines(tmp_path, prompts), tmp_path / "out.json"
+    flags = ("--num-tokens-to-generate", 8, "--temperature", 2, "--top-k", 0)
+    finished = run_here(capsys, "--hf-model", tmp_path, "--prompts", file, *flags, "--output-path", out)
+    assert finished.status == 0, finished.stderr
+    texts = []
+    for request in json.loads(out.read_text())["requests"]:
+        head, tokens = backend.decode(request["prompt_tokens"]), request["prompt_tokens"] + request["generated_tokens"]
+        assert head + request["text"] == backend.decode(tokens)
+        texts.append(request["text"])
+    assert any(text.startswith(" ") for text in texts)
 
 
 def test_generation_ends_at_the_end_of_text(

@@ -50,12 +50,6 @@ def test_a_long_session_of_lines_that_no_tensor_holds_runs_to_its_end(position: 
     assert len(result.records) == 3000 and len(result.records[position].generated_tokens) == 2
 
 
-def test_the_text_of_a_reply_is_what_its_tokens_add_to_the_prompts() -> None:
-    result = run_lines([PromptLine(0, [1, 2, 3])], EngineRun.start(tiny_hybrid()).engine, 4, lambda _: None)
-    (record,) = result.records
-    assert record.text == "".join(f" {token}" for token in record.generated_tokens) and len(record.text) > 4
-
-
 def test_tokens_are_read_from_the_engine_once_however_long_a_reply_is(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, counter, reported = EngineRun.start(tiny_hybrid()).engine, [0], []
     add_request = engine.add_request

@@ -12,14 +12,18 @@ class TokenReader:
 
     Args:
         tokenizer: Has `detokenize` and `bytes_of`; if it knows special tokens, also `detokenizer`, `special_ids` and
-            `id_of`; if its tokens have names, `token_of`.
+            `id_of`; if its tokens have names, `token_of`; if its text is a list of token ids, a false `writes_text`.
         shown: Texts of the special tokens that are part of the text; None: all are.
+
+    Attributes:
+        continues: True if the text of later tokens continues that of earlier ones.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[str] | None = ()) -> None:
         make: Callable[..., Callable[[list[int]], str]] | None = getattr(tokenizer, "detokenizer", None)
         self._decode: Callable[[list[int]], str] = tokenizer.detokenize if make is None else make(shown)
         self._tokenizer = tokenizer
+        self.continues: bool = getattr(tokenizer, "writes_text", True)
         self._bytes: dict[int, bytes | None] = {}
         self._id_of: Callable[[str], int | None] = getattr(tokenizer, "id_of", lambda _text: None)
         self._name_of: Callable[[int], str | None] | None = getattr(tokenizer, "token_of", None)
