@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, PROMPT_TOP_N
+from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, PROMPT_TOP_N, TOP_N_BY_ID
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
@@ -62,6 +62,22 @@ def test_ranks_count_the_more_probable_tokens(top_n: int, prompt_top_n: int, max
     if top_n:
         assert {len(best) for best in run.finished[1].prompt_top_n_logprobs} == {top_n}
     assert run.finished[1].prompt_log_probs == [score.log_prob for score in scores]
+
+
+def test_tokens_with_the_same_text_are_all_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    monkeypatch.setattr(run.engine.controller.tokenizer, "detokenize", lambda tokens, **_: "x" * len(tokens))
+    by_id = greedy(3, **SCORED, top_n_logprobs=4)
+    by_id.add_attributes({TOP_N_BY_ID: True})
+    run.add(0, some_tokens(30), greedy(3, **SCORED, top_n_logprobs=4))
+    run.add(1, some_tokens(30), by_id)
+    run.finish()
+    for name in ("prompt_top_n_logprobs", "generated_top_n_logprobs"):
+        by_text, expected = (getattr(run.finished[request_id], name) for request_id in (0, 1))
+        assert len(by_text) == len(expected) >= 3
+        for texts, ids in zip(by_text, expected, strict=True):
+            assert list(texts) == ["x", *(f"token_id:{token}" for token in list(ids)[1:])] and len(ids) == 4
+            assert list(texts.values()) == pytest.approx(list(ids.values()), abs=1e-4)
 
 
 @pytest.mark.parametrize(
