@@ -37,7 +37,6 @@ BANNED_VERBS = ("do_", "maybe_")
 
 WITHOUT_MEGATRON = {
     "mcore": "checks the installed release",
-    "mcore.engine_loop": "the loop of Megatron's run_engine()",
     "mcore.request_spec": "reads Megatron's requests",
     "mcore.step_clock": "stands in for the events that Megatron's engine times steps with",
     "mcore.step_report": "changes Megatron's records",

@@ -1,21 +1,52 @@
 """The event loop in which an engine steps: it sleeps without work, and calls from other threads run in it."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
+from megatron.core.utils import get_asyncio_loop
 
 _Answer = TypeVar("_Answer")
 _LOOK_EVERY_S = 1.0
 
 
 class EngineLoop:
-    """Holds the loop of a running `run_engine`; without one, calls run in the caller's thread."""
+    """Holds the loop of a running `run_engine`; without one, calls run in the caller's thread.
+
+    An engine may be built in one loop and used in another, or in none: nothing here keeps a loop that has ended.
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stepping = False
         self._has_news = asyncio.Event()
+
+    @property
+    def current(self) -> asyncio.AbstractEventLoop:
+        """The loop of new futures: that of `run_engine`, else the caller's, else the one that Megatron's engines share."""
+        return self._loop or get_asyncio_loop()
+
+    def run(self, coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """Run a coroutine to its end from synchronous code, also inside a running loop, which waits for it.
+
+        Raises:
+            RuntimeError: If the engine is stepped in another thread.
+        """
+        running_elsewhere = self._loop is not None and self._loop is not _running_loop() and self._loop.is_running()
+        if running_elsewhere or self._is_stepping:
+            coroutine.close()
+            by = "run_engine()" if running_elsewhere else "another call"
+            raise RuntimeError(
+                f"{by} steps this engine in another thread; wait for the future of add_request() instead of stepping"
+            )
+        self._is_stepping = True
+        try:
+            return _run_here(coroutine) if _running_loop() is None else _run_in_thread(coroutine)
+        finally:
+            self._is_stepping = False
 
     @contextmanager
     def entered(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
@@ -77,6 +108,21 @@ class _Call(Generic[_Answer]):
             self._answer.set_result(self._act())
         except BaseException as error:
             self._answer.set_exception(error)
+
+
+def _run_here(coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
+    loop = get_asyncio_loop()
+    # Another engine may use the shared loop in another thread.
+    return asyncio.run(coroutine) if loop.is_running() or loop.is_closed() else loop.run_until_complete(coroutine)
+
+
+def _run_in_thread(coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
+    """Run a coroutine in a thread of its own, with the current device of this one, whose loop is running."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    with ThreadPoolExecutor(1) as thread:
+        if device is not None:
+            thread.submit(torch.cuda.set_device, device).result()
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+from typing import Any
 
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
-from megatron.core.utils import get_asyncio_loop, trace_async_exceptions
+from megatron.core.utils import trace_async_exceptions
 from typing_extensions import override
 
 from ..kernels.compilation import WATCH, Compilations
@@ -172,9 +173,8 @@ class SuspendableEngine(DynamicInferenceEngine):
         A request is served whenever it is added: before this runs, while it steps and while it waits, from its loop's
         thread or another one.
         """
-        self._loop = get_asyncio_loop(loop)
         self.use_coordinator = False
-        with contextlib.suppress(asyncio.CancelledError), self._runs_in.entered(self._loop):
+        with contextlib.suppress(asyncio.CancelledError), self._runs_in.entered(loop or asyncio.get_running_loop()):
             while True:
                 await self._runs_in.wait_until(lambda: not self.is_suspended and self._has_work())
                 if self.has_unfinished_requests():
@@ -184,6 +184,20 @@ class SuspendableEngine(DynamicInferenceEngine):
                     with contextlib.suppress(asyncio.TimeoutError):
                         has_requests = self._runs_in.wait_until(self.has_unfinished_requests)
                         await asyncio.wait_for(has_requests, LANDING_INTERVAL_S)
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop in which Megatron's engine makes futures and tasks."""
+        return self._runs_in.current
+
+    @_loop.setter
+    def _loop(self, found: asyncio.AbstractEventLoop) -> None:
+        """Keep none: Megatron sets the loop in which the engine was built, which may have ended since."""
+
+    @override
+    def _run_coroutine_sync(self, coro: Any) -> Any:
+        """Run a step from synchronous code; Megatron's `step_modern` and `generate` call it."""
+        return self._runs_in.run(coro)
 
     def _has_work(self) -> bool:
         """Return whether there is a step to run, or a copy to land; ranks that share a model step at the same point."""

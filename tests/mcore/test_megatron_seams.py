@@ -120,6 +120,7 @@ PINNED: dict[type, dict[str, str]] = {
         "_check_stop_words_for_request_post_append": "(self, request)",
         "_ep_group_has_work": "async (self, local_work)",
         "_notify_cond_for_new_request": "async (self)",
+        "_run_coroutine_sync": "(self, coro)",
         "add_request": "(self, request_id, prompt, sampling_params=None)",
         "async_forward": "async (self)",
         "async_step": "async (self)",

@@ -1,7 +1,7 @@
 """`run_engine` serves a request whenever it comes, from whatever thread, and sleeps without one."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -113,3 +113,111 @@ def test_an_engine_runs_in_one_loop_after_another() -> None:
     for request_id in range(2):
         asyncio.run(serve(request_id))
     assert_served(run, 2)
+
+
+def generate(run: EngineRun) -> None:
+    """Serve one request to its end from synchronous code."""
+    run.prompts[0] = some_tokens(20)
+    (record,) = run.engine.generate([run.prompts[0]], greedy(NUM_TOKENS))
+    run.finished[0] = record.merge()
+
+
+def step(run: EngineRun) -> None:
+    """Step until a request has ended, from synchronous code."""
+    future = add(run, 0)
+    while run.engine.has_unfinished_requests():
+        run.engine.step_modern()
+    run.finished[0] = future.result().merge()
+
+
+async def run_loop(run: EngineRun) -> None:
+    """Serve one request by `run_engine`, added before its first turn."""
+    task = asyncio.ensure_future(run.engine.run_engine())
+    await note_end(run, add(run, 0))
+    task.cancel()
+    await task
+
+
+async def step_in_loop(run: EngineRun) -> None:
+    """Step in the loop until a request has ended."""
+    future = add(run, 0)
+    while run.engine.has_unfinished_requests():
+        await run.engine.async_step()
+    await note_end(run, future)
+
+
+async def built_in_a_loop() -> EngineRun:
+    return EngineRun.start(tiny_hybrid())
+
+
+async def built_in_a_thread() -> EngineRun:
+    return await asyncio.to_thread(EngineRun.start, tiny_hybrid())
+
+
+async def in_a_loop(serve: Callable[[EngineRun], None], run: EngineRun) -> None:
+    serve(run)
+
+
+BUILDS: dict[str, Callable[[], EngineRun]] = {
+    "outside": lambda: EngineRun.start(tiny_hybrid()),
+    "in a loop that has ended": lambda: asyncio.run(built_in_a_loop()),
+    "in a thread of a loop that has ended": lambda: asyncio.run(built_in_a_thread()),
+}
+USES: dict[str, Callable[[EngineRun], None]] = {
+    "generate": generate,
+    "steps": step,
+    "generate inside a loop": lambda run: asyncio.run(in_a_loop(generate, run)),
+    "steps inside a loop": lambda run: asyncio.run(in_a_loop(step, run)),
+    "generate in a thread of a loop": lambda run: asyncio.run(asyncio.to_thread(generate, run)),
+    "run_engine": lambda run: asyncio.run(run_loop(run)),
+    "awaited steps": lambda run: asyncio.run(step_in_loop(run)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_an_engine_serves_wherever_it_was_built(build: str, use: str) -> None:
+    run = BUILDS[build]()
+    USES[use](run)
+    assert_served(run, 1)
+
+
+def test_an_engine_that_is_built_in_a_running_loop_serves_there_in_each_way() -> None:
+    async def serve() -> None:
+        for use in (generate, step):
+            run = await built_in_a_loop()
+            use(run)
+            assert_served(run, 1)
+            run = await built_in_a_loop()
+            await asyncio.to_thread(use, run)
+            assert_served(run, 1)
+        for use_in_loop in (run_loop, step_in_loop):
+            run = await built_in_a_loop()
+            await use_in_loop(run)
+            assert_served(run, 1)
+
+    asyncio.run(serve())
+
+
+def test_an_error_of_a_step_inside_a_running_loop_is_raised_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise RuntimeError("no room")
+
+    async def serve() -> None:
+        run = EngineRun.start(tiny_hybrid())
+        monkeypatch.setattr(run.engine, "async_step", fail)
+        with pytest.raises(RuntimeError, match="^no room$"):
+            run.engine.step_modern()
+
+    asyncio.run(serve())
+
+
+def test_stepping_in_a_second_thread_says_what_to_do() -> None:
+    async def serve() -> None:
+        async with running_engine() as run:
+            with pytest.raises(RuntimeError, match=r"run_engine\(\) steps .* wait for the future of add_request\(\)"):
+                await asyncio.to_thread(run.engine.step_modern)
+            await note_end(run, add(run, 0))
+            assert_served(run, 1)
+
+    asyncio.run(serve())
