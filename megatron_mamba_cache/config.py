@@ -1,7 +1,7 @@
 """The settings of the cache: one frozen, validated value, and its command-line arguments."""
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -349,9 +349,11 @@ class CacheConfig:
         stored = "how cached states are stored: as live ones, or rounded to 8 bits (default: live)"
         add("cached_state_dtype", stored, choices=CACHED_STATE_DTYPES)
         add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
-        always = "draft in every step, whether it pays or not"
-        parser.add_argument("--no-adaptive-drafts", action="store_true", help=always)
-        parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+        for flag, text in (
+            ("--adaptive-drafts", "draft only where it pays, or in every step (default: where it pays)"),
+            ("--prefix-caching", "reuse cached prefixes, or compute every prompt from its start (default: reuse)"),
+        ):
+            parser.add_argument(flag, action=BooleanOptionalAction, help=text)
 
     @staticmethod
     def from_arguments(arguments: Namespace, **settings: object) -> "CacheConfig":
@@ -371,8 +373,7 @@ class CacheConfig:
 def given_settings(arguments: Namespace) -> dict[str, object]:
     """Return the fields of `CacheConfig` that parsed flags set."""
     given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
-    given["prefix_caching"] = False if arguments.no_prefix_caching else None
-    given["adaptive_drafts"] = False if arguments.no_adaptive_drafts else None
+    given |= {name: getattr(arguments, name) for name in ("prefix_caching", "adaptive_drafts")}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -1,18 +1,21 @@
 """The flags and the checks of their values. Imports neither torch nor megatron, so that mistakes show at once."""
 
 import math
+import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import NoReturn
 
 from .. import __version__
 from ..config import FLAGS, SPLIT, CacheConfig, argument_of
 from .card_settings import DRAFTER_SHARE
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
-from .model_choice import draft_directory
+from .flag_parser import FlagParser
+from .flag_sources import variable_of
+from .model_choice import MODEL_FLAGS, draft_directory
 from .plan_arguments import add_plan_arguments
+from .quiet import LEVELS
 from .server_arguments import add_server_arguments
 from .usage_error import UsageError
 
@@ -40,55 +43,28 @@ _REPLICAS_IN_WORDS = (
 
 DRAFTERS = ("prompt-lookup", "draft-model")
 
+_SOURCES_IN_WORDS = (
+    f"Each flag may be set by an environment variable too, as --max-model-len by {variable_of('--max-model-len')}, or "
+    "in the file of --config. The command line overrides the environment, which overrides the file."
+)
+
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
 """Settings sized from the model: flags are checked against their real values once these are known."""
 
 
-class OneLineParser(ArgumentParser):
-    """An ArgumentParser that raises a mistake, so that the caller can report it in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`."""
-        raise UsageError(message)
-
-
 def command_parser() -> ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = OneLineParser(
+    parser = FlagParser(
         prog="mamba-cache",
         description="Prefix caching for hybrid Mamba2 + attention models on megatron-core.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | serve | doctor | plan")
-    generate = commands.add_parser(
-        "generate",
-        help="generate text for prompts",
-        description="Generate text for prompts. Without --prompts: for built-in ones, then once more without the "
-        "cache, to compare. Without a model: with the small one of Python source that ships.",
-        allow_abbrev=False,
-    )
-    _add_generate_arguments(generate)
-    serve = commands.add_parser(
-        "serve",
-        help="serve OpenAI's API over HTTP",
-        description="Serve OpenAI's completions and chat completions over HTTP, with the prefix cache. Without a "
-        "model: with the small one of Python source that ships.",
-        allow_abbrev=False,
-    )
-    _add_model_arguments(serve)
-    add_server_arguments(serve)
-    add_coordinator_arguments(serve)
-    _add_engine_arguments(serve, _REPLICAS_IN_WORDS)
-    commands.add_parser("doctor", help="print device, versions and the kernels in use", allow_abbrev=False)
-    planner = commands.add_parser(
-        "plan",
-        help="print what caches of several sizes would save on a recorded load",
-        description="Replay a recorded load through the cache's policy, without a model and a GPU, and print the "
-        "prompt tokens that a cache of each size would have skipped.",
-        allow_abbrev=False,
-    )
-    add_plan_arguments(planner)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(_COMMANDS))
+    for name, (text, description, add_arguments) in _COMMANDS.items():
+        first_word = MODEL_FLAGS[0] if name == "serve" else None
+        command = commands.add_parser(name, help=text, description=description, first_word=first_word)
+        add_arguments(command)
+        _add_common_arguments(command)
     return parser
 
 
@@ -104,12 +80,12 @@ def name_flag(message: str) -> str:
     return f"{flag_of(setting)}: {message}" if known else message
 
 
-def as_typed(message: str, argv: Sequence[str]) -> str:
-    """Return the message with the short alias of each flag whose alias the command line used."""
-    typed = {word.split("=", 1)[0] for word in argv}
-    for flag, *aliases in FLAGS.values():
+def as_typed(message: str, words: Iterable[str]) -> str:
+    """Return the message with the alias of each flag whose alias is among the words."""
+    typed = {word.split("=", 1)[0] for word in words}
+    for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
-            message = message.replace(flag, alias)
+            message = re.sub(rf"(?<![\w-]){flag}(?![\w-])", alias, message)
     return message
 
 
@@ -192,9 +168,27 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     _add_engine_arguments(parser, _PROCESSES_IN_WORDS)
 
 
+def _add_serve_arguments(parser: ArgumentParser) -> None:
+    _add_model_arguments(parser)
+    add_server_arguments(parser)
+    add_coordinator_arguments(parser)
+    _add_engine_arguments(parser, _REPLICAS_IN_WORDS)
+
+
+def _add_doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(*MODEL_FLAGS, metavar="DIR", help="also say what this model needs; its weights are not read")
+
+
+def _add_common_arguments(parser: FlagParser) -> None:
+    group = parser.add_argument_group("settings", _SOURCES_IN_WORDS)
+    level = "least severity of log messages; debug shows those of megatron-core and torch too (default: warning)"
+    group.add_argument("--log-level", choices=LEVELS, default="warning", help=level)
+    parser.add_config_argument(group)
+
+
 def _add_model_arguments(parser: ArgumentParser) -> None:
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face directory, or a hub name: OWNER/NAME")
+    model.add_argument(*MODEL_FLAGS, metavar="NAME_OR_DIR", help="Hugging Face directory, or a hub name: OWNER/NAME")
     model.add_argument(
         "--load",
         metavar="DIR",
@@ -234,3 +228,31 @@ def _add_sampling_arguments(group: object) -> None:
     add("--top-k", type=int, metavar="K", help="default: 1, which is greedy; 0 is off")
     add("--top-p", type=float, metavar="P", help="default: 0, which is off")
     add("--seed", type=int, default=0, metavar="S", help="of the sampling (default: 0)")
+
+
+_COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
+    "generate": (
+        "generate text for prompts",
+        "Generate text for prompts. Without --prompts: for built-in ones, then once more without the cache, to "
+        "compare. Without a model: with the small one of Python source that ships.",
+        _add_generate_arguments,
+    ),
+    "serve": (
+        "serve OpenAI's API over HTTP",
+        "Serve OpenAI's completions and chat completions over HTTP, with the prefix cache. The model may be the first "
+        "word: mamba-cache serve NAME_OR_DIR. Without one: the small model of Python source that ships.",
+        _add_serve_arguments,
+    ),
+    "doctor": (
+        "print device, versions and the kernels in use",
+        "Print device, versions and the kernels in use.",
+        _add_doctor_arguments,
+    ),
+    "plan": (
+        "print what caches of several sizes would save on a recorded load",
+        "Replay a recorded load through the cache's policy, without a model and a GPU, and print the prompt tokens "
+        "that a cache of each size would have skipped.",
+        add_plan_arguments,
+    ),
+}
+"""Each command: its line in the help, its description and what adds its flags."""

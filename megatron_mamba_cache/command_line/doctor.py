@@ -72,12 +72,12 @@ _UNUSED = {
 _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
-def print_diagnosis() -> bool:
+def print_diagnosis(log_level: str = "warning") -> bool:
     """Print device, versions, kernels, extras and optional packages; return whether the package can be used.
 
     A missing piece is a line, never an exception.
     """
-    with quiet_libraries():
+    with quiet_libraries(log_level):
         obstacle = _obstacle()
         for line in _diagnosis(obstacle):
             print(line)

@@ -36,7 +36,7 @@ def generate(arguments: Namespace) -> int:
         check_writable(arguments.output_path)
     if launch.is_first and arguments.top_k == 1 and (arguments.temperature != 1 or arguments.top_p):
         print("note: --top-k 1 is greedy, so --temperature and --top-p change nothing; try --top-k 0", file=sys.stderr)
-    with quiet_libraries():
+    with quiet_libraries(arguments.log_level):
         device = select_device(arguments.device)
         # These import torch, which fixes the device.
         from .generation import Generation

@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from .arguments import as_typed, command_parser
+from .flag_parser import FlagParser, flags_of, placed
+from .flag_sources import SetFlag, misspelled_variables
 from .launch import Launch
 from .quick_end import QuickEnd
 from .usage_error import UsageError
@@ -32,13 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _status_of(argv: Sequence[str] | None) -> int:
-    parser = command_parser()
+    parser, set_flags = command_parser(), tuple[SetFlag, ...]()
     try:
         arguments = parser.parse_args(argv)
+        set_flags = arguments.set_flags
+        _note_misspelled_variables(parser)
         return _COMMANDS[arguments.command](arguments)
     except UsageError as error:
         if _speaks_for_all():
-            message = as_typed(" ".join(str(error).split()), sys.argv[1:] if argv is None else argv)
+            words = [*(sys.argv[1:] if argv is None else argv), *(one.flag for one in set_flags)]
+            message = as_typed(placed(" ".join(str(error).split()), set_flags), words)
             print(f"{parser.prog}: error: {message}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -48,6 +53,12 @@ def _status_of(argv: Sequence[str] | None) -> int:
         # The reader of stdout has closed it, as `head` does; buffered output must not fail once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def _note_misspelled_variables(parser: FlagParser) -> None:
+    if _speaks_for_all():
+        for note in misspelled_variables(os.environ, flags_of(parser)):
+            print(f"note: {note}", file=sys.stderr)
 
 
 def _speaks_for_all() -> bool:
@@ -70,10 +81,10 @@ def _serve(arguments: Namespace) -> int:
     return serve(arguments)
 
 
-def _doctor(_arguments: Namespace) -> int:
+def _doctor(arguments: Namespace) -> int:
     from .doctor import print_diagnosis
 
-    return 0 if print_diagnosis() else 1
+    return 0 if print_diagnosis(arguments.log_level) else 1
 
 
 def _plan(arguments: Namespace) -> int:

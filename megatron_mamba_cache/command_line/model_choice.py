@@ -10,6 +10,8 @@ from .prompts import PromptLine
 from .usage_error import UsageError
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "small_python_model"
+MODEL_FLAGS = ("--hf-model", "--model")
+"""The flag of a Hugging Face model, and its alias."""
 _SHIPPED_FILES = ("config.json", "model.safetensors")
 
 

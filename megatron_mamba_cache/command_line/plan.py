@@ -85,7 +85,9 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     if arguments.model is not None:
         if len(missing) < len(given):
             raise UsageError("--model: give a model or the sizes of one, not both")
-        return _sizes_of(Path(arguments.model), arguments.block_size, arguments.cached_state_dtype)
+        return _sizes_of(
+            Path(arguments.model), arguments.block_size, arguments.cached_state_dtype, arguments.log_level
+        )
     if arguments.cached_state_dtype != "live":
         raise UsageError("--cached-state-dtype needs --model; --state-bytes says how large a cached state is")
     if missing:
@@ -96,9 +98,11 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     return CacheSizes(arguments.kv_bytes_per_token, arguments.state_bytes, arguments.block_size)
 
 
-def _sizes_of(directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"]) -> CacheSizes:
+def _sizes_of(
+    directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
+) -> CacheSizes:
     """Return what a model stores under an engine's default dtypes but for cached states; imports torch."""
-    with quiet_libraries():
+    with quiet_libraries(log_level):
         from ..models.checkpoints.hugging_face import read_sizes
         from ..models.part_shape import part_shape
     try:

@@ -11,7 +11,9 @@ def add_plan_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `plan`."""
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded load, .jsonl or .jsonl.gz")
     model = parser.add_argument_group("model", "Either a model, or the two sizes; all ranks together.")
-    model.add_argument("--model", metavar="DIR", help="Hugging Face directory; only its configuration is read")
+    model.add_argument(
+        "--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its configuration is read"
+    )
     model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="keys and values of all attention layers")
     model.add_argument("--state-bytes", type=int, metavar="N", help="a state of all recurrent layers")
     cache = parser.add_argument_group("cache")

@@ -8,27 +8,34 @@ from contextlib import contextmanager
 
 _OWN = "megatron_mamba_cache"
 _PROGRESS = f"{_OWN}.kernels.progress"
-_OTHERS = ("megatron", "torch.utils.cpp_extension")
+_OTHERS = ("megatron", "torch")
+
+LEVELS = ("debug", "info", "warning", "error")
+"""Values of --log-level."""
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Show only this package's warnings while the block runs."""
+def quiet_libraries(level: str = "warning") -> Iterator[None]:
+    """Show only this package's log messages of a level while the block runs; with "debug" those of libraries too."""
+    shown = logging.getLevelNamesMapping()[level.upper()]
     own, others = logging.getLogger(_OWN), [logging.getLogger(name) for name in _OTHERS]
-    levels = [logger.level for logger in others]
+    loggers = [own, *others]
+    levels = [logger.level for logger in loggers]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     for logger in others:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.DEBUG if shown == logging.DEBUG else logging.ERROR)
+    own.setLevel(shown)
     own.addHandler(handler)
     propagate, own.propagate = own.propagate, False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            if shown > logging.DEBUG:
+                warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(others, levels, strict=True):
-            logger.setLevel(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
         own.removeHandler(handler)
         own.propagate = propagate
 

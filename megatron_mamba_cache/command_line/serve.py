@@ -38,7 +38,7 @@ def serve(arguments: Namespace) -> int:
     routing = routing_settings(arguments, launch)
     directory = chosen_directory(arguments)
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
-    with quiet_libraries():
+    with quiet_libraries(arguments.log_level):
         device = select_device(arguments.device)
         if not fills_card(directory, device):
             check_engine_arguments(arguments)

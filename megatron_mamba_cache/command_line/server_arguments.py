@@ -25,7 +25,8 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=5000, help="0 takes a free one (default: 5000)")
-    add("--served-model-name", metavar="NAME", help="what clients call the model (default: its directory's name)")
+    names = "what clients may call the model; replies have the first name (default: its directory's name)"
+    add("--served-model-name", nargs="+", metavar="NAME", help=names)
     add(
         "--api-key",
         action="append",

@@ -56,6 +56,7 @@ class Serving:
             _check_memory(arguments, directory, device, None)
         elif _given_gb(arguments) is not None:  # then it does not matter what is free
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
+        self._log_level = arguments.log_level
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
@@ -69,8 +70,10 @@ class Serving:
         config = cache_config(arguments, settings)
         self._config = resolved_settings(config, shape, ranks_of_process())
         tokenizer = self._model.tokenizer
+        name, *other_names = dict.fromkeys(arguments.served_model_name or [_name_of(directory)])
         self.settings = ServerSettings(
-            model_name=(name := arguments.served_model_name or _name_of(directory)),
+            model_name=name,
+            other_names=tuple(other_names),
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
             keys=keys,
@@ -125,6 +128,7 @@ class Serving:
             server,
             on_listening=lambda: print(self._first_line, flush=True),
             on_ready=lambda: print(f"serving {self.settings.model_name} on {url}", flush=True),
+            log_level=self._log_level,
         )
         asyncio.run(running.serve(sockets=[listener]))
         write_line(server.app.summary())

@@ -59,7 +59,8 @@ class ServerSettings:
     """A server's settings, apart from its engines.
 
     Args:
-        model_name: What clients call the model.
+        model_name: What clients call the model, and replies.
+        other_names: What clients may call it too.
         tokenizer: The model's tokenizer.
         end_ids: Tokens that end replies.
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
@@ -82,6 +83,7 @@ class ServerSettings:
     load_record: LoadRecord = field(default_factory=NoLoadRecord)
     tells_tokenizer: bool = False
     traces: Traces = field(default_factory=NoTraces)
+    other_names: tuple[str, ...] = ()
 
 
 class Server:
@@ -152,7 +154,7 @@ class Server:
             docs_url=None,
             redoc_url=None,
         )
-        model = ServedModel(settings.model_name, self._reader, seconds_now(), settings.syntax)
+        model = ServedModel(settings.model_name, self._reader, seconds_now(), settings.syntax, settings.other_names)
         orders = OrderMaker(model, settings.limits, settings.tokenizer)
         app.include_router(openai_routes(model, self.rules, orders))
         app.include_router(messages_routes(model, self.rules, orders))

@@ -20,12 +20,12 @@ def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> AP
 
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_described(model, longest)]}
+        return {"object": "list", "data": [_described(model, name, longest) for name in model.names]}
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         model.check_name(name)
-        return _described(model, longest)
+        return _described(model, name, longest)
 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -51,10 +51,10 @@ def _stream_settings(body: GenerationFields) -> StreamSettings:
     )
 
 
-def _described(model: ServedModel, max_model_len: int) -> dict[str, Any]:
+def _described(model: ServedModel, name: str, max_model_len: int) -> dict[str, Any]:
     """Return a model's entry; the fields after `owned_by` are vLLM's."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "megatron-mamba-cache",

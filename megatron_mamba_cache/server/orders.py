@@ -30,21 +30,30 @@ class ServedModel:
     """A model and the reader that turns requests into its tokens.
 
     Args:
-        name: What clients call the model.
+        name: What clients call the model, and replies.
         created: Seconds since the epoch, as `/v1/models` reports it.
         syntax: How it writes replies to messages.
+        other_names: What clients may call it too.
     """
 
     name: str
     reader: PromptReader
     created: int
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, that of replies first."""
+        return (self.name, *self.other_names)
 
     def check_name(self, name: str | None) -> None:
         """Raise `ApiError` 404 if a request names a model that is not served."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
+            served = " and ".join(map(repr, self.names))
+            verb = "is" if len(self.names) == 1 else "are"
             raise ApiError(
-                404, f"the model {name!r} is not served here, but {self.name!r} is", "model_not_found", "model"
+                404, f"the model {name!r} is not served here, but {served} {verb}", "model_not_found", "model"
             )
 
 

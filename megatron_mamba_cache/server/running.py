@@ -32,6 +32,7 @@ class DrainingServer(uvicorn.Server):
     Args:
         on_listening: Called once connections and signals are handled.
         on_ready: Called once requests are accepted, after that.
+        log_level: Least severity of uvicorn's own messages.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class DrainingServer(uvicorn.Server):
         server: Server,
         on_listening: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
+        log_level: str = "warning",
     ) -> None:
         config = uvicorn.Config(
             server.app,
             http=partial(Connection, limits=server.settings.limits),  # type: ignore[arg-type]
-            log_level="warning",
+            log_level=log_level,
             access_log=False,
             lifespan="on",
             ws="none",

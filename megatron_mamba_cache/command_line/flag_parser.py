@@ -1,0 +1,149 @@
+"""The parser of a command's flags, which a YAML file and the environment may set too."""
+
+import json
+import os
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import configargparse
+from typing_extensions import override
+
+from .flag_sources import PREFIX, SetFlag, SettableFlags, Value, first_name, variable_of
+from .suggestions import unknown_flag
+from .usage_error import UsageError
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+
+class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
+    """Parses flags; the command line overrides environment variables, which override the file of --config.
+
+    A mistake raises `UsageError`, so that the caller can report it in one line. `set_flags` of the parsed namespace
+    holds what the environment and the file set and the command line did not override.
+
+    Args:
+        first_word: Flag that a first word without dashes is the value of; None: there is none.
+    """
+
+    def __init__(self, *args: Any, first_word: str | None = None, **settings: Any) -> None:
+        super().__init__(
+            *args,
+            allow_abbrev=False,
+            auto_env_var_prefix=PREFIX,
+            add_env_var_help=False,
+            add_config_file_help=False,
+            config_file_parser_class=_FileReader,
+            config_file_open_func=lambda path: partial(self._read_file, Path(path)),
+            **settings,
+        )
+        self._first_word = first_word
+        self._of_file: dict[str, SetFlag] = {}
+        self._of_environment: dict[str, SetFlag] = {}
+
+    def add_config_argument(self, group: Any) -> None:
+        """Add --config to a group; without it neither a file nor a variable is read."""
+        group.add_argument(
+            "--config",
+            metavar="FILE.yaml",
+            is_config_file_arg=True,
+            env_var=variable_of("--config"),
+            help="a line for each flag, such as max-model-len: 8192",
+        )
+
+    @property
+    def settable(self) -> SettableFlags:
+        """The flags that a file or the environment may set."""
+        return SettableFlags(self._actions)
+
+    @override
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **_: Any
+    ) -> tuple[Namespace, list[str]]:
+        """Parse; see `ArgumentParser`.
+
+        Raises:
+            UsageError: For a mistake, naming the flag and what set it.
+        """
+        words = list(args) if args is not None else None
+        if self._first_word is not None and words and not words[0].startswith("-"):
+            words[:1] = [self._first_word, words[0]]
+        if not self._has_config():
+            return super().parse_known_args(words, namespace, env_vars={})
+        self._of_file, self._of_environment = {}, self.settable.of_environment(os.environ)
+        variables = {variable_of(name): _as_text(one.value) for name, one in self._of_environment.items()}
+        config = variable_of("--config")
+        variables |= {config: os.environ[config]} if os.environ.get(config) else {}
+        parsed, unknown = super().parse_known_args(words, namespace, env_vars=variables)
+        if unknown:
+            self._refuse(unknown)
+        parsed.set_flags = self._in_effect()
+        return parsed, unknown
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`."""
+        raise UsageError(placed(message.removeprefix("argument "), self._in_effect()))
+
+    def _read_file(self, path: Path) -> dict[str, Value]:
+        """Return what a file sets, as the library inserts it into the command line."""
+        self._of_file = self.settable.of_file(path)
+        return {name: one.value for name, one in self._of_file.items()}
+
+    def _in_effect(self) -> tuple[SetFlag, ...]:
+        """Return what the environment and the file set of the last parsed flags, unless it is overridden."""
+        found = []
+        for source, settings in self.get_source_to_settings_dict().items():
+            if source == "environment_variables":
+                by_name = self._of_environment
+            elif source.startswith("config_file"):
+                by_name = self._of_file
+            else:
+                continue
+            names = (first_name(action) for action, _ in settings.values())
+            found += [by_name[name] for name in names if name in by_name]
+        return tuple(found)
+
+    def _has_config(self) -> bool:
+        return any(action.dest == "config" for action in self._actions)
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        flag = next((word.split("=", 1)[0] for word in unknown if word.startswith("--")), None)
+        if flag is None:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        self.error(unknown_flag(flag, flags_of(self) - {"--help"}, self.prog))
+
+
+class _FileReader(configargparse.ConfigFileParser):  # type: ignore[misc]
+    """Reads the file of --config for the library, which takes this class and makes an object of it."""
+
+    @override
+    def parse(self, stream: Callable[[], dict[str, Value]]) -> OrderedDict[str, Value]:
+        return OrderedDict(stream())
+
+
+def flags_of(parser: Any) -> set[str]:
+    """Return the long flags of a parser and of the commands below it."""
+    flags: set[str] = set()
+    for action in parser._actions:
+        flags.update(option for option in action.option_strings if option.startswith("--"))
+        if isinstance(action.choices, Mapping):
+            flags.update(*map(flags_of, action.choices.values()))
+    return flags
+
+
+def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
+    """Put in front of a message where the flags that it is about were set, if not on the command line.
+
+    Flags after the first semicolon are advice.
+    """
+    named = set(_FLAG.findall(message.split(";", 1)[0]))
+    places = [one.place for one in set_flags if named.intersection(one.names) and one.place not in message]
+    return f"{' and '.join(places)}: {message}" if places else message
+
+
+def _as_text(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

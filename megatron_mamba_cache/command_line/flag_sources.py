@@ -1,0 +1,194 @@
+"""Flags that a YAML file or environment variables set, checked against the flags of a command."""
+
+import re
+from argparse import Action, BooleanOptionalAction
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .suggestions import nearest
+from .usage_error import UsageError
+
+PREFIX = "MAMBA_CACHE_"
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_NULLS = ("", "~", "null", "Null", "NULL")
+# Kubernetes sets such variables in each pod for a Service named mamba-cache.
+_OF_A_SERVICE = re.compile(rf"{PREFIX}(SERVICE_|PORT_\d)")
+_ADDRESS = re.compile(r"\w+://")
+
+Value = str | list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SetFlag:
+    """A flag that something other than the command line sets.
+
+    Args:
+        flag: As it is spelled there, such as "--block-size".
+        names: All names of the flag.
+        value: As argparse reads it; "true" or "false" of a flag without a value.
+        place: Names the variable, or the file, line and key.
+    """
+
+    flag: str
+    names: tuple[str, ...]
+    value: Value
+    place: str
+
+
+class SettableFlags:
+    """The flags of a command that a file or the environment may set, by each of their long names."""
+
+    def __init__(self, actions: Iterable[Action]) -> None:
+        self._actions = {
+            option.removeprefix("--"): action
+            for action in actions
+            if _is_settable(action)
+            for option in action.option_strings
+            if option.startswith("--")
+        }
+
+    def of_file(self, path: Path) -> dict[str, SetFlag]:
+        """Return what a YAML file sets, by the first long name of each flag, without dashes.
+
+        Raises:
+            UsageError: Naming the file and the line.
+        """
+        return self._collected(self._in_file(path))
+
+    def of_environment(self, environment: Mapping[str, str]) -> dict[str, SetFlag]:
+        """Return what environment variables set, likewise.
+
+        Raises:
+            UsageError: Naming the variable.
+        """
+        return self._collected(self._in_environment(environment))
+
+    def _in_file(self, path: Path) -> Iterator[SetFlag]:
+        for key, node in _entries(path):
+            place = f"{path}, line {key.start_mark.line + 1}"
+            name = str(key.value).removeprefix("--").replace("_", "-")
+            if name not in self._actions:
+                found = nearest(name, self._actions.keys())
+                advice = "" if found is None else f": did you mean {found}?"
+                raise UsageError(f"{place}: unknown key {key.value!r}{advice}")
+            value = _value_of(node, f"{place}: {key.value}")
+            if value is not None:
+                yield self._checked(name, value, f"{place} ({key.value})")
+
+    def _in_environment(self, environment: Mapping[str, str]) -> Iterator[SetFlag]:
+        for name, action in self._actions.items():
+            variable = variable_of(name)
+            text = environment.get(variable, "")
+            if text and not (variable.endswith("_PORT") and _ADDRESS.match(text)):
+                yield self._checked(name, _listed(text, variable) if _takes_list(action) else text, variable)
+
+    def _checked(self, name: str, value: Value, place: str) -> SetFlag:
+        action = self._actions[name]
+        flag = f"--{name}"
+        if isinstance(value, list):
+            if not _takes_list(action):
+                raise UsageError(f"{place}: {flag} takes one value, found a list of {len(value)}")
+            for item in value:
+                if item.startswith("--"):
+                    raise UsageError(f"{place}: {item!r} is a flag, not a value of {flag}")
+        elif action.nargs == 0:
+            value = _truth(value, place)
+            if isinstance(action, BooleanOptionalAction) and name.startswith("no-"):
+                value = "false" if value == "true" else "true"
+        return SetFlag(flag, tuple(action.option_strings), value, place)
+
+    def _collected(self, found: Iterable[SetFlag]) -> dict[str, SetFlag]:
+        collected: dict[str, SetFlag] = {}
+        for one in found:
+            first = first_name(self._actions[one.flag.removeprefix("--")])
+            if first in collected:
+                raise UsageError(f"{one.place} and {collected[first].place} set the same flag; keep one")
+            collected[first] = one
+        return collected
+
+
+def misspelled_variables(environment: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
+    """Yield a note for each variable that looks like that of a flag and is none.
+
+    Args:
+        known: Flags of all commands.
+    """
+    variables = {variable_of(flag) for flag in known}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in variables and not _OF_A_SERVICE.match(name):
+            found = nearest(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in variables])
+            if found is not None:
+                yield f"{name} sets no flag: did you mean {PREFIX}{found}?"
+
+
+def first_name(action: Action) -> str:
+    """Return the first long name of a flag, without its dashes."""
+    return next(option for option in action.option_strings if option.startswith("--")).removeprefix("--")
+
+
+def variable_of(flag: str) -> str:
+    """Return the environment variable of a flag, with or without its dashes."""
+    return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def _is_settable(action: Action) -> bool:
+    return action.dest not in ("help", "version", "config")
+
+
+def _takes_list(action: Action) -> bool:
+    """Return whether a flag may have several values: in one place, or by being given several times."""
+    return action.nargs in ("+", "*") or type(action).__name__ == "_AppendAction"
+
+
+def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Return the keys and values of a file's mapping; scalars keep the text that was written."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            root = yaml.compose(file, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise UsageError(f"--config {path}{line}: not YAML: {problem}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"--config {path}: needs lines of FLAG: VALUE, found a {root.id}")
+    return root.value
+
+
+def _value_of(node: yaml.Node, place: str) -> Value | None:
+    """Return the text of a value, or of each item of a list; None if it is empty."""
+    if isinstance(node, yaml.ScalarNode):
+        return None if _is_null(node) else str(node.value)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return [str(item.value) for item in node.value]
+    raise UsageError(f"{place} must be a value or a list of values, found a {node.id}")
+
+
+def _is_null(node: yaml.ScalarNode) -> bool:
+    return node.style is None and node.value in _NULLS
+
+
+def _listed(text: str, variable: str) -> list[str]:
+    """Return the items of a variable: a YAML list in brackets, or words as on the command line."""
+    if not text.startswith("["):
+        return text.split()
+    try:
+        value: Any = yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise UsageError(f"{variable} is {text!r}; it must be words, or a list: [first, second]")
+    return value
+
+
+def _truth(text: str, place: str) -> str:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise UsageError(f"{place} is {text!r}; it must be true or false")
+    return "true" if text.lower() in _TRUE else "false"
