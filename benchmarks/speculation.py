@@ -26,7 +26,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.command_line.arguments import EDITING, GREEDY
+from megatron_mamba_cache.command_line.commands import EDITING, GREEDY
 from megatron_mamba_cache.command_line.default_settings import default_settings
 from megatron_mamba_cache.command_line.device import select_device
 from megatron_mamba_cache.command_line.editing_sessions import editing_lines

@@ -3,8 +3,9 @@
 import sys
 from argparse import Namespace
 
-from .arguments import EDITING, GREEDY, check_generate_arguments, with_sampling
+from .arguments import check_generate_arguments, with_sampling
 from .built_in_prompts import built_in_lines
+from .commands import EDITING, GREEDY
 from .device import select_device
 from .editing_sessions import editing_lines
 from .launch import Launch

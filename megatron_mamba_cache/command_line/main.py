@@ -94,4 +94,24 @@ def _plan(arguments: Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"generate": _generate, "serve": _serve, "doctor": _doctor, "plan": _plan}
+def _chat(arguments: Namespace) -> int:
+    from .chat import chat
+
+    return chat(arguments)
+
+
+def _completion(arguments: Namespace) -> int:
+    from .completion import print_completion
+
+    print_completion(command_parser(), arguments.shell)
+    return 0
+
+
+_COMMANDS = {
+    "generate": _generate,
+    "serve": _serve,
+    "chat": _chat,
+    "plan": _plan,
+    "doctor": _doctor,
+    "completion": _completion,
+}

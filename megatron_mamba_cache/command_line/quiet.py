@@ -21,7 +21,7 @@ def quiet_libraries(level: str = "warning") -> Iterator[None]:
     own, others = logging.getLogger(_OWN), [logging.getLogger(name) for name in _OTHERS]
     loggers = [own, *others]
     levels = [logger.level for logger in loggers]
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     for logger in others:
         logger.setLevel(logging.DEBUG if shown == logging.DEBUG else logging.ERROR)
@@ -38,6 +38,18 @@ def quiet_libraries(level: str = "warning") -> Iterator[None]:
             logger.setLevel(before)
         own.removeHandler(handler)
         own.propagate = propagate
+
+
+class _StderrHandler(logging.Handler):
+    """Writes warnings to the current stderr, which only the first process of a launch shows; errors to the real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real = sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = self._real if record.levelno >= logging.ERROR else sys.stderr
+        print(self.format(record), file=stream, flush=True)
 
 
 @contextmanager

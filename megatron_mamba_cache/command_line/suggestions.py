@@ -26,7 +26,7 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--mamba-cache-dtype": "use --cached-state-dtype",
         "--mamba-ssm-cache-dtype": "use --cached-state-dtype",
         "--mamba-block-size": "use --block-size, for KV blocks and states",
-        "--mamba-cache-mode": "states are always cached, at the block boundaries that later prompts are likely to share",
+        "--mamba-cache-mode": "states are always cached, at block boundaries that later prompts are likely to share",
         "--speculative-config": "use --num-speculative-tokens and --drafter",
         "--enable-auto-tool-choice": "tools are always on; --tool-call-parser is auto by default",
         "--allowed-origins": "use --cors-origin, once for each",

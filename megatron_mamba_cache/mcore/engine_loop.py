@@ -26,7 +26,7 @@ class EngineLoop:
 
     @property
     def current(self) -> asyncio.AbstractEventLoop:
-        """The loop of new futures: that of `run_engine`, else the caller's, else the one that Megatron's engines share."""
+        """The loop of new futures: that of `run_engine`, else the caller's, else one that Megatron's engines share."""
         return self._loop or get_asyncio_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:

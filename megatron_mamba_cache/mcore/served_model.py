@@ -1,5 +1,6 @@
 """A model that runs over a `MambaCacheContext`: what it must be, and Megatron's wrapper around both."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,8 @@ from .expert_layer import check_expert_layers, exchange_of
 from .local_spec import LocalMambaStack
 from .model_reading import model_shape_of
 from .pipeline_stage import PipelineStage, Stage, WholeModel
+
+_LOG = logging.getLogger(__name__)
 
 
 class HybridInferenceWrapper(GPTInferenceWrapper):
@@ -102,6 +105,12 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
     Either is raised on all ranks, even if only one rank's part cannot be served.
     """
     on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages, longest))
+    if longest > model.max_sequence_length:
+        _LOG.warning(
+            "requests may have %d tokens, and the model was made for %d positions: replies beyond these may be noise; "
+            "set max_sequence_length (--max-model-len) to %d or less",
+            *(longest, model.max_sequence_length, model.max_sequence_length),
+        )
     return model_shape_of(model, ranks)
 
 

@@ -1,14 +1,19 @@
-"""Run a coordinator in its own process."""
+"""Run a coordinator in its own process, which is as quiet as this one."""
 
+import faulthandler
+import logging
 import multiprocessing
+import signal
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from .serving_coordinator import ServingCoordinator
 from .settings import RoutingSettings
+
+_LOGGERS = ("megatron", "torch", "megatron_mamba_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ def launch_coordinator(
     ready = context.Event()
     process = context.Process(
         target=_run,
-        args=(theirs, starter, ready, tokenizer, port, settings, num_replicas),
+        args=(_Quiet.of_this_process(), theirs, starter, ready, tokenizer, port, settings, num_replicas),
         name="inference-coordinator",
     )
     process.start()
@@ -72,7 +77,27 @@ def launch_coordinator(
     return LaunchedCoordinator(process, address, ready, presence)
 
 
+@dataclass(frozen=True, slots=True)
+class _Quiet:
+    """What a process leaves out of what libraries print."""
+
+    hides_warnings: bool
+    levels: tuple[int, ...]
+
+    @staticmethod
+    def of_this_process() -> "_Quiet":
+        hides_warnings = ("ignore", None, Warning, None, 0) in warnings.filters[:1]
+        return _Quiet(hides_warnings, tuple(logging.getLogger(name).level for name in _LOGGERS))
+
+    def apply(self) -> None:
+        if self.hides_warnings:
+            warnings.simplefilter("ignore")
+        for name, level in zip(_LOGGERS, self.levels, strict=True):
+            logging.getLogger(name).setLevel(level)
+
+
 def _run(
+    quiet: _Quiet,
     pipe: Connection,
     starter: Connection,
     ready: Event,
@@ -81,6 +106,11 @@ def _run(
     settings: RoutingSettings,
     num_replicas: int,
 ) -> None:
+    quiet.apply()
+    from .serving_coordinator import ServingCoordinator  # imports Megatron, which warns
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        faulthandler.unregister(number)  # Megatron prints a stack for signals, which end nothing here
     # Nothing is ever sent over `starter`: it becomes readable only when the other end closes.
     coordinator = ServingCoordinator(pipe, tokenizer, port, settings, num_replicas, starter.poll)
     try:

@@ -206,7 +206,7 @@ def test_an_error_of_a_step_inside_a_running_loop_is_raised_itself(monkeypatch: 
     async def serve() -> None:
         run = EngineRun.start(tiny_hybrid())
         monkeypatch.setattr(run.engine, "async_step", fail)
-        with pytest.raises(RuntimeError, match="^no room$"):
+        with pytest.raises(RuntimeError, match=r"^no room$"):
             run.engine.step_modern()
 
     asyncio.run(serve())

@@ -1,28 +1,139 @@
-"""The chat client of the examples, against the running server."""
+"""The chat command, against the running server and with one of its own."""
 
+import builtins
 import itertools
 import re
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+
+from megatron_mamba_cache.command_line.chat_client import ChatClient
+from megatron_mamba_cache.command_line.main import main
 from tests.command_line.command_runs import REPOSITORY, run_process
 from tests.server.running_server import RED, RunningServer
 
 _SHOWN = re.compile(r"\[(\d+) of (\d+) prompt tokens cached .* first token after \d+ ms, (\d+) tokens at")
+FIRST = r"# file: bridge.py\n" + r"import time\n" * 40 + "class Bridge"
+
+
+def chat(server: RunningServer, *flags: str) -> int:
+    settings = ("--max-tokens", "20", "--seed", "1", "--temperature", "0.9")
+    return main(["chat", "--url", server.url, "--api-key", RED, *settings, *flags])
+
+
+def typing(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """Type lines, or raise what `input` raises."""
+    left: Iterator[Any] = iter(lines)
+
+    def typed(_prompt: str) -> str:
+        line = next(left)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(builtins, "input", typed)
+
+
+def turns_in(text: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, found)) for found in _SHOWN.findall(text)]
 
 
 def test_each_turn_shows_what_was_cached_of_the_turns_before(server: RunningServer) -> None:
-    first = r"# file: bridge.py\n" + r"import time\n" * 40 + "class Bridge"
-    turns = ("--say", first, "--say", r"\n\n\nclass Quay", "--say", r"\n\n\ndef main")
+    turns = ("--say", FIRST, "--say", r"\n\n\nclass Quay", "--say", r"\n\n\ndef main")
     script = REPOSITORY / "examples" / "chat_session.py"
     flags = ("--url", f"{server.url}/v1", "--api-key", RED, "--max-tokens", 60, "--seed", 1)
     done = run_process(script, *flags, *turns, cwd=REPOSITORY)
     assert done.status == 0, done.stderr
-    shown = [tuple(map(int, found)) for found in _SHOWN.findall(done.stdout)]
+    shown = turns_in(done.stdout)
     assert len(shown) == 3 and shown[0][0] == 0
     for (_, prompt, generated), (cached, _, _) in itertools.pairwise(shown):
         assert cached >= prompt + generated - 2 * 64
 
 
-def test_an_endpoint_that_is_not_there_is_named() -> None:
-    done = run_process(REPOSITORY / "examples" / "chat_session.py", "--url", "http://127.0.0.1:9/v1", cwd=REPOSITORY)
-    assert done.status == 1 and "http://127.0.0.1:9/v1" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_clear_forgets_the_conversation_but_not_its_instructions(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing(monkeypatch, "def a", "", "def b", "/clear", "def a", "/help", "/quit", "def never")
+    assert chat(server, "--system", "import os") == 0
+    shown = turns_in(capsys.readouterr().out)
+    prompts = [prompt for _, prompt, _ in shown]
+    assert len(shown) == 3 and prompts[0] == prompts[2] < prompts[1]
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_the_end_of_the_input_ends_the_chat(
+    end: type[BaseException],
+    server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    typing(monkeypatch, "def a", end)
+    assert chat(server) == 0
+    assert len(turns_in(capsys.readouterr().out)) == 1
+
+
+def test_an_interrupted_reply_stays_in_the_conversation_and_is_cancelled(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = ChatClient.stream
+    lengths: list[int] = []
+
+    def interrupted(self: ChatClient, turn: Any, model: str, messages: Any, settings: Any) -> Iterator[str]:
+        lengths.append(len(messages))
+        for count, part in enumerate(stream(self, turn, model, messages, settings)):
+            yield part
+            if len(lengths) == 1 and count == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChatClient, "stream", interrupted)
+    assert chat(server, "--max-tokens", "2000", "--say", "def a", "--say", "/clear", "--say", "def b") == 0
+    assert "interrupted]" in capsys.readouterr().out
+    assert lengths == [1, 1]
+    server.assert_nothing_held()
+
+
+def test_a_refused_turn_is_left_out_and_ends_a_chat_that_nobody_types(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing(monkeypatch, "x " * 9000, "def a", "/quit")
+    assert chat(server) == 0
+    captured = capsys.readouterr()
+    assert f"{server.url}: 400: " in captured.err and len(turns_in(captured.out)) == 1
+    assert chat(server, "--say", "x " * 9000) == 1
+    assert main(["chat", "--url", server.url, "--api-key", "wrong", "--say", "x"]) == 1
+    assert f"{server.url}: 401: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--url", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9: Connection refused\n"),
+        ([], "http://127.0.0.1:5000: Connection refused; start one with mamba-cache serve"),
+    ],
+)
+def test_an_endpoint_that_is_not_there_is_named(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_mamba_cache.command_line.chat.DEFAULT_URL", "http://127.0.0.1:9")
+    assert main(["chat", *flags]) == 1
+    assert words.replace("5000", "9") in capsys.readouterr().err
+
+
+def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://a", "--random-model"]) == 2
+    assert main(["chat", "--url", "a:5000"]) == 2
+    assert capsys.readouterr().err.count("--url") == 2
+
+
+@pytest.mark.long
+def test_a_chat_starts_a_server_for_a_model_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBA_CACHE_CONFIG", "")
+    done = run_process(
+        "-m", "megatron_mamba_cache", "chat", "--random-model", "--device", "cpu", "--max-tokens", 3, "--say", "a",
+        cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.status == 0, done.stderr
+    assert len(turns_in(done.stdout)) == 1 and done.stderr == ""
+    bad = run_process("-m", "megatron_mamba_cache", "chat", "--model", "no-folder", "--say", "a", cwd=REPOSITORY)
+    assert bad.status == 2 and "--hf-model: no-folder is no directory" in bad.stderr

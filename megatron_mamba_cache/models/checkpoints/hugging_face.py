@@ -9,7 +9,6 @@ from types import ModuleType
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
-from tqdm import tqdm
 
 from ...installation import install_command
 from ..architecture import HybridArchitecture
@@ -19,6 +18,7 @@ from ..parameter_shapes import filled_of
 from ..placement import ModelFiller, Placements, stored_shape
 from ..rank_part import EMBEDDINGS, RankPart
 from .checkpoint_config import CheckpointConfig
+from .loading_progress import loading_progress
 from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_mtp
 from .quantized_checkpoints import check_not_quantized
 from .safetensors_files import SafetensorsFiles
@@ -162,14 +162,14 @@ def naming_source(source: str | Path) -> Iterator[None]:
 
 def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) -> None:
     wanted = {name for name in names if filler.wants(name)}
-    with tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None) as progress:
+    with loading_progress(len(wanted)) as advance:
         for name, tensor in files.tensors(wanted):
             try:
                 filler.fill(name, tensor)
             except ValueError as error:
                 raise ValueError(f"{files.names[name]}: {error}") from error
             del tensor  # otherwise two are held while the next one is read
-            progress.update()
+            advance()
 
 
 def listed(names: Sequence[str]) -> str:

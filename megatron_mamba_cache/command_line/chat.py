@@ -1,0 +1,109 @@
+"""The chat command: a conversation in the terminal that shows what each turn skipped."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+
+from .chat_client import DEFAULT_URL, ChatClient, ChatError, Message, Turn
+from .own_server import own_server
+from .usage_error import UsageError
+
+_HELP = r"/clear forgets the conversation, /quit ends; \n is a line break; Ctrl-C ends a reply"
+EXIT_FAILED = 1
+
+
+def chat(arguments: Namespace) -> int:
+    """Chat until the input ends; return the exit status.
+
+    Raises:
+        UsageError: On a bad flag.
+    """
+    names_model = arguments.hf_model or arguments.load or arguments.random_model
+    starts_own = arguments.url is None and bool(names_model)
+    if arguments.url is not None and (arguments.load or arguments.random_model):
+        raise UsageError("--url: a running server has its model; leave --load and --random-model out")
+    try:
+        with _server_of(arguments, starts_own) as url:
+            client = ChatClient(url, arguments.api_key)
+            name = None if starts_own else arguments.hf_model
+            return Chat(client, name or client.first_model(), arguments).run()
+    except ChatError as error:
+        advice = "" if arguments.url or starts_own else "; start one with mamba-cache serve, or here with --model"
+        print(f"{error}{advice}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+class Chat:
+    """A conversation with one model."""
+
+    def __init__(self, client: ChatClient, model: str, arguments: Namespace) -> None:
+        self._client = client
+        self._model = model
+        self._settings = {
+            name: getattr(arguments, name)
+            for name in ("max_tokens", "temperature", "seed")
+            if getattr(arguments, name) is not None
+        }
+        self._start: list[Message] = []
+        if arguments.system is not None:
+            self._start.append({"role": "system", "content": arguments.system})
+        self._messages = list(self._start)
+        self._said: list[str] | None = arguments.say or None
+
+    def run(self) -> int:
+        """Take turns until the input ends; a turn that the server refuses is left out of the conversation.
+
+        Raises:
+            ChatError: If a turn fails that was given by a flag.
+        """
+        if self._said is None:
+            print(f"{self._model} at {self._client.url}: {_HELP}")
+        for line in self._typed() if self._said is None else self._said:
+            if line == "/quit":
+                break
+            if line == "/clear":
+                self._messages = list(self._start)
+            elif line == "/help":
+                print(_HELP)
+            elif line:
+                self._turn(line.replace("\\n", "\n"))
+        return 0
+
+    def _turn(self, text: str) -> None:
+        self._messages.append({"role": "user", "content": text})
+        turn = Turn()
+        try:
+            with closing(self._client.stream(turn, self._model, self._messages, self._settings)) as parts:
+                for part in parts:
+                    print(part, end="", flush=True)
+        except KeyboardInterrupt:
+            turn.finish_reason = "interrupted"
+        except ChatError as error:
+            self._messages.pop()
+            if self._said is not None:
+                raise
+            print(f"\n{error}", file=sys.stderr)
+            return
+        self._messages.append({"role": "assistant", "content": turn.text})
+        print(f"\n{turn}", flush=True)
+
+    def _typed(self) -> Iterator[str]:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives `input` history and cursor keys
+        while True:
+            try:
+                yield input("\n> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+
+
+@contextmanager
+def _server_of(arguments: Namespace, starts_own: bool) -> Iterator[str]:
+    """Yield the URL of the server, started here and stopped afterwards if the flags name a model to load."""
+    if not starts_own:
+        yield arguments.url or DEFAULT_URL
+        return
+    with own_server(arguments) as url:
+        yield url

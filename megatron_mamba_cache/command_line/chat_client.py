@@ -1,0 +1,132 @@
+"""One turn of a chat with a server of OpenAI's API, streamed, and what it took."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from .usage_error import UsageError
+
+DEFAULT_URL = "http://127.0.0.1:5000"
+_CONNECT_S = 600.0  # a first reply may wait for kernels to compile
+Message = Mapping[str, str]
+
+
+class ChatError(Exception):
+    """A request that the server refused or could not answer; the message is one line."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One reply: its text so far and what it took.
+
+    Args:
+        first_token_s: Seconds until the first text; None if there is none.
+    """
+
+    text: str = ""
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    first_token_s: float | None = None
+    seconds: float = 0.0
+    finish_reason: str = "cut off"
+
+    def __str__(self) -> str:
+        prompt, generated = (self.usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
+        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        share = 100 * cached / prompt if prompt else 0.0
+        first = "no token" if self.first_token_s is None else f"first token after {1000 * self.first_token_s:.0f} ms"
+        rate = generated / self.seconds if self.seconds else 0.0
+        return (
+            f"[{cached} of {prompt} prompt tokens cached ({share:.0f} %), {first}, {generated} tokens at {rate:.0f}/s, "
+            f"{self.finish_reason}]"
+        )
+
+
+class ChatClient:
+    """Talks to a server.
+
+    Args:
+        url: With or without the /v1 at its end.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--url is {url!r}; it must begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def first_model(self) -> str:
+        """Return the name of the first model that the server has.
+
+        Raises:
+            ChatError: If it cannot be reached, or refuses.
+        """
+        with closing(self._open("/v1/models", None)) as reply:
+            models = json.load(reply).get("data") or []
+        if not models:
+            raise ChatError(f"{self.url} lists no model; name one with --model")
+        return str(models[0]["id"])
+
+    def stream(self, turn: Turn, model: str, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reply's text as it comes, and note in `turn` what it took; closing this cancels the reply.
+
+        Raises:
+            ChatError: If the server cannot be reached, refuses or fails.
+        """
+        start = time.perf_counter()
+        body = {"model": model, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+        with closing(self._open("/v1/chat/completions", body | dict(settings))) as reply:
+            try:
+                for text in map(lambda event: _note(turn, event), _events(reply)):
+                    if text and turn.first_token_s is None:
+                        turn.first_token_s = time.perf_counter() - start
+                    yield text
+            except (OSError, HTTPException) as error:
+                raise ChatError(f"{self.url}: the connection broke: {error}") from error
+            finally:
+                turn.seconds = time.perf_counter() - start
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url + path, data, {"Content-Type": "application/json", **self._key})
+        try:
+            return urlopen(request, timeout=_CONNECT_S)
+        except HTTPError as error:
+            raise ChatError(f"{self.url}: {error.code}: {_message_of(error)}") from error
+        except (URLError, OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ChatError(f"{self.url}: {getattr(reason, 'strerror', None) or reason}") from error
+
+
+def _events(reply: Any) -> Iterator[dict[str, Any]]:
+    for line in reply:
+        text = line.decode("utf-8").strip()
+        if text.startswith("data:") and text != "data: [DONE]":
+            yield json.loads(text.removeprefix("data:"))
+
+
+def _note(turn: Turn, event: Mapping[str, Any]) -> str:
+    """Note what an event of the stream says; return its text."""
+    if event.get("error"):
+        raise ChatError(str(event["error"].get("message", event["error"])))
+    turn.usage = event.get("usage") or turn.usage
+    shown = ""
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta") or {}
+        content = delta.get("content") or ""
+        turn.text += content
+        shown += (delta.get("reasoning_content") or delta.get("reasoning") or "") + content
+        turn.finish_reason = choice.get("finish_reason") or turn.finish_reason
+    return shown
+
+
+def _message_of(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return error.reason

@@ -1,0 +1,180 @@
+"""The commands, and the flags of each. Imports neither torch nor megatron."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
+
+from ..config import CacheConfig
+from .chat_client import DEFAULT_URL
+from .completion import SHELLS
+from .coordinator_access import add_coordinator_arguments
+from .default_settings import DEFAULTS_IN_WORDS
+from .flag_parser import FlagParser
+from .flag_sources import variable_of
+from .model_choice import MODEL_FLAGS
+from .plan_arguments import add_plan_arguments
+from .quiet import LEVELS
+from .server_arguments import add_server_arguments
+
+GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
+EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
+"""For the built-in editing sessions: a small model that always takes the likeliest token soon repeats itself."""
+
+_SAMPLING_IN_WORDS = (
+    f"With no flag of temperature, top-k and top-p, the built-in editing sessions are sampled with temperature "
+    f"{EDITING['temperature']} and top-k {EDITING['top_k']}, and everything else is greedy."
+)
+
+_PROCESSES_IN_WORDS = (
+    "Started by torchrun, processes share a model, and those that are left hold others like it: sessions, and lines "
+    "without one, are dealt out to these in turn. The first process prints and writes for all. Memory flags count for "
+    "each process."
+)
+
+_REPLICAS_IN_WORDS = (
+    "Started by torchrun, processes share a model, and those that are left are replicas behind a coordinator; the "
+    "first process serves. Memory flags count for each process."
+)
+
+DRAFTERS = ("prompt-lookup", "draft-model")
+
+_SOURCES_IN_WORDS = (
+    f"Each flag may be set by an environment variable too, as --max-model-len by {variable_of('--max-model-len')}, or "
+    "in the file of --config. The command line overrides the environment, which overrides the file."
+)
+
+
+def _add_generate_arguments(parser: ArgumentParser) -> None:
+    _add_model_arguments(parser)
+    prompts = parser.add_argument_group("prompts and results")
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help='an object a line: {"prompt": str} or {"prompt_tokens": [int]}, optional "num_tokens_to_generate", '
+        '"session" (lines of one session run one after another)',
+    )
+    prompts.add_argument("--output-path", metavar="FILE.json", help="write requests and a summary there")
+    _add_sampling_arguments(parser.add_argument_group("sampling", _SAMPLING_IN_WORDS))
+    _add_engine_arguments(parser, _PROCESSES_IN_WORDS)
+
+
+def _add_serve_arguments(parser: ArgumentParser) -> None:
+    _add_model_arguments(parser)
+    add_server_arguments(parser)
+    add_coordinator_arguments(parser)
+    _add_engine_arguments(parser, _REPLICAS_IN_WORDS)
+
+
+def _add_doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(*MODEL_FLAGS, metavar="DIR", help="also say what this model needs; its weights are not read")
+
+
+def _add_chat_arguments(parser: ArgumentParser) -> None:
+    _add_model_arguments(parser)
+    _add_machine_arguments(parser)
+    add = parser.add_argument_group("chat").add_argument
+    add("--url", help=f"server to talk to (default: {DEFAULT_URL}, unless a flag names a model to start one for)")
+    add("--api-key", metavar="KEY", help="of the server (default: none)")
+    add("--system", metavar="TEXT", help="instructions in front of the conversation")
+    add("--max-tokens", type=int, metavar="N", help="of a reply (default: 512)", default=512)
+    add("--temperature", type=float, metavar="T", help="default: the server's")
+    add("--seed", type=int, metavar="S", help="of the sampling (default: any)")
+    add("--say", action="append", metavar="TEXT", help="a turn, instead of typing; may be given several times")
+
+
+def _add_completion_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="whose script is printed")
+
+
+def add_common_arguments(parser: FlagParser) -> None:
+    """Add the flags that all commands have."""
+    group = parser.add_argument_group("settings", _SOURCES_IN_WORDS)
+    level = "least severity of log messages; debug shows those of megatron-core and torch too (default: warning)"
+    group.add_argument("--log-level", choices=LEVELS, default="warning", help=level)
+    parser.add_config_argument(group)
+
+
+def _add_model_arguments(parser: ArgumentParser) -> None:
+    model = parser.add_argument_group("model").add_mutually_exclusive_group()
+    model.add_argument(*MODEL_FLAGS, metavar="NAME_OR_DIR", help="Hugging Face directory, or a hub name: OWNER/NAME")
+    model.add_argument(
+        "--load",
+        metavar="DIR",
+        help="Megatron distributed checkpoint directory (torch_dist), written by this package or by Megatron-LM's "
+        "training: of one iteration, or of the run, whose latest is taken",
+    )
+    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
+
+
+def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:
+    _add_machine_arguments(parser)
+    _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
+    cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
+    CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
+    drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")
+    drafts.add_argument("--drafter", choices=DRAFTERS, help="what proposes tokens (default: prompt-lookup)")
+    drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
+
+
+def _add_machine_arguments(parser: ArgumentParser) -> None:
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    machine.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="of the weights (default: on a GPU that of the checkpoint, on a CPU and for the built-in models fp32)",
+    )
+
+
+def _add_parallel_arguments(group: object) -> None:
+    add = group.add_argument  # type: ignore[attr-defined]
+    for kind, shared in (("tensor", "layers"), ("pipeline", "depth"), ("expert", "experts")):
+        flag, text = f"--{kind}-model-parallel-size", f"processes that share a model's {shared} (default: 1)"
+        add(flag, type=int, default=1, metavar="N", help=text)
+
+
+def _add_sampling_arguments(group: object) -> None:
+    add = group.add_argument  # type: ignore[attr-defined]
+    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="where a line says none (default: 64)")
+    add("--temperature", type=float, metavar="T", help="default: 1.0; 0 is greedy")
+    add("--top-k", type=int, metavar="K", help="default: 1, which is greedy; 0 is off")
+    add("--top-p", type=float, metavar="P", help="default: 0, which is off")
+    add("--seed", type=int, default=0, metavar="S", help="of the sampling (default: 0)")
+
+
+COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
+    "generate": (
+        "generate text for prompts",
+        "Generate text for prompts. Without --prompts: for built-in ones, then once more without the cache, to "
+        "compare. Without a model: with the small one of Python source that ships.",
+        _add_generate_arguments,
+    ),
+    "serve": (
+        "serve OpenAI's API over HTTP",
+        "Serve OpenAI's completions and chat completions over HTTP, with the prefix cache. The model may be the first "
+        "word: mamba-cache serve NAME_OR_DIR. Without one: the small model of Python source that ships.",
+        _add_serve_arguments,
+    ),
+    "chat": (
+        "chat in the terminal with a server",
+        "Chat in the terminal with a server of OpenAI's API. Each turn shows its cached prompt tokens and the time to "
+        "its first token. With a model and no --url: with a server that is started here, and ends with the chat.",
+        _add_chat_arguments,
+    ),
+    "completion": (
+        "print a script that completes commands and flags in a shell",
+        "Print a script that completes commands and flags in a shell: source <(mamba-cache completion bash).",
+        _add_completion_arguments,
+    ),
+    "doctor": (
+        "print device, versions and the kernels in use",
+        "Print device, versions and the kernels in use.",
+        _add_doctor_arguments,
+    ),
+    "plan": (
+        "print what caches of several sizes would save on a recorded load",
+        "Replay a recorded load through the cache's policy, without a model and a GPU, and print the prompt tokens "
+        "that a cache of each size would have skipped.",
+        add_plan_arguments,
+    ),
+}
+"""Each command: its line in the help, its description and what adds its flags."""
