@@ -19,10 +19,9 @@ def chat(arguments: Namespace) -> int:
     Raises:
         UsageError: On a bad flag.
     """
-    names_model = arguments.hf_model or arguments.load or arguments.random_model
-    starts_own = arguments.url is None and bool(names_model)
-    if arguments.url is not None and (arguments.load or arguments.random_model):
-        raise UsageError("--url: a running server has its model; leave --load and --random-model out")
+    starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
+    if arguments.url is not None and arguments.load is not None:
+        raise UsageError("--url: a running server has its model; leave --load out")
     try:
         with _server_of(arguments, starts_own) as url:
             client = ChatClient(url, arguments.api_key)

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..config import CacheConfig
 from .chat_client import DEFAULT_URL
@@ -69,7 +70,7 @@ def _add_doctor_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_chat_arguments(parser: ArgumentParser) -> None:
-    _add_model_arguments(parser)
+    _add_directory_arguments(parser)
     _add_machine_arguments(parser)
     add = parser.add_argument_group("chat").add_argument
     add("--url", help=f"server to talk to (default: {DEFAULT_URL}, unless a flag names a model to start one for)")
@@ -94,6 +95,11 @@ def add_common_arguments(parser: FlagParser) -> None:
 
 
 def _add_model_arguments(parser: ArgumentParser) -> None:
+    model = _add_directory_arguments(parser)
+    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
+
+
+def _add_directory_arguments(parser: ArgumentParser) -> Any:
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
     model.add_argument(*MODEL_FLAGS, metavar="NAME_OR_DIR", help="Hugging Face directory, or a hub name: OWNER/NAME")
     model.add_argument(
@@ -102,7 +108,7 @@ def _add_model_arguments(parser: ArgumentParser) -> None:
         help="Megatron distributed checkpoint directory (torch_dist), written by this package or by Megatron-LM's "
         "training: of one iteration, or of the run, whose latest is taken",
     )
-    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
+    return model
 
 
 def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:

@@ -54,4 +54,4 @@ def _flags(arguments: Namespace) -> list[str]:
         ("--api-key", arguments.api_key),
     ):
         flags += [] if value is None else [flag, value]
-    return [*flags, "--random-model"] if arguments.random_model else flags
+    return flags

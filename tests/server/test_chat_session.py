@@ -3,13 +3,16 @@
 import builtins
 import itertools
 import re
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from megatron_mamba_cache.command_line.chat_client import ChatClient
 from megatron_mamba_cache.command_line.main import main
+from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from tests.command_line.command_runs import REPOSITORY, run_process
 from tests.server.running_server import RED, RunningServer
 
@@ -77,20 +80,23 @@ def test_an_interrupted_reply_stays_in_the_conversation_and_is_cancelled(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = ChatClient.stream
-    lengths: list[int] = []
+    asked: list[list[str]] = []
 
     def interrupted(self: ChatClient, turn: Any, model: str, messages: Any, settings: Any) -> Iterator[str]:
-        lengths.append(len(messages))
-        for count, part in enumerate(stream(self, turn, model, messages, settings)):
-            yield part
-            if len(lengths) == 1 and count == 3:
-                raise KeyboardInterrupt
+        asked.append([message["content"] for message in messages])
+        with closing(stream(self, turn, model, messages, settings)) as parts:
+            for count, part in enumerate(parts):
+                yield part
+                if count == 3:
+                    raise KeyboardInterrupt
 
     monkeypatch.setattr(ChatClient, "stream", interrupted)
-    assert chat(server, "--max-tokens", "2000", "--say", "def a", "--say", "/clear", "--say", "def b") == 0
-    assert "interrupted]" in capsys.readouterr().out
-    assert lengths == [1, 1]
+    began = time.monotonic()
+    assert chat(server, "--max-tokens", "3000", "--say", "def a", "--say", "def b") == 0
+    assert capsys.readouterr().out.count("interrupted]") == 2
+    assert [len(contents) for contents in asked] == [1, 3] and asked[1][1]
     server.assert_nothing_held()
+    assert time.monotonic() - began < 15  # the whole replies would take a minute
 
 
 def test_a_refused_turn_is_left_out_and_ends_a_chat_that_nobody_types(
@@ -121,7 +127,7 @@ def test_an_endpoint_that_is_not_there_is_named(
 
 
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", "http://a", "--random-model"]) == 2
+    assert main(["chat", "--url", "http://a", "--load", "x"]) == 2
     assert main(["chat", "--url", "a:5000"]) == 2
     assert capsys.readouterr().err.count("--url") == 2
 
@@ -129,10 +135,8 @@ def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixt
 @pytest.mark.long
 def test_a_chat_starts_a_server_for_a_model_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAMBA_CACHE_CONFIG", "")
-    done = run_process(
-        "-m", "megatron_mamba_cache", "chat", "--random-model", "--device", "cpu", "--max-tokens", 3, "--say", "a",
-        cwd=REPOSITORY,
-    )  # fmt: skip
+    flags = ("--model", SHIPPED_MODEL, "--device", "cpu", "--max-tokens", 3, "--say", "a")
+    done = run_process("-m", "megatron_mamba_cache", "chat", *flags, cwd=REPOSITORY)
     assert done.status == 0, done.stderr
     assert len(turns_in(done.stdout)) == 1 and done.stderr == ""
     bad = run_process("-m", "megatron_mamba_cache", "chat", "--model", "no-folder", "--say", "a", cwd=REPOSITORY)
