@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from ..installation import EXTRAS, install_command, unmet_requirements
 from .model_choice import has_shipped_model
@@ -72,16 +73,35 @@ _UNUSED = {
 _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
-def print_diagnosis(log_level: str = "warning") -> bool:
-    """Print device, versions, kernels, extras and optional packages; return whether the package can be used.
+def print_diagnosis(model: str | None = None, log_level: str = "warning") -> bool:
+    """Print device, versions, kernels, extras and optional packages; return whether package and model can be used.
 
     A missing piece is a line, never an exception.
+
+    Args:
+        model: Directory of a model to describe too; None: there is none.
     """
     with quiet_libraries(log_level):
         obstacle = _obstacle()
         for line in _diagnosis(obstacle):
             print(line)
-    return obstacle is None
+        found = None if model is None else _model(Path(model))
+    if found is not None:
+        print(f"\nmodel              {found.line}")
+    return obstacle is None and (found is None or found.can_be_used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    line: str
+    can_be_used: bool
+
+
+def _model(directory: Path) -> _Model:
+    try:
+        return _Model(import_module(".diagnosed_model", __package__).model_needs(directory), True)
+    except Exception as error:  # a broken installation raises anything
+        return _Model(f"cannot be used: {_one_line(error)}", False)
 
 
 def _diagnosis(obstacle: str | None) -> Iterator[str]:

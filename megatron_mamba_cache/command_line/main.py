@@ -84,7 +84,7 @@ def _serve(arguments: Namespace) -> int:
 def _doctor(arguments: Namespace) -> int:
     from .doctor import print_diagnosis
 
-    return 0 if print_diagnosis(arguments.log_level) else 1
+    return 0 if print_diagnosis(arguments.hf_model, arguments.log_level) else 1
 
 
 def _plan(arguments: Namespace) -> int:

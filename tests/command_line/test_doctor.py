@@ -14,6 +14,7 @@ from megatron_mamba_cache import installation
 from megatron_mamba_cache.command_line import doctor
 from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
 from megatron_mamba_cache.command_line.main import main
+from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.kernels.attention import choice, flashinfer_compiler
 from tests.command_line.command_runs import needs_installation, run_process
 
@@ -158,3 +159,16 @@ def test_serve_without_its_extra_says_how_to_install_it(
     assert main(["serve"]) == 2
     told = "serve needs fastapi, which is not installed: pip install 'megatron-mamba-cache[server]'"
     assert capsys.readouterr().err == f"mamba-cache: error: {told}\n"
+
+
+@pytest.mark.parametrize("flag", ["--model", "--hf-model"])
+def test_doctor_says_what_a_model_needs(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", flag, str(SHIPPED_MODEL)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model  "))
+    assert f"{SHIPPED_MODEL}: layers M-M*-M-M*-M-M*-, 4,096 positions, SSM chunk of 64 tokens; " in line
+
+
+def test_doctor_fails_for_a_model_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    assert "\nmodel              cannot be used: ValueError: " in capsys.readouterr().out

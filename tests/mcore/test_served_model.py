@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.mcore.served_model import check_served
 from megatron_mamba_cache.ranks.group import OneRank
-from tests.mcore.engine_runs import tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, tiny_hybrid
 
 
 class FirstOfTwoStages(OneRank):
@@ -40,3 +41,16 @@ def test_fp32_residuals_that_a_layer_or_stage_would_hand_on_as_bf16_are_refused(
 def test_fp32_residuals_are_served_where_all_is_fp32(ranks: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with_fp32_residuals(torch.float32, monkeypatch)
     assert check_served(model, ranks, 512).params_dtype is torch.float32
+
+
+@pytest.mark.parametrize(("length", "num_warnings"), [(512, 0), (4096, 0), (4097, 1), (100_000, 1)])
+def test_a_length_beyond_the_model_s_positions_is_served_with_one_warning(
+    length: int, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = {"buffer_size_gb": 0.1, "prefix_caching_mamba_gb": 0.01}
+    config = CacheConfig(block_size_tokens=64, max_sequence_length=length, **memory)
+    run = EngineRun.start(tiny_hybrid(), config)
+    found = [record.getMessage() for record in caplog.records if "positions" in record.getMessage()]
+    assert len(found) == num_warnings
+    assert all(f"requests may have {length} tokens, and the model was made for 4096 positions" in one for one in found)
+    assert run.run(0, [1, 2, 3], 4) >= 0
