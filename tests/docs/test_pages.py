@@ -12,6 +12,7 @@ import pytest
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.arguments import command_parser
+from megatron_mamba_cache.command_line.suggestions import VLLM_FLAGS
 from megatron_mamba_cache.config import FLAGS
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from tests.docs.blocks import REPOSITORY, pages
@@ -25,6 +26,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {
     "docker": {"--file", "--gpus", "--publish", "--shm-size", "--tag", "--volume"},
     "kubectl": {"--filename", "--from-file"},
+    "vLLM": set(VLLM_FLAGS),
+    "lm_eval": {"--tasks"},
     "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
     "the scripts in benchmarks/": {
         "--loads",
