@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -72,7 +72,9 @@ class ChatClient:
             raise ChatError(f"{self.url} lists no model; name one with --model")
         return str(models[0]["id"])
 
-    def stream(self, turn: Turn, model: str, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[str]:
+    def stream(
+        self, turn: Turn, model: str, messages: Sequence[Message], settings: Mapping[str, Any]
+    ) -> Generator[str, None, None]:
         """Yield a reply's text as it comes, and note in `turn` what it took; closing this cancels the reply.
 
         Raises:

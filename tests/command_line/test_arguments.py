@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mamba_cache.command_line.arguments import EDITING, command_parser, with_sampling
+from megatron_mamba_cache.command_line.arguments import command_parser, with_sampling
+from megatron_mamba_cache.command_line.commands import EDITING
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.config import FLAGS
 from tests.command_line.command_runs import REPOSITORY, needs_installation, run_here, run_process

@@ -8,7 +8,7 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache.command_line.arguments import EDITING
+from megatron_mamba_cache.command_line.commands import EDITING
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
