@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..errors import CacheError
+from .raised_error import RaisedError
 
 Result = TypeVar("Result")
 
@@ -66,21 +66,38 @@ class OneRank:
 
 
 def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
-    """Return what each rank computes for itself; if one fails, raise on all, so that none waits for it.
+    """Return what each rank computes for itself; if one fails, raise the same error on all, so that no rank waits.
 
     Raises:
-        ValueError, TypeError, CacheError: What this rank raised, else what the first failed rank did, with its number.
+        Exception: What the first failed rank raised, with a note of its number. An error of a type that is neither a
+            builtin nor this package's, or that another rank cannot make, is a `RuntimeError` that names the type.
     """
     error: Exception | None = None
     try:
         result = compute()
-    except (ValueError, TypeError, CacheError) as found:
+    except Exception as found:
         error = found
-    errors = ranks.gather(None if error is None else (type(error), str(error)))
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(errors):
-        if failure is not None:
-            kind, message = failure
-            raise kind(f"on rank {rank} of the model: {message}")
-    return result
+    if ranks.num_ranks == 1:
+        if error is not None:
+            raise error
+        return result
+    raised = ranks.gather(None if error is None else RaisedError.of(error))
+    failed = next((rank for rank, found in enumerate(raised) if found is not None), None)
+    if failed is None:
+        return result
+    raise _shared_error(ranks, failed, raised[failed], error)
+
+
+def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exception | None) -> Exception:
+    """Return the error of one rank as all of them raise it."""
+    shared = raised.rebuilt()
+    is_known = ranks.all_hold(shared is not None)
+    if shared is None or not is_known:
+        shared = raised.renamed()
+    if ranks.index == failed and mine is not None:
+        if is_known:
+            shared = mine
+        else:
+            shared.__cause__ = mine
+    shared.add_note(f"raised on rank {failed} of the model")
+    return shared

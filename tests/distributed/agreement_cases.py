@@ -1,6 +1,7 @@
 """On a rank: what ranks agree on, and how they learn that they have parted."""
 
 from dataclasses import replace
+from json import JSONDecodeError
 from unittest.mock import Mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.config import SPLIT, CacheConfig
-from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
+from megatron_mamba_cache.errors import CacheBudgetError, CacheCapacityError, CacheIntegrityError, HostBudgetError
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.step import memory as cache_memory
 from megatron_mamba_cache.step import runner as runner_module
@@ -76,7 +77,7 @@ def error_of_one_rank(layout: Layout, fault: str) -> str:
                 patch.setattr(owner, name, Mock(side_effect=error))
         try:
             build_engine(model, cache_config(subject.sizes))
-        except (CacheCapacityError, TypeError, ValueError) as error:
+        except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "none"
 
@@ -85,6 +86,10 @@ FAULTS_OF_ONE_RANK = {
     "the part's modules": (model_reading, "_part_of", ValueError("planted")),
     "attention": (cache_memory, "choose_attention", ValueError("planted")),
     "states": (cache_memory, "separate_tensors", RuntimeError("can't allocate memory")),
+    "a budget": (cache_memory, "choose_attention", CacheBudgetError(1.0, 2.0, 512, num_live=4)),
+    "the host's memory": (cache_memory, "choose_attention", HostBudgetError(3.0, 2**30)),
+    "a file": (cache_memory, "choose_attention", FileNotFoundError(2, "No such file", "weights")),
+    "another package's type": (model_reading, "_part_of", JSONDecodeError("planted", "{}", 1)),
     "step buffers": (cache_memory, "StepBuffers", RuntimeError("can't allocate memory")),
 }
 
