@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
-from ..policy.requests import Candidate, RequestSpec
+from ..policy.requests import Candidate
 from ..policy.scheduler import StepScheduler
 from ..policy.tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
 from ..ranks.agreement import known_to_any
@@ -35,7 +35,7 @@ from .request_spec import (
     scoring_allowed,
     spec_of,
 )
-from .request_states import DraftCounts, RequestStates, TierTokens, complete_parts
+from .request_states import DraftCounts, RequestStates, TierTokens, complete_parts, tokens_after
 from .step_clock import WallClockEvent
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
@@ -113,8 +113,12 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def _add_request(self, request: Any) -> asyncio.Future:
-        """Validate a request and put it at the end of the queue, or fail it alone."""
+        """Validate a request and put it at the end of the queue, or fail it alone; one that resumes is valid."""
         request_id, sampling = request.request_id, request.sampling_params
+        if request_id in self.requests:
+            self.waiting_request_ids.append(request_id)
+            self.context.note_arrival()
+            return self.requests[request_id].future
         if request_id not in self._states:
             self._states.begin(request_id)
         scores, only_last = self.context.scores_prompts, self.context.materialize_only_last_token_logits
@@ -126,8 +130,9 @@ class MambaCacheEngine(SuspendableEngine):
             future = super()._add_request(request)
         self.context.note_arrival()
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
-        sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
-        spec = self._spec_of(request)
+        sampling.num_tokens_total = None  # folded into num_tokens_to_generate; a request with both is refused
+        state = self._states[request_id]
+        spec = state.asked = spec_of(request, seed=state.seed, tenant=state.tenant)
         num_blocks = self.context.max_blocks_of_a_request
         fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
         if fault is None and spec.sampling.grammar:
@@ -404,16 +409,10 @@ class MambaCacheEngine(SuspendableEngine):
     def _candidate_of(self, request_id: int) -> Candidate:
         state = self._states[request_id]
         if state.candidate is None:
-            state.candidate = self.context.candidate(self._spec_of(self.get_request(request_id)))
+            assert state.asked is not None  # it waits, so it was valid
+            generated = tokens_after(0, self.requests[request_id].record.requests)
+            state.candidate = self.context.candidate(state.asked.continued(generated))
         return state.candidate
-
-    def _spec_of(self, request: Any) -> RequestSpec:
-        state = self._states[request.request_id]
-        if state.spec is None:
-            original = self.requests[request.request_id].record[0]
-            num_replayed = len(request.prompt_tokens) - len(original.prompt_tokens)
-            state.spec = spec_of(request, seed=state.seed, tenant=state.tenant, num_replayed=num_replayed)
-        return state.spec
 
     def _refuse(self, request: Any, reason: str) -> asyncio.Future:
         """Fail a request alone; the next step reports it."""

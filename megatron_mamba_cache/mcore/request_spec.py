@@ -31,7 +31,7 @@ _MOST_BREAKPOINTS = 16
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
 
-def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int = 0) -> RequestSpec:
+def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
     """Return the spec of a DynamicInferenceRequest whose sampling parameters are complete; see `RequestSpec`."""
     sampling = request.sampling_params
     prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
@@ -56,7 +56,6 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             top_n=sampling.top_n_logprobs,
             prompt_top_n=getattr(sampling, PROMPT_TOP_N, None),
         ),
-        num_replayed=num_replayed,
         breakpoints=tuple(PromptBreakpoint(*place) for place in getattr(sampling, BREAKPOINTS, ())),
         arrived_s=getattr(sampling, ARRIVED, 0),
     )

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from ..policy.requests import Candidate, RequestSpec, RunningRequest
-from .request_spec import GRAMMAR, LOGITS
 
 _REMEMBERED_REQUESTS = 65_536
 
@@ -39,8 +38,8 @@ class RequestState:
 
     seed: int
     tenant: str = ""
-    spec: RequestSpec | None = None  # of the record's newest request; read again after an eviction
-    candidate: Candidate | None = None  # likewise
+    asked: RequestSpec | None = None  # what the client asked for; set once, before the request is queued
+    candidate: Candidate | None = None  # made from it and the tokens generated so far; made again after an interruption
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
     tiers: TierTokens = TierTokens()  # of these
@@ -125,16 +124,16 @@ class RequestStates(dict[int, RequestState]):
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
-    """Prepare a request that lost its row for another prefill, including what it generated."""
+    """Begin another part of the record of a request that lost its row, unless the newest part has no token.
+
+    The part only collects what is generated from here on: what runs is made from `RequestState.asked`.
+    """
     if record[-1].generated_tokens:
         record.checkpoint()
         record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
-        record[-1].stop_word_ids = record[0].stop_word_ids
         # The record's first request has the prompt's log-probs.
         without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
-        sampling = record[0].sampling_params  # of which only Megatron's own fields were copied
-        kept = {LOGITS: getattr(sampling, LOGITS, None), GRAMMAR: getattr(sampling, GRAMMAR, "")}
-        record[-1].sampling_params.add_attributes(without_prompt | kept)
+        record[-1].sampling_params.add_attributes(without_prompt)
     else:
         record[-1].prompt_log_probs = record[-1].generated_log_probs = None
         record[-1].prompt_top_n_logprobs = record[-1].generated_top_n_logprobs = None

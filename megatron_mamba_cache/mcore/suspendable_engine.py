@@ -214,7 +214,7 @@ class SuspendableEngine(DynamicInferenceEngine):
             self.create_cuda_graphs()
 
     def _restart(self, request_id: int) -> None:
-        self._states[request_id].spec = self._states[request_id].candidate = None
+        self._states[request_id].candidate = None
         begin_next_part(self.requests[request_id].record)
 
     def _forget(self, request_id: int) -> None:

@@ -110,13 +110,18 @@ class PrefixCache:
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
         """Return the boundaries at which other texts will part from a candidate's; changes nothing but stale keys.
 
-        Those are where waiting requests part from it, and the last ones up to its breakpoints.
+        Those are where waiting requests part from it, and the last ones up to its breakpoints. After an interruption
+        the request's own prompt ends before what is prefilled does: its last ones are kept as well.
         """
         if not self.enabled:
             return ()
+        spec = candidate.spec
         parting = branch_points(self._view(candidate), map(self._view, others), self.block_size)
-        told = (place.position // self.block_size * self.block_size for place in candidate.spec.breakpoints)
-        return (*parting, *told)
+        positions = [place.position for place in spec.breakpoints]
+        if spec.num_replayed:
+            prompt_end = spec.prompt_len - spec.num_replayed
+            positions += [prompt_end - 1, prompt_end]  # an exact repeat computes its last token
+        return (*parting, *(position // self.block_size * self.block_size for position in positions))
 
     def admit(
         self, candidate: Candidate, plan: AdmissionPlan, age: int | None = None, branches: tuple[int, ...] = ()

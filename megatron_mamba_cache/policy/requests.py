@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +102,7 @@ class PromptBreakpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
-    """What a request asks for.
+    """What a request asks for. It stays the same for the request's life; what runs is made from it, see `continued`.
 
     Args:
         prompt: [prompt_len] int64 token ids, never empty.
@@ -131,6 +131,14 @@ class RequestSpec:
     def may_skip(self) -> bool:
         """True when cached prompt tokens may be skipped; False when their log-probs are wanted."""
         return not self.log_probs.of_prompt
+
+    def continued(self, generated: Sequence[int]) -> "RequestSpec":
+        """Return what runs after an interruption: the same request, prefilled with all that it has generated too."""
+        if not generated:
+            return self
+        prompt = np.concatenate((self.prompt, np.array(generated, np.int64)))
+        log_probs = replace(self.log_probs, skip_prompt=True)  # those of the prompt came with the first token
+        return replace(self, prompt=prompt, num_replayed=len(generated), log_probs=log_probs)
 
 
 @dataclass(slots=True, eq=False)
