@@ -15,8 +15,12 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
-from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR, LOGITS
+from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR, LOGITS, STOP_TOKEN_IDS
 from megatron_mamba_cache.models.architecture import ExpertsSizes
+from megatron_mamba_cache.policy import running_requests
+from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step.logits import any_changed, any_masked, any_scored
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
@@ -33,6 +37,7 @@ from tests.mcore.engine_runs import (
     with_one_budget,
 )
 from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedFault, raise_once
+from tests.mcore.reply_oracle import Asked, check_log_probs, check_reply
 from tests.tiers.unreliable_copies import unreliable_copies
 
 MODELS = (
@@ -50,6 +55,8 @@ EXPERT_MODELS = (
     {"pattern": "MEM*E", "ssm_chunk_size": 8, "experts": LATENT_EXPERTS},
     {"pattern": "ME*EM", "ssm_chunk_size": 16, "gated": True, "experts": ExpertsSizes(5, 3, 24, 40, "softmax")},
 )
+NEIGHBOUR = 10_000
+"""The id of a request that comes and is cancelled; it is none of the workload's."""
 RING_LENGTHS = (4, 8, 16, 32)
 ROUNDING_MARGIN = 0.05
 """By how much the oracle may score a token worse than its best where states were rounded."""
@@ -97,6 +104,7 @@ _CHANGED: tuple[dict[str, Any], ...] = (
     {"presence_penalty": 2.0},
     {"frequency_penalty": 0.8, "repetition_penalty": 1.2},
     {"logit_bias": [[3, 2.0], [5, -4.0]]},
+    {"logit_bias": [[token, 1.5] for token in range(0, 60, 3)], "frequency_penalty": 0.3, "min_tokens": 5},
     {"min_tokens": 6},
     {"min_p": 0.2, "presence_penalty": -0.5},
 )
@@ -113,10 +121,22 @@ class Arrival:
     stop_words: tuple[tuple[int, ...], ...] = ()
     wish: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)  # for which Megatron has no field
+    seed: int | None = None
+
+    def asked(self, request_id: int) -> Asked:
+        """Return what the oracle has to know; a request without a seed has one of its id, as `build_engine` does."""
+        wish = {"top_k": 1} | self.wish
+        return Asked(
+            seed=request_id if self.seed is None else self.seed,
+            **{name: wish[name] for name in ("temperature", "top_k", "top_p") if name in wish},
+            logits=self.attributes.get(LOGITS, {}),
+            grammar=self.attributes.get(GRAMMAR, ""),
+            ends=tuple(word[0] for word in self.stop_words if len(word) == 1),
+        )
 
     @property
     def sampling(self) -> SamplingParams:
-        """Ended by length, by a stop word, or by one of a single token, which is the termination id.
+        """Ended by length, by a stop word, or by one of a single token: the termination id, or else a stop token.
 
         Greedy, unless it wishes for something else, and with the log-probs that it wishes for.
         """
@@ -124,7 +144,7 @@ class Arrival:
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
         end = single[0] if single else -1
         params = greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
-        params.add_attributes(self.attributes)
+        params.add_attributes(self.attributes | ({STOP_TOKEN_IDS: single[1:]} if single[1:] else {}))
         return params
 
     @property
@@ -406,7 +426,7 @@ def make_workload(
         arrivals = _with_grammars(random.Random(f"{flavour.name} {seed} grammars"), arrivals)
     if changed_share:
         arrivals = tuple(
-            replace(arrival, attributes=arrival.attributes | {LOGITS: rng.choice(_CHANGED)})
+            replace(arrival, attributes=arrival.attributes | {LOGITS: _changes(rng, arrival)})
             if rng.random() < changed_share
             else arrival
             for arrival in arrivals
@@ -426,6 +446,29 @@ def make_workload(
     if host_slabs is not None:
         config = with_host_tier(config, subject.shape, host_slabs)
     return Workload(subject, config, arrivals, disturbed_share, has_log_probs, disk_gb=disk_gb)
+
+
+def with_likely_ends(work: Workload, replies: Sequence[Sequence[int]], rng: random.Random) -> Workload:
+    """Return requests of which most end where their replies would come to some tokens, and some have seeds.
+
+    Those with a least number of tokens would end before they have it.
+
+    Args:
+        replies: Without these ends.
+    """
+    arrivals = []
+    for arrival, reply in zip(work.arrivals, replies, strict=True):
+        ends: tuple[tuple[int, ...], ...] = ()
+        if arrival.attributes.get(LOGITS, {}).get("min_tokens"):
+            ends = ((rng.choice(reply[1:6] or reply),),)
+        elif GRAMMAR not in arrival.attributes and rng.random() < 0.5:
+            place = rng.randrange(len(reply) // 2, len(reply))
+            ends = (tuple(reply[max(0, place - rng.choice([0, 1])) : place + 1]),)
+        if work.has_grammars:  # whose tokenizer spells texts, not token ids
+            ends = tuple(word[-1:] for word in ends)
+        seed = rng.randrange(2**40) if rng.random() < 0.3 and arrival.is_greedy else None
+        arrivals.append(replace(arrival, stop_words=(*arrival.stop_words, *ends), seed=seed))
+    return replace(work, arrivals=tuple(arrivals))
 
 
 def undisturbed(work: Workload) -> Workload:
@@ -478,6 +521,9 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     rng = random.Random(len(work.arrivals))
     while pending or run.engine.has_unfinished_requests():
         assert run.num_steps < MAX_STEPS, run.context.snapshot()
+        if not pending and run.engine.requests.keys() == {NEIGHBOUR}:
+            run.engine.cancel_request(NEIGHBOUR)
+            continue
         add_due(work, run, pending)
         before, windows = _prefilling(run), {row.request_id: row.accepted for row in run.context.rows}
         if run.context.early_step is not None:
@@ -488,6 +534,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
             disturbed_step(rng, run, seen, work.fault_places(rng), work.disturbances)
         else:
             run.step()
+        run.finished.pop(NEIGHBOUR, None)
         assert all(is_reported(row, run.engine.get_request(row.request_id)) for row in run.context.rows)
         assert work.config.chunked_prefill or not _prefilling(run)
         for request_id, computed in _prefilling(run).items():
@@ -498,16 +545,15 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
-    is_greedy = [i for i, arrival in enumerate(work.arrivals) if arrival.is_greedy]
     if work.subject.sizes.dtype != torch.float32:
         margin = HALF_EXPERTS_MARGIN if "E" in work.subject.sizes.pattern else HALF_MARGIN
-        tally = run.assert_near_oracle(is_greedy, margin, HALF_ROUTING_MARGIN)
+        tally = run.assert_near_oracle(_greedy_ones(work), margin, HALF_ROUTING_MARGIN)
     elif work.config.rounds_states:
-        tally = run.assert_near_oracle(is_greedy, ROUNDING_MARGIN)
+        tally = run.assert_near_oracle(_greedy_ones(work), ROUNDING_MARGIN)
     else:
-        tally = run.assert_matches_oracle(is_greedy)
+        tally = _assert_replies_are_the_oracles(work, run)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
-    assert run.context.runner._changes.masks._rows == {}
+    assert run.context.runner._changes.masks._rows == {} and run.context.runner._changes._seen.is_empty
     seen["ended by a grammar"] = sum(
         GRAMMAR in work.arrivals[request_id].attributes and run.tokens(request_id)[-1] == END
         for request_id in run.finished
@@ -539,14 +585,43 @@ def disturbed_step(
         run.engine.suspend()
         run.engine.resume()
         seen["suspends"] += 1
+    elif disturbance == "neighbour":
+        seen["neighbours cancelled"] += _cancel_or_add_neighbour(rng, run)
     with pytest.MonkeyPatch.context() as patch:
         if disturbance == "fault":
             place = rng.choice(sorted(places))
             raise_once(patch, *places[place](run), call=rng.randrange(1, 4))
+        elif disturbance == "evict":
+            patch.setattr(running_requests, "grow_rows", _grow_rows_and_evict)
         try:
             run.step()
         except InjectedFault:
             seen["faults in reports"] += place in REPORT_FAULT_PLACES
+
+
+def _cancel_or_add_neighbour(rng: random.Random, run: EngineRun) -> bool:
+    """Cancel a request that is none of the workload's, if there is one; else add one. Return whether it was there."""
+    if run.engine.cancel_request(NEIGHBOUR):
+        return True
+    prompt = rng.choice(list(run.prompts.values()) or [[1, 2, 3]])
+    params = greedy(run.context.cache_config.max_sequence_length - len(prompt))
+    params.add_attributes({LOGITS: {"presence_penalty": 1.0}})
+    run.engine.add_request(NEIGHBOUR, prompt, params)
+    return False
+
+
+def _grow_rows_and_evict(
+    rows: list[RunningRequest], cache: PrefixCache, paused_capacity: int, release: Callable[[RunningRequest], object]
+) -> GrowthOutcome:
+    """Grow rows, and evict the youngest that decodes though there may be room for it."""
+    outcome = grow_rows(rows, cache, paused_capacity, release)
+    left = [row for row in rows if not row.is_prefilling and all(row is not other for other in outcome.evicted)]
+    if not left:
+        return outcome
+    youngest = max(left, key=lambda row: row.age)
+    release(youngest)
+    paused = tuple(row for row in outcome.paused if row is not youngest)
+    return GrowthOutcome(paused, (*outcome.evicted, youngest))
 
 
 def _is_due(arrival: Arrival, run: EngineRun) -> bool:
@@ -558,7 +633,7 @@ def _add(run: EngineRun, request_id: int, arrival: Arrival, max_len: int) -> Non
     if arrival.follows is not None:
         earlier = run.prompts[arrival.follows] + run.tokens(arrival.follows)
         prompt = (earlier + prompt)[: max_len - arrival.num_tokens]
-    run.add(request_id, prompt, arrival.sampling)
+    run.add(request_id, prompt, arrival.sampling, seed=arrival.seed)
 
 
 def _assert_all_finished(work: Workload, run: EngineRun) -> None:
@@ -576,6 +651,25 @@ def _assert_all_finished(work: Workload, run: EngineRun) -> None:
     kinds = run.context.snapshot().kv_blocks
     assert kinds == {"free": run.context.cache.kv.num_blocks, "cached": 0, "in_use": 0}
     assert run.context.snapshot().state_slots["cached"] == 0
+
+
+def _greedy_ones(work: Workload) -> list[int]:
+    return [request_id for request_id, arrival in enumerate(work.arrivals) if arrival.is_greedy]
+
+
+def _assert_replies_are_the_oracles(work: Workload, run: EngineRun) -> OracleTally:
+    """Assert that all tokens and log-probs are those of whole sequences in fp64, without a cache."""
+    tally, oracle = OracleTally(), run.subject.oracle
+    for request_id, arrival in enumerate(work.arrivals):
+        prompt, reply = run.prompts[request_id], run.tokens(request_id)
+        try:
+            tally.add(check_reply(oracle, prompt, reply, arrival.asked(request_id)))
+            check_log_probs(oracle, prompt, run.finished[request_id])
+        except AssertionError as error:
+            cached = run.engine.cached_tokens(request_id)
+            error.add_note(f"request {request_id}, {cached} of its {len(prompt)} prompt tokens cached: {arrival}")
+            raise
+    return tally
 
 
 def _arrivals(
@@ -623,6 +717,12 @@ def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arr
         ends, attributes = (((END,),), {GRAMMAR: grammar}) if grammar else ((), {})
         found.append(replace(arrival, stop_words=ends, attributes=attributes))
     return tuple(found)
+
+
+def _changes(rng: random.Random, arrival: Arrival) -> dict[str, Any]:
+    """Return changes of logits; where a grammar says when a reply ends, not the least number of tokens."""
+    changes = rng.choice(_CHANGED)
+    return changes if GRAMMAR not in arrival.attributes else {**changes, "min_tokens": 0}
 
 
 def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:

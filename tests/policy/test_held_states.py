@@ -42,7 +42,7 @@ def test_a_state_is_held_until_the_latest_time_that_was_asked_for(calls: list[tu
         else:
             held.clear()
             until.clear()
-        assert held.until.keys() == until.keys()
+        assert held.until == until
 
 
 def test_what_is_held_again_and_again_takes_no_more_memory() -> None:
