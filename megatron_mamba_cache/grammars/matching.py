@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -167,7 +168,9 @@ def _texts_of(grammar: Any) -> Iterator[str]:
     """Yield the texts that a grammar says: literals, and values and required names of JSON schemas."""
     parts = grammar.get("grammars") if isinstance(grammar, dict) else None
     for part in filter(lambda part: isinstance(part, dict), parts or ()):
-        yield from _LITERAL.findall(str(part.get("lark_grammar", "")))
+        for literal in _LITERAL.findall(str(part.get("lark_grammar", ""))):
+            with suppress(ValueError):  # an escape that JSON does not have
+                yield json.loads(literal)
         for schema in schemas_in(part.get("json_schema")):
             said = [schema.get(word) for word in ("const", "enum", "required")]
             yield from (value for value in values_in(said) if isinstance(value, str))

@@ -18,6 +18,7 @@ from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.reply_forms import FormMaker
+from megatron_mamba_cache.server.tool_schemas import ChosenTools
 from tests.models.tokenizer_kinds import CASES, KINDS, SPECIAL, save_kind, size_of
 
 _MOST_TOKENS = 300
@@ -112,7 +113,7 @@ def can_write(tokenizer: HuggingFaceTokenizer, text: str) -> bool:
 
 def test_replies_to_a_required_call_are_calls_of_the_tool(tokenizer: HuggingFaceTokenizer) -> None:
     syntax = ReplySyntax("hermes")
-    form = FormMaker(syntax, tokenizer).chat(None, TOOLS, "required", may_call_several=False)
+    form = FormMaker(syntax, tokenizer).chat(None, ChosenTools("required", TOOLS), may_call_several=False)
     assert form is not None
     for reply in replies(tokenizer, form.grammar_after(""), 4):
         parser = syntax.parser("", {"get_weather": CITY})

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.server.conversation import Breakpoint, Conversation
+from megatron_mamba_cache.server.errors import ApiError
 from megatron_mamba_cache.server.prompts import PromptReader
 from megatron_mamba_cache.server.tenants import Tenant
 from megatron_mamba_cache.server.transcripts import Transcripts
@@ -136,6 +137,20 @@ def test_breakpoints_of_a_chat_are_places_of_its_tokens(saved: Saved) -> None:
         texts = [saved.ours.detokenize(prompt.token_ids[:end], skip_special_tokens=False) for end in ends]
         assert len(texts) == 2 and "system" in texts[0] and "lazy" not in texts[0]
         assert "lazy dog" in texts[1] and "brown" not in texts[1] and ends[0] < ends[1]
+
+
+def test_a_chat_with_tools_is_fitted_to_the_template_for_tools(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    calls = "{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
+    with_tools = "{{ tools | tojson }}" + plain.replace("{% endfor %}", calls + "{% endfor %}")
+    templates: Any = {"default": plain, "tool_use": with_tools, "rag": "{{ documents }}"}
+    ours, theirs = saved_in(tmp_path, "byte-level BPE", "begin", template=templates)
+    reader = reader_of(ours)
+    for tools, messages in (([], CHATS["one turn"]), ([TOOL], CHATS["calls"]), ([TOOL], CHATS["one turn"])):
+        expected = theirs.apply_chat_template(messages, tools=tools or None, return_dict=False)
+        assert list(reader.read_chat(TENANT, Conversation(messages, tools)).token_ids) == expected
+    with pytest.raises(ApiError, match="no place for tool calls"):
+        reader.read_chat(TENANT, Conversation(CHATS["calls"]))
 
 
 @pytest.mark.parametrize("kind", THREE_KINDS)
