@@ -4,23 +4,27 @@ import json
 from collections import OrderedDict
 from contextlib import suppress
 from functools import cache, cached_property
+from itertools import islice
 from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
-from .forms import GUIDANCE
-from .narrowed_schemas import guidance_for, narrow
-from .schema_words import drop_empty_words, values_in
+from .forms import PLACE
+from .prepared_schemas import prepared
+from .schema_faults import explained
+from .schema_words import at_place, list_of, mapping_of, values_in
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
     from .matching import Vocabulary
 
-_MOST_CHARACTERS = 256 * 1024
-_MOST_OBJECTS = 2_000  # the time to compile an object grows with the square of its properties
+_MOST_CHARACTERS, _MOST_CHARACTERS_OF_PART = 2 * 2**20, 256 * 1024
+_MOST_OBJECTS = 20_000
+_MOST_OBJECTS_OF_PART = 2_000  # the time to compile an object grows with the square of its properties
+_MOST_VALUES = 200_000  # of a schema that is written out
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
 TOO_COMPLEX = "the grammar of this request has become too complex to go on"
 """How the reason begins for which a request fails whose grammar could be compiled."""
@@ -93,8 +97,17 @@ class Grammars:
         return executor
 
     def _compile(self, grammar: str) -> "LLMatcher":
-        check_size(grammar)
-        matcher: LLMatcher = _llguidance().compiled(self._read_vocabulary(), _prepared(grammar))
+        value = _parsed(grammar)
+        library = _llguidance()
+        vocabulary = self._read_vocabulary()
+        schemas = _prepare(value, library)
+        try:
+            matcher: LLMatcher = library.compiled(vocabulary, json.dumps(value, ensure_ascii=False))
+        except GrammarError:
+            for place, schema in schemas:
+                with at_place(place):
+                    explained(schema, library.schema_fault)
+            raise
         return matcher
 
     def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
@@ -115,29 +128,60 @@ class Grammars:
             return self._vocabulary
 
 
-def check_size(grammar: str) -> None:
-    """Raise `GrammarError` unless a grammar's text is JSON and small enough to be compiled in a moment."""
-    if len(grammar) > _MOST_CHARACTERS:
-        raise GrammarError(f"the grammar has {len(grammar)} characters; at most {_MOST_CHARACTERS} are allowed")
+def _parsed(grammar: str) -> Any:
+    """Return a grammar's value, which is small enough to be compiled in a moment.
+
+    Raises:
+        GrammarError: If its text is too long, is not JSON or holds too many objects.
+    """
+    _check(len(grammar), "characters", _MOST_CHARACTERS)
     try:
-        num_objects = sum(isinstance(value, dict) for value in values_in(json.loads(grammar)))
+        value = json.loads(grammar)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
-    if num_objects > _MOST_OBJECTS:
-        raise GrammarError(f"the grammar has {num_objects} objects in it; at most {_MOST_OBJECTS} are allowed")
+    parts = _parts(value)
+    for part in parts[1:] or parts:  # the first one puts the others together
+        with at_place(_place(part)):
+            _check(len(json.dumps(part, ensure_ascii=False)), "characters", _MOST_CHARACTERS_OF_PART)
+            _check_objects(part, _MOST_OBJECTS_OF_PART)
+    _check_objects(value, _MOST_OBJECTS)
+    return value
 
 
-def _prepared(grammar: str) -> str:
-    """Return a grammar's text with JSON schemas that llguidance holds to, and without what says nothing in them."""
-    value = json.loads(grammar)
-    parts = value.get("grammars") if isinstance(value, dict) else None
-    for part in parts if isinstance(parts, list) else ():
-        schema = part.get("json_schema") if isinstance(part, dict) else None
-        if isinstance(schema, dict):
-            drop_empty_words(schema)
-            narrow(schema)
-            schema[GUIDANCE] = {**schema.get(GUIDANCE, {}), **guidance_for(schema)}
-    return json.dumps(value, ensure_ascii=False)
+def _check(count: int, things: str, most: int) -> None:
+    if count > most:
+        raise GrammarError(f"the grammar has {count} {things} in it; at most {most} are allowed")
+
+
+def _check_objects(value: Any, most: int) -> None:
+    _check(sum(isinstance(found, dict) for found in values_in(value)), "objects", most)
+
+
+def _parts(grammar: Any) -> list[Any]:
+    return list_of(mapping_of(grammar).get("grammars"))
+
+
+def _place(part: Any) -> str:
+    return str(mapping_of(part).get(PLACE, ""))
+
+
+def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any]]]:
+    """Rewrite the JSON schemas of a grammar, in place, so that they can be held to; return them with their places."""
+    schemas = []
+    for part in _parts(grammar):
+        place = _place(part)
+        if isinstance(part, dict) and isinstance(part.get("json_schema"), dict):
+            with at_place(place):
+                part["json_schema"] = prepared(part["json_schema"], library.goes_on)
+                _check_expanded(part["json_schema"])
+            schemas.append((place, part["json_schema"]))
+            part.pop(PLACE, None)
+    return schemas
+
+
+def _check_expanded(schema: dict[str, Any]) -> None:
+    if sum(1 for _ in islice(values_in(schema), _MOST_VALUES)) == _MOST_VALUES:
+        raise GrammarError("the schema is too large with propertyNames and uniqueItems written out; make it smaller")
 
 
 @cache

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .schema_words import without_notes
+
 Schema = Mapping[str, Any] | bool
 SpecialId = Callable[[str], int | None]
 """Returns the id of a special token by its text; None if the text is not one."""
@@ -20,6 +22,8 @@ _GAP = "/[ \\n]{0,4}/"
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
 """The key by which llguidance takes settings out of a schema."""
+PLACE = "place"
+"""The key of a part under which its place in the request is kept; it is not llguidance's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,17 @@ class Grammar:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *parts]}, ensure_ascii=False)
 
 
-def json_grammar(schema: Schema, name: str = "answer") -> Grammar:
-    """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens."""
-    whole = {key: value for key, value in schema.items() if key != GUIDANCE} if isinstance(schema, Mapping) else {}
+def json_grammar(schema: Schema, name: str = "answer", place: str = "") -> Grammar:
+    """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens.
+
+    Args:
+        place: Where the schema is in the request, for errors.
+    """
+    whole = without_notes(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
         whole = {"not": {}}
-    guided = {**whole, GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
-    return Grammar(f"@{name}", parts={name: {"json_schema": guided}})
+    part: dict[str, Any] = {"json_schema": {**whole, GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}}
+    return Grammar(f"@{name}", parts={name: {**part, PLACE: place} if place else part})
 
 
 def regex_grammar(pattern: str) -> Grammar:

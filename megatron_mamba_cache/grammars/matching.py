@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -15,6 +16,7 @@ from .schema_words import schemas_in, values_in
 
 _LONGEST_REASON = 400
 _MOST_THREADS = 8
+_QUOTE = ord('"')
 _NO_TEXT = "NoExtension"
 _MOST_ITEMS = 16_000  # alternatives that are open at one place
 _MOST_ITEMS_A_STEP = 64_000
@@ -150,6 +152,31 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
             raise GrammarError("no text is of the grammar: its rules or references never come to an end")
         raise GrammarError(_first_lines(reason.partition("<state>")[0]))
     return matcher
+
+
+def schema_fault(schema: dict[str, Any]) -> str | None:
+    """Return llguidance's reason why it cannot follow a JSON schema, None if it can; whatever the vocabulary."""
+    matcher = _byte_matcher(schema)
+    return matcher.get_error() if matcher.is_error() else None
+
+
+def goes_on(schema: dict[str, Any], text: str) -> bool:
+    """Return whether a text that a JSON schema allows may go on with a quote; True if the schema cannot be followed."""
+    matcher = _byte_matcher(schema)
+    if matcher.is_error():
+        return True
+    matcher.try_consume_tokens(list(text.encode()))
+    mask = matcher.compute_bitmask()
+    return not matcher.is_error() and bool(mask[_QUOTE >> 3] >> (_QUOTE & 7) & 1)
+
+
+def _byte_matcher(schema: dict[str, Any]) -> LLMatcher:
+    return LLMatcher(_bytes(), json.dumps({"grammars": [{"json_schema": schema}]}), log_level=0)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def mask_executor() -> LLExecutor:

@@ -6,16 +6,20 @@ What cannot be narrowed is refused.
 import math
 import re
 import warnings
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from ..errors import GrammarError
-from .schema_words import schemas_in, values_in
+from .patterns import CLASS
+from .schema_words import also, at_place, list_of, mapping_of, places_in, schemas_in, values_in
 
 _MOST_EXACT = 2**53
 """Integers beyond it may have no float64, in which llguidance computes."""
 _LARGEST_INTEGER = 2**63 - 1024  # a float64; llguidance's own are of 64 bits
-_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
+"""Characters that JSON writes by their codes."""
 _NO_CODES = 'nrbtf\\"'
 """The letters of escapes in JSON, but for `u`."""
 
@@ -31,17 +35,45 @@ def narrow(schema: Any) -> None:
         GrammarError: If it has a constant beyond 2**53 that is no float64, or counts properties of free names, which a
             reply may repeat.
     """
-    for found in schemas_in(schema):
-        for word in ("minimum", "maximum"):
-            _narrow_bound(found, word)
-        _check_constants(found)
-        _check_count(found)
+    for place, found in places_in(schema).items():
+        with at_place(place):
+            for word in ("minimum", "maximum"):
+                _narrow_bound(found, word)
+            _check_constants(found)
+            _narrow_count(found)
         if isinstance(found.get("pattern"), str):
             found["pattern"] = _narrowed_pattern(found["pattern"])
         if isinstance(found.get("patternProperties"), dict):
             found["patternProperties"] = {
                 _narrowed_pattern(pattern): value for pattern, value in found["patternProperties"].items()
             }
+
+
+def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> None:
+    """Take out values that cannot be written where `guidance_for` allows no codes of characters.
+
+    Args:
+        has_text: Returns whether any text is of a schema of strings.
+
+    Raises:
+        GrammarError: If a string can have no other value.
+    """
+    if not guidance_for(schema):
+        return
+    reason = "control characters, which cannot be held to where objects may have other properties; set "
+    remedy = "additionalProperties to false"
+    for place, found in places_in(schema).items():
+        with at_place(place):
+            if any(map(_needs_codes, values_in(found.get("const")))):
+                raise GrammarError(f"const has {reason}{remedy}")
+            values = list_of(found.get("enum"))
+            kept = [value for value in values if not any(map(_needs_codes, values_in(value)))]
+            if values and not kept:
+                raise GrammarError(f"enum has only {reason}{remedy}")
+            found |= {"enum": kept} if values else {}
+            told = {word: found[word] for word in _WORDS_OF_STRINGS if word in found}
+            if "pattern" in told and not has_text({"type": "string", **told}):
+                raise GrammarError(f"the pattern allows only {reason}{remedy}")
 
 
 def guidance_for(schema: Any) -> dict[str, str]:
@@ -96,15 +128,26 @@ def _check_constants(schema: dict[str, Any]) -> None:
                 raise GrammarError(f"{word} holds {value}, beyond 2**53, which cannot be told from its neighbours")
 
 
-def _check_count(schema: dict[str, Any]) -> None:
-    least, required = schema.get("minProperties"), schema.get("required")
-    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+def _narrow_count(schema: dict[str, Any]) -> None:
+    """Take out a count that the required properties make up, and require one of the others if one more is wanted."""
+    least, required = schema.get("minProperties"), list_of(schema.get("required"))
+    num_required = len(set(map(str, required)))
     is_free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    optional = [name for name in mapping_of(schema.get("properties")) if name not in required]
+    if isinstance(least, int) and least <= num_required:
+        del schema["minProperties"]
+    elif isinstance(least, int) and not is_free and optional and least == num_required + 1:
+        del schema["minProperties"]
+        also(schema, {"anyOf": [{"required": [name]} for name in optional]})
     if isinstance(least, int) and is_free and least > num_required + 1:
         raise GrammarError(
             f"minProperties is {least}, of which {num_required} are required: others have free names, which a reply "
             "may repeat; require more by name, or set additionalProperties to false"
         )
+
+
+def _needs_codes(value: Any) -> bool:
+    return isinstance(value, str) and _CODED.search(value) is not None
 
 
 def _float_of(value: int, word: str) -> float:
@@ -115,7 +158,7 @@ def _float_of(value: int, word: str) -> float:
 
 
 def _narrowed_pattern(pattern: str) -> str:
-    return _CLASS.sub(lambda found: _narrowed_class(found[0]), pattern)
+    return CLASS.sub(lambda found: _narrowed_class(found[0]), pattern)
 
 
 def _narrowed_class(text: str) -> str:

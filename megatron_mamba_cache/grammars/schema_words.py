@@ -1,52 +1,171 @@
-"""What clients write into JSON schemas that allows every value: such words are taken out before compiling."""
+"""The words of JSON Schema: where a schema holds others, what references name, and words that allow every value."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote
 
-_FORMATS = frozenset(
+from ..errors import GrammarError
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+BRANCHES = ("anyOf", "oneOf", "allOf")
+_NOTES = frozenset(
     (
-        *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-        *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid", "regex"),
-        *("json-pointer", "relative-json-pointer"),
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"),
+        *("discriminator", "xml", "externalDocs", "enumNames", "enumDescriptions", "markdownDescription"),
+        *("contentMediaType", "contentEncoding", "contentSchema", "errorMessage"),
     )
 )
-"""Those that JSON Schema defines; any other one, such as OpenAPI's `int64` or `binary`, is a note to readers."""
-_ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
+"""Words for readers. OpenAPI's `discriminator` repeats what the alternatives say."""
 _ONE_SCHEMA = frozenset(
     (
         *("items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else"),
         *("unevaluatedItems", "unevaluatedProperties"),
     )
 )
-_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems", "items"))
+_LISTS = frozenset((*BRANCHES, "prefixItems", "items"))
 _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+_TYPES_OF_PYTHON: tuple[tuple[Any, str], ...] = (
+    (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"),
+    (str, "string"), (list, "array"), (dict, "object"),
+)  # fmt: skip
+_MOST_NAMES = 64  # of a chain of references
 
 
-def drop_empty_words(schema: Any) -> None:
-    """Take out of a JSON schema, in place, what allows every value; other words stay, whatever they are."""
-    for found in schemas_in(schema):
-        told = found.get("format")
-        if isinstance(told, str) and told not in _FORMATS:
-            del found["format"]
-        if "propertyNames" in found and found["propertyNames"] in _ANY_NAME:
-            del found["propertyNames"]
+def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a schema without words for readers and without definitions that nothing refers to."""
+    copied: dict[str, Any] = json.loads(json.dumps(schema))
+    for found in schemas_in(copied):
+        for word in _NOTES & found.keys():
+            del found[word]
+    _drop_unused_definitions(copied)
+    return copied
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a schema and those in it, each before what it holds; a property may be called like a word."""
-    waiting = [schema]
+    yield from places_in(schema).values()
+
+
+def places_in(schema: Any) -> dict[str, dict[str, Any]]:
+    """Return a schema and those in it by their paths, and those anywhere else in it that references name."""
+    places: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()
+    references: list[str] = []
+    waiting = [("", schema)]
     while waiting:
-        found = waiting.pop()
-        if not isinstance(found, dict):
-            continue
-        yield found
-        for word, value in found.items():
-            if word in _ONE_SCHEMA:
-                waiting.append(value)
-            if word in _LISTS and isinstance(value, list):
-                waiting += value
-            if word in _BY_NAME and isinstance(value, dict):
-                waiting += value.values()
+        path, found = waiting.pop()
+        if isinstance(found, dict) and id(found) not in seen:
+            seen.add(id(found))
+            places[path] = found
+            waiting += [(f"{path}.{step}" if path else step, inner) for step, inner in held_by(found)]
+            references += [found["$ref"]] if isinstance(found.get("$ref"), str) else []
+        if not waiting:
+            waiting = [(path_of(name), target_of(name, schema)) for name in references]
+            references = []
+    return places
+
+
+def path_of(reference: str) -> str:
+    """Return the path of what a reference names."""
+    return reference.lstrip("#/").replace("/", ".")
+
+
+def held_by(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that one holds itself, each with its word, and its name or number there."""
+    for word, value in schema.items():
+        if word in _ONE_SCHEMA and not isinstance(value, list):
+            yield word, value
+        if word in _LISTS and isinstance(value, list):
+            yield from ((f"{word}.{number}", inner) for number, inner in enumerate(value))
+        if word in _BY_NAME and isinstance(value, dict):
+            yield from ((f"{word}.{name}", inner) for name, inner in value.items())
+
+
+def target_of(reference: str, root: Any) -> Any:
+    """Return what a reference names in its document: by path or by anchor; None if that is elsewhere or nowhere."""
+    own = root.get("$id", root.get("id")) if isinstance(root, Mapping) else None
+    if isinstance(own, str) and own:
+        reference = reference.removeprefix(own.rstrip("#"))
+    if not reference.startswith("#"):
+        return None
+    names = reference[1:].split("/")
+    if names[0]:
+        return next((found for found in _anchored(root) if found.get("$anchor") == names[0]), None)
+    found = root
+    for name in (unquote(name).replace("~1", "/").replace("~0", "~") for name in names[1:]):
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Return a schema, or what it refers to where it says nothing else; an endless chain stays a reference."""
+    for _ in range(_MOST_NAMES):
+        if not isinstance(schema, Mapping) or schema.keys() != {"$ref"} or not isinstance(schema["$ref"], str):
+            break
+        target = target_of(schema["$ref"], root)
+        if target is None:
+            break
+        schema = target
+    return schema
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema itself names; all if it names none. An integer is a number too."""
+    named = schema.get("type", TYPES)
+    types = set(named if isinstance(named, list | tuple) else [named])
+    return types | {"integer"} if "number" in types else types
+
+
+def also(schema: dict[str, Any], words: Mapping[str, Any]) -> None:
+    """Make a schema demand more: words that it has not are added, others as a schema that holds too."""
+    if schema.keys() & words.keys():
+        schema["allOf"] = [*list_of(schema.get("allOf")), dict(words)]
+    else:
+        schema.update(words)
+
+
+@contextmanager
+def at_place(path: str) -> Iterator[None]:
+    """Begin the message of a `GrammarError` with the path of the schema that it is about."""
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(f"{path}: {error}" if path else str(error)) from error
+
+
+def type_of_value(value: Any) -> str:
+    """Return the JSON type of a value."""
+    if isinstance(value, float) and value.is_integer():
+        return "integer"
+    return next(name for kind, name in _TYPES_OF_PYTHON if isinstance(value, kind))
+
+
+def is_same(first: Any, second: Any) -> bool:
+    """Return whether two JSON values are equal: 1 is 1.0, and not true."""
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(is_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(is_same(first[name], second[name]) for name in first)
+    return bool(first == second)
+
+
+def list_of(value: Any) -> list[Any]:
+    """Return a list, or an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def mapping_of(value: Any) -> dict[str, Any]:
+    """Return an object, or an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def values_in(value: Any) -> Iterator[Any]:
@@ -59,3 +178,27 @@ def values_in(value: Any) -> Iterator[Any]:
             waiting += found.values()
         elif isinstance(found, list):
             waiting += found
+
+
+def _anchored(root: Any) -> Iterable[dict[str, Any]]:
+    return (found for found in values_in(root) if isinstance(found, dict) and "$anchor" in found)
+
+
+def _drop_unused_definitions(root: dict[str, Any]) -> None:
+    """Take out the definitions of a schema that nothing reaches, where each reference goes to one of them."""
+    names = {(word, name) for word in ("$defs", "definitions") for name in mapping_of(root.get(word))}
+    outer = {word: value for word, value in root.items() if word not in ("$defs", "definitions")}
+    used: set[tuple[str, str]] = set()
+    waiting: list[Any] = [outer]
+    while waiting:
+        for found in values_in(waiting.pop()):
+            for reference in (found.get("$ref"), found.get("$id")) if isinstance(found, dict) else ():
+                match = _DEFINITION.match(reference) if isinstance(reference, str) else None
+                place = None if match is None else (match[1], unquote(match[2]).replace("~1", "/").replace("~0", "~"))
+                if reference is not None and place not in names:
+                    return
+                if place in names - used:
+                    used.add(place)
+                    waiting.append(root[place[0]][place[1]])
+    for word, name in names - used:
+        del root[word][name]

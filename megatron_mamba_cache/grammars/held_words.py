@@ -1,0 +1,211 @@
+"""Words of JSON Schema that llguidance does not know, written with those that it does; others are refused by name."""
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import permutations
+from math import perm
+from typing import Any
+
+from ..errors import GrammarError
+from .patterns import pattern_of_names, pattern_of_properties, words_of_format, words_of_pattern
+from .schema_words import (
+    TYPES,
+    also,
+    at_place,
+    is_same,
+    list_of,
+    mapping_of,
+    places_in,
+    resolved,
+    type_of_value,
+    types_of,
+)
+
+Schema = dict[str, Any]
+_UNHELD = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies", "dependentRequired"),
+    *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", "uniqueItems"),
+    "propertyNames",
+)
+_ANY: tuple[Any, ...] = (True, {})
+_NO_WORDS: dict[str, tuple[Any, ...]] = {
+    **{word: (*_ANY, None) for word in ("unevaluatedItems", "unevaluatedProperties")},
+    "propertyNames": (*_ANY, {"type": "string"}),
+    "uniqueItems": (False,),
+    "not": (False, {"not": {}}),
+    **{word: ({},) for word in ("dependencies", "dependentRequired", "dependentSchemas")},
+}
+"""Values with which a word allows everything."""
+_MOST_ORDERS = 120
+_DIALECTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
+
+
+def hold_words(root: Any) -> None:
+    """Rewrite a JSON schema in place with words that llguidance holds to.
+
+    Raises:
+        GrammarError: If a word cannot be held to; it says where.
+    """
+    for step in (_drop_empty_words, _hold_names, _hold_strings, _hold_unique, _refuse_others):
+        for place, found in places_in(root).items():
+            with at_place(place):
+                step(found, root)
+
+
+def _drop_empty_words(schema: Schema, _root: Any) -> None:
+    """Take out words that allow everything, and write those of older drafts as today's."""
+    for word, values in _NO_WORDS.items():
+        if word in schema and any(is_same(schema[word], value) for value in values):
+            del schema[word]
+    if not ("if" in schema and schema.keys() & {"then", "else"}):
+        _take_out(schema, "if", "then", "else")
+    if "contains" not in schema:
+        _take_out(schema, "minContains", "maxContains")
+    if any(is_same(schema.get("not"), everything) for everything in _ANY):
+        del schema["not"]
+        schema["allOf"] = [*list_of(schema.get("allOf")), False]
+    for word in ("minimum", "maximum"):
+        exclusive = f"exclusive{word.capitalize()}"
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and word in schema:
+            schema[exclusive] = schema.pop(word)
+    if not any(name in str(schema.get("$schema")) for name in _DIALECTS):
+        _take_out(schema, "$schema")
+    is_alone = not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref", "if", "additionalProperties"}
+    if is_alone and schema.get("unevaluatedProperties") is False:
+        schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+
+
+def _hold_strings(schema: Schema, _root: Any) -> None:
+    name, pattern = schema.get("format"), schema.get("pattern")
+    if isinstance(pattern, str):
+        first, *others = words_of_pattern(pattern, name)
+        del schema["pattern"]
+        if first != {"pattern": first.get("pattern")}:
+            schema.pop("format", None)
+        schema.update(first)
+        for words in others:
+            schema["allOf"] = [*list_of(schema.get("allOf")), dict(words)]
+    if isinstance(name, str) and schema.get("format") == name:
+        del schema["format"]
+        also(schema, dict(words_of_format(name)))
+    if isinstance(schema.get("patternProperties"), dict):
+        schema["patternProperties"] = {
+            pattern_of_properties(pattern): value for pattern, value in schema["patternProperties"].items()
+        }
+
+
+def _hold_names(schema: Schema, root: Any) -> None:
+    """Write `propertyNames` as properties, or as a pattern of them."""
+    if "propertyNames" not in schema:
+        return
+    names = resolved(schema.pop("propertyNames"), root)
+    properties = mapping_of(schema.get("properties"))
+    others = schema.get("additionalProperties", True)
+    listed = [] if names is False else _listed_values(names, root)
+    if listed is not None:
+        schema["properties"] = {
+            name: _value_of(name, properties, mapping_of(schema.get("patternProperties")), others)
+            for name in listed
+            if isinstance(name, str)
+        }
+        _take_out(schema, "patternProperties")
+        schema["additionalProperties"] = False
+        return
+    pattern = pattern_of_names(names)
+    is_matched = {name: _matches(pattern, name) for name in properties}
+    is_overlap = any(is_matched.values()) and others not in (True, False, {})
+    if schema.get("patternProperties") or is_overlap:
+        raise GrammarError("propertyNames with other words for names cannot be held to; use patternProperties alone")
+    schema["properties"] = {name: value if is_matched[name] else False for name, value in properties.items()}
+    if others is not False:
+        schema["patternProperties"] = {pattern: others}
+    schema["additionalProperties"] = False
+
+
+def _value_of(name: str, properties: Schema, patterns: Schema, others: Any) -> Any:
+    """Return the schema of a property that an object may have."""
+    found = [properties[name]] if name in properties else []
+    found += [value for pattern, value in patterns.items() if _matches(pattern, name)]
+    return found[0] if len(found) == 1 else {"allOf": found} if found else others
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name, re.ASCII) is not None
+    except re.error as error:
+        raise GrammarError(f"the pattern {pattern!r:.100} of names cannot be read: {error}") from error
+
+
+def _listed_values(schema: Any, root: Any) -> list[Any] | None:
+    """Return the values that a schema allows, if they are a list: each once, as JSON compares them."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict):
+        return None
+    words = schema.keys() - {"type"}
+    types = types_of(schema)
+    if words in ({"const"}, {"enum"}):
+        found = [schema["const"]] if "const" in schema else list_of(schema["enum"])
+        found = [value for value in found if type_of_value(value) in types]
+    elif words == {"anyOf"}:
+        branches = [_listed_values(branch, root) for branch in list_of(schema["anyOf"])]
+        if None in branches:
+            return None
+        found = [value for branch in branches for value in branch or () if type_of_value(value) in types]
+    elif not words and types <= {"boolean", "null"}:
+        found = [value for value in (None, False, True) if type_of_value(value) in types]
+    else:
+        return None
+    return [value for place, value in enumerate(found) if not any(is_same(value, other) for other in found[:place])]
+
+
+def _hold_unique(schema: Schema, root: Any) -> None:
+    """Write `uniqueItems` as all orders of few values; an array of one item needs nothing."""
+    if not schema.get("uniqueItems"):
+        return
+    most = schema.get("maxItems")
+    if "array" not in types_of(schema) or (isinstance(most, int) and most <= 1):
+        del schema["uniqueItems"]
+        return
+    values = _listed_values(schema.get("items", {}), root)
+    if values is None or "prefixItems" in schema:
+        raise GrammarError("uniqueItems cannot be held to unless the items are an enum; leave it out")
+    longest = min(len(values), most if isinstance(most, int) else len(values))
+    if perm(len(values), max(longest - 1, 0)) > _MOST_ORDERS:
+        raise GrammarError(
+            f"uniqueItems of {len(values)} values has too many orders to be held to; set maxItems to a smaller number, "
+            "or leave uniqueItems out"
+        )
+    least = schema.get("minItems", 0)
+    others = types_of(schema) - {"array"}
+    arrays = [
+        {
+            "type": "array",
+            "prefixItems": [*({"const": value} for value in order), {"enum": _without(values, order)}][:longest],
+            "items": False,
+            "minItems": least,
+            "maxItems": longest,
+        }
+        for order in permutations(values, max(longest - 1, 0))
+    ]
+    _take_out(schema, "uniqueItems", "items", "minItems", "maxItems", "additionalItems")
+    also(schema, {"anyOf": [*arrays, *([{"type": sorted(others)}] if others else [])]})
+
+
+def _without(values: list[Any], taken: Iterable[Any]) -> list[Any]:
+    return [value for value in values if not any(value is other for other in taken)]
+
+
+def _refuse_others(schema: Schema, _root: Any) -> None:
+    for word in _UNHELD:
+        if word in schema:
+            raise GrammarError(f"{word} cannot be held to; leave it out")
+    named = schema.get("type")
+    for name in named if isinstance(named, list) else [named] if "type" in schema else []:
+        if name not in TYPES:
+            raise GrammarError(f"{json.dumps(name)} is not a type of JSON Schema; use one of {', '.join(TYPES)}")
+
+
+def _take_out(schema: Schema, *words: str) -> None:
+    for word in words:
+        schema.pop(word, None)

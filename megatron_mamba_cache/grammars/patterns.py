@@ -1,0 +1,211 @@
+"""Formats and patterns of strings, written so that llguidance reads them as JSON Schema means them.
+
+Patterns are in the dialect of ECMA-262; llguidance reads that of Rust's `regex`, without look-around.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import GrammarError
+
+CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""An escape, or a class of characters."""
+_TOKEN = re.compile(r"\\u\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\c[A-Za-z]|\\.|\[\^?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
+_AHEAD = "(?="
+_ANY_CHARACTER = r"[^\n\r\x{2028}\x{2029}]"
+_EMAIL = (
+    r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,19}(\.[A-Za-z0-9_+-]{1,20}){0,2}@"
+    r"([A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?\.){1,4}[A-Za-z]{2,24}$"
+)
+_POINTER = r"(/([^/~]|~[01])*)*$"
+_FORMATS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"format": name} for name in ("date", "duration", "hostname", "ipv4", "ipv6", "uri", "uuid")},
+    "date-time": {"format": "date-time", "pattern": "^[^t]*T[0-9]{2}:[0-9]{2}:[0-5][^z]*$"},
+    "time": {"format": "time", "pattern": "^[0-9]{2}:[0-9]{2}:[0-5][^z]*$"},
+    **{name: {"format": "email", "pattern": "^[^@]{1,64}@"} for name in ("email", "idn-email")},
+    **{name: {"format": "uri"} for name in ("uri-reference", "iri", "iri-reference", "uri-template")},
+    "idn-hostname": {"format": "hostname"},
+    "json-pointer": {"pattern": f"^{_POINTER}"},
+    "relative-json-pointer": {"pattern": f"^(0|[1-9][0-9]{{0,8}})(#$|{_POINTER})"},
+}
+"""Words for each format that JSON Schema defines, which allow only texts that every validator takes."""
+_EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "email": ("a@b.co", "admin@example.com", "first.last+tag@mail.example.org", "no-reply_1@x-y.example.museum"),
+    "duration": ("P1D", "PT1H", "P3Y6M4DT12H30M5S", "P2W"),
+    "date-time": ("2024-02-29T23:59:59Z", "1999-12-31T00:00:00.125Z"),
+    "date": ("2024-02-29", "1999-12-31"),
+    "time": ("23:59:59Z", "00:00:00Z"),
+    "hostname": ("example.com", "a-1.b.example", "localhost"),
+    "ipv4": ("127.0.0.1", "255.255.255.0"),
+    "ipv6": ("::1", "2001:db8::8a2e:370:7334"),
+    "uri": ("https://example.com/a?b=c#d", "ftp://host/x"),
+    "uuid": ("123e4567-e89b-42d3-a456-426614174000",),
+}
+_NAMES: Mapping[str, str] = {
+    "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$",
+    "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+    "date-time": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z$",
+    "time": "^([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z$",
+    "email": _EMAIL,
+    "hostname": "^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?){0,5}$",
+    "ipv4": "^((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])[.]){3}(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])$",
+    "uri": "^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z]{2,10}){1,3}(/[A-Za-z0-9_-]*)*$",
+}
+"""Expressions for names of a format, of common texts only."""
+_NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer than most")
+
+
+def words_of_format(name: str) -> Mapping[str, Any]:
+    """Return words that allow texts of a format; none for one that JSON Schema does not define, a note to readers.
+
+    Raises:
+        GrammarError: If texts of the format are not those of an expression.
+    """
+    if name == "regex":
+        raise GrammarError("the format regex cannot be held to; leave it out")
+    return _FORMATS.get(name, {})
+
+
+def pattern_of_properties(pattern: str) -> str:
+    """Return a pattern of `patternProperties`, which matches the same names.
+
+    Raises:
+        GrammarError: If it looks ahead or behind.
+    """
+    if _looks_around(pattern):
+        raise GrammarError(f"patternProperties has {pattern!r:.100}, which looks ahead or behind; write it without")
+    return translated(pattern, ".")
+
+
+def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str, Any]]:
+    """Return words that together allow only texts of a pattern.
+
+    Look-ahead at the beginning becomes a pattern of its own. Any other is replaced by a format, if the pattern takes
+    the format's texts: that which the schema names, or the only one whose texts it takes.
+
+    Raises:
+        GrammarError: If it looks around in any other way.
+    """
+    ahead, rest = _split_ahead(pattern)
+    parts = [*ahead, rest]
+    if not any(map(_looks_around, parts)):
+        return [{"pattern": translated(part)} for part in parts]
+    known = [format_name] if format_name in _EXAMPLES else list(_EXAMPLES)
+    taken = [name for name in known if _takes(pattern, _EXAMPLES[name])]
+    is_other = len(taken) != 1 or (len(known) > 1 and _takes(pattern, _NO_EXAMPLES, any_of_them=True))
+    if is_other:
+        raise GrammarError(
+            f"the pattern {pattern!r:.100} looks ahead or behind (`(?!`, `(?<=`, `\\b`), which cannot be held to; "
+            "write it without, or name a format such as email instead"
+        )
+    (name,) = taken
+    return [{"pattern": _EMAIL} if name == "email" else _FORMATS[name]]
+
+
+def pattern_of_names(schema: Any) -> str:
+    """Return a pattern of the names that a schema of strings allows.
+
+    Raises:
+        GrammarError: If no single pattern says the same.
+    """
+    words = schema.keys() - {"type"} if isinstance(schema, Mapping) else set()
+    if words == {"pattern"} and isinstance(schema["pattern"], str):
+        return str(schema["pattern"])
+    if words and words <= {"minLength", "maxLength"}:
+        return rf"^[\s\S]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
+    name = schema.get("format") if words and words <= {"format", "pattern"} else None
+    is_wider = "pattern" not in words or _takes(schema["pattern"], _EXAMPLES.get(name, ()))
+    if name in _NAMES and is_wider:
+        return _NAMES[name]
+    raise GrammarError("propertyNames can be held to if they are an enum, a pattern, a length or a format; name one")
+
+
+def translated(pattern: str, any_character: str = _ANY_CHARACTER) -> str:
+    """Return a pattern of ECMA-262 in Rust's dialect.
+
+    Args:
+        any_character: What a dot becomes; dialects differ in which ends of a line it takes.
+    """
+    dot = "." if "(?s" in pattern else any_character
+    return _TOKEN.sub(lambda found: dot if found[0] == "." else _translated_token(found[0]), pattern)
+
+
+def _translated_token(token: str) -> str:
+    if token.startswith("["):
+        return _translated_class(token)
+    if token.startswith("\\u"):
+        return _character(int(token[2:].strip("{}"), 16))
+    if token.startswith("\\c") and len(token) == 3:
+        return _character(ord(token[2].upper()) - ord("@"))
+    return {r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"}.get(token, token)
+
+
+def _translated_class(text: str) -> str:
+    """Return a class in which `[` and doubled signs stand for themselves, unless it is one of Rust's own."""
+    if text in ("[]", "[^]"):
+        return r"[\s\S]" if text == "[^]" else r"[^\s\S]"
+    if "[:" in text or "&&" in text:
+        return text
+    start = 2 if text.startswith("[^") else 1
+    inner = re.sub(r"\\u\{?[0-9a-fA-F]+\}?|\\c[A-Za-z]|\\.", lambda found: _in_class(found[0]), text[start:-1])
+    inner = re.sub(r"(\\.)|\[|(?<=~)~", lambda found: found[0] if found[1] else f"\\{found[0]}", inner)
+    return f"{text[:start]}{inner}]"
+
+
+def _in_class(escape: str) -> str:
+    return r"\x08" if escape == r"\b" else _translated_token(escape)
+
+
+def _character(code: int) -> str:
+    if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+        raise GrammarError(f"a pattern names half of a character, U+{code:04X}; write it whole, as \\u{{1F600}}")
+    return f"\\x{{{code:x}}}"
+
+
+def _split_ahead(pattern: str) -> tuple[list[str], str]:
+    """Return patterns for the look-aheads at a pattern's beginning, and the rest of it."""
+    ahead: list[str] = []
+    rest = pattern.removeprefix("^")
+    while pattern.startswith("^") and rest.startswith(_AHEAD):
+        end = _end_of_group(rest)
+        ahead.append(f"^(?:{rest[len(_AHEAD) : end - 1]})")
+        rest = rest[end:]
+    if not ahead or _has_branches(rest):
+        return [], pattern
+    return ahead, f"^{rest}"
+
+
+def _end_of_group(text: str) -> int:
+    """Return the end of the group that a text begins with."""
+    depth = 0
+    for found in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", text, re.DOTALL):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0 and found[0] == ")":
+            return found.end()
+    return len(text)
+
+
+def _has_branches(text: str) -> bool:
+    """Return whether a text has alternatives outside of groups."""
+    depth = 0
+    for found in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|]", text, re.DOTALL):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0 and found[0] == "|":
+            return True
+    return False
+
+
+def _looks_around(pattern: str) -> bool:
+    bare = CLASS.sub(lambda found: found[0] if found[0] in (r"\b", r"\B") else "", pattern)
+    return _LOOK_AROUND.search(bare) is not None
+
+
+def _takes(pattern: str, texts: tuple[str, ...], any_of_them: bool = False) -> bool:
+    """Return whether a pattern allows all of some texts, or any."""
+    try:
+        taken = [re.search(pattern, text) is not None for text in texts]
+    except re.error:
+        return False
+    return any(taken) if any_of_them else all(taken)
