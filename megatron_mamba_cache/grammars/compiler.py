@@ -172,7 +172,7 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
         place = _place(part)
         if isinstance(part, dict) and isinstance(part.get("json_schema"), dict):
             with at_place(place):
-                part["json_schema"] = prepared(part["json_schema"], library.goes_on)
+                part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_fault)
                 _check_expanded(part["json_schema"])
             schemas.append((place, part["json_schema"]))
             part.pop(PLACE, None)

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import permutations
 from math import perm
 from typing import Any
@@ -38,16 +39,21 @@ _NO_WORDS: dict[str, tuple[Any, ...]] = {
 }
 """Values with which a word allows everything."""
 _MOST_ORDERS = 120
-_DIALECTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
+Fault = Callable[[Schema], str | None]
+"""Returns why llguidance cannot follow a schema; None if it can."""
 
 
-def hold_words(root: Any) -> None:
+def hold_words(root: Any, fault: Fault) -> None:
     """Rewrite a JSON schema in place with words that llguidance holds to.
+
+    The schema's draft does not matter: words of older ones are written as today's.
 
     Raises:
         GrammarError: If a word cannot be held to; it says where.
     """
-    for step in (_drop_empty_words, _hold_names, _hold_strings, _hold_unique, _refuse_others):
+    root.pop("$schema", None)
+    hold_strings = partial(_hold_strings, fault=fault)
+    for step in (_drop_empty_words, _hold_names, hold_strings, _hold_unique, _refuse_others):
         for place, found in places_in(root).items():
             with at_place(place):
                 step(found, root)
@@ -69,26 +75,28 @@ def _drop_empty_words(schema: Schema, _root: Any) -> None:
         exclusive = f"exclusive{word.capitalize()}"
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and word in schema:
             schema[exclusive] = schema.pop(word)
-    if not any(name in str(schema.get("$schema")) for name in _DIALECTS):
-        _take_out(schema, "$schema")
+    if isinstance(schema.get("items"), list):
+        schema["prefixItems"] = schema.pop("items")
+        schema |= {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
     is_alone = not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref", "if", "additionalProperties"}
     if is_alone and schema.get("unevaluatedProperties") is False:
         schema["additionalProperties"] = schema.pop("unevaluatedProperties")
 
 
-def _hold_strings(schema: Schema, _root: Any) -> None:
+def _hold_strings(schema: Schema, _root: Any, fault: Fault) -> None:
+    """Write patterns and formats as llguidance reads them; a format that a pattern excludes is a note to readers."""
     name, pattern = schema.get("format"), schema.get("pattern")
-    if isinstance(pattern, str):
-        first, *others = words_of_pattern(pattern, name)
-        del schema["pattern"]
-        if first != {"pattern": first.get("pattern")}:
-            schema.pop("format", None)
-        schema.update(first)
-        for words in others:
-            schema["allOf"] = [*list_of(schema.get("allOf")), dict(words)]
-    if isinstance(name, str) and schema.get("format") == name:
+    parts = [] if not isinstance(pattern, str) else words_of_pattern(pattern, name)
+    is_plain = all(part.keys() == {"pattern"} for part in parts)
+    if isinstance(name, str) and is_plain:
         del schema["format"]
-        also(schema, dict(words_of_format(name)))
+        words = words_of_format(name)
+        alone, both = ({"allOf": [{"type": "string"}, *found]} for found in (parts, [*parts, words]))
+        parts += [] if parts and fault(both) is not None and fault(alone) is None else [words]
+    if parts:
+        _take_out(schema, "format", "pattern")
+    for part in parts:
+        also(schema, part)
     if isinstance(schema.get("patternProperties"), dict):
         schema["patternProperties"] = {
             pattern_of_properties(pattern): value for pattern, value in schema["patternProperties"].items()

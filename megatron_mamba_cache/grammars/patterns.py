@@ -19,12 +19,13 @@ _EMAIL = (
     r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,19}(\.[A-Za-z0-9_+-]{1,20}){0,2}@"
     r"([A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?\.){1,4}[A-Za-z]{2,24}$"
 )
+_ANY_EMAIL = {"format": "email", "pattern": r"^[^@]{1,64}@([^.]{1,63}\.)*[^.]{1,63}$", "maxLength": 254}
 _POINTER = r"(/([^/~]|~[01])*)*$"
 _FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"format": name} for name in ("date", "duration", "hostname", "ipv4", "ipv6", "uri", "uuid")},
     "date-time": {"format": "date-time", "pattern": "^[^t]*T[0-9]{2}:[0-9]{2}:[0-5][^z]*$"},
     "time": {"format": "time", "pattern": "^[0-9]{2}:[0-9]{2}:[0-5][^z]*$"},
-    **{name: {"format": "email", "pattern": "^[^@]{1,64}@"} for name in ("email", "idn-email")},
+    **{name: _ANY_EMAIL for name in ("email", "idn-email")},
     **{name: {"format": "uri"} for name in ("uri-reference", "iri", "iri-reference", "uri-template")},
     "idn-hostname": {"format": "hostname"},
     "json-pointer": {"pattern": f"^{_POINTER}"},

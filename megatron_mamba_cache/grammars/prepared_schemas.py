@@ -7,7 +7,7 @@ from ..errors import GrammarError
 from .endless_schemas import close_endless
 from .exclusive_branches import exclude_branches
 from .forms import GUIDANCE
-from .held_words import hold_words
+from .held_words import Fault, hold_words
 from .narrowed_schemas import check_escapes, guidance_for, narrow
 from .property_names import close_names
 
@@ -15,7 +15,7 @@ GoesOn = Callable[[dict[str, Any], str], bool]
 """Returns whether a reply of a schema may go on with a quote after some text."""
 
 
-def prepared(schema: dict[str, Any], goes_on: GoesOn) -> dict[str, Any]:
+def prepared(schema: dict[str, Any], goes_on: GoesOn, fault: Fault) -> dict[str, Any]:
     """Return a schema whose replies are valid by the given one, which is used up, and can always come to an end.
 
     Raises:
@@ -24,7 +24,7 @@ def prepared(schema: dict[str, Any], goes_on: GoesOn) -> dict[str, Any]:
     settings = schema.get(GUIDANCE, {})
     try:
         held = {word: value for word, value in schema.items() if word != GUIDANCE}
-        hold_words(held)
+        hold_words(held, fault)
         exclude_branches(held)
         close_endless(held)
         settings = {**settings, **guidance_for(held)}

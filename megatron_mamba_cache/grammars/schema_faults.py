@@ -1,15 +1,14 @@
 """Reasons why a JSON schema cannot be held to, in the words of JSON Schema, with the place that they are about."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import GrammarError
 from .forms import GUIDANCE
+from .held_words import Fault
 from .schema_words import at_place, held_by, mapping_of
 
-Fault = Callable[[dict[str, Any]], str | None]
-"""Returns llguidance's reason why it cannot follow a schema; None if it can."""
 _MOST_TRIED = 100
 _LONGEST = 300
 _OPTION = re.compile(r"[^.;]*(?:coerce_one_of|x-guidance)[^.;]*[.;]?")
@@ -59,7 +58,7 @@ def explained(schema: dict[str, Any], fault: Fault) -> None:
 def _deepest(root: dict[str, Any], reason: str, fault: Fault) -> tuple[str, str]:
     """Return the path of the innermost schema that has the fault, and its reason there."""
     path, current = "", root
-    shared = {word: root[word] for word in (GUIDANCE, "$defs", "definitions", "$schema", "$id") if word in root}
+    shared = {word: root[word] for word in (GUIDANCE, "$defs", "definitions", "$id") if word in root}
     for _ in range(_MOST_TRIED):
         for step, inner in _suspects(current, root, reason):
             alone = {**shared, **inner} if isinstance(inner, dict) else {**shared, "enum": []}

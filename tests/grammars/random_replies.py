@@ -1,0 +1,76 @@
+"""Random replies that a grammar allows, of tokens of `PieceTokenizer`; after some tokens they take the way to the end."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from tests.grammars.piece_tokenizer import END, PieceTokenizer
+
+_MOST = 4000
+_VALUES = b"n0tf["  # how the shortest values begin
+_CLOSING_TAG = b"\n</parameter>\n"
+
+
+class StuckReplyError(AssertionError):
+    """A reply that its grammar does not let go on, or end."""
+
+
+def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length: int) -> str:
+    """Return the text of a reply that ends soon after so many tokens.
+
+    Args:
+        matcher: At a grammar's start.
+
+    Raises:
+        StuckReplyError: If no token is allowed before the end, or the end is not reached.
+    """
+    reply = _Reply()
+    for step in range(_MOST):
+        allowed = _allowed(matcher, tokenizer.vocab_size)
+        if matcher.is_error() or not allowed:
+            reason = matcher.get_error()[:300]
+            raise StuckReplyError(f"after {reply.data!r}: {reason}")
+        token = random.choice(allowed) if step < length else _towards_end(matcher, allowed, reply, random)
+        if token == END or (END in allowed and step >= length):
+            return reply.data.decode()
+        matcher.consume_token(token)
+        reply.add(tokenizer.bytes_of(token) or b"")
+    raise StuckReplyError(f"no end after {reply.data[-300:]!r}")
+
+
+class _Reply:
+    """The bytes of a reply, and whether they end inside of a JSON string."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.is_in_string = False
+        self._is_escaped = False
+
+    def add(self, data: bytes) -> None:
+        self.data += data
+        for byte in data:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif byte == ord("\\"):
+                self._is_escaped = self.is_in_string
+            elif byte == ord('"'):
+                self.is_in_string = not self.is_in_string
+
+
+def _allowed(matcher: Any, vocab_size: int) -> list[int]:
+    mask = matcher.compute_bitmask()
+    return [token for token in range(vocab_size) if mask[token >> 3] >> (token & 7) & 1]
+
+
+def _towards_end(matcher: Any, allowed: Sequence[int], reply: _Reply, random: Random) -> int:
+    """Return a token that leads to the end, if one is known; else any, of printable text where possible."""
+    if END in allowed:
+        return END
+    for tag in (_CLOSING_TAG, b"</function>\n</tool_call>"):
+        if tag[0] in allowed and matcher.deep_copy().try_consume_tokens(list(tag)) == len(tag):
+            return tag[0]
+    is_number = reply.data[-1:].isdigit()
+    wanted = b'"' if reply.is_in_string else b"}]," + (b"" if is_number else _VALUES)
+    known = [byte for byte in wanted if byte in allowed]
+    printable = [token for token in allowed if 32 < token < 127 and token != ord("\\")]
+    return known[0] if known else random.choice(printable or list(allowed))
