@@ -63,7 +63,7 @@ def json_grammar(schema: Schema, name: str = "answer", place: str = "") -> Gramm
 
 def regex_grammar(pattern: str) -> Grammar:
     """Return the grammar of the texts that an expression matches whole."""
-    return Grammar(f"/{_escaped_slashes(pattern)}/")
+    return Grammar(matching(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
@@ -117,6 +117,11 @@ def literal(text: str, special_id: SpecialId) -> str:
 def quoted(text: str) -> str:
     """Return a rule that matches a text."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def matching(pattern: str) -> str:
+    """Return a rule that matches what an expression matches whole."""
+    return f"/{_escaped_slashes(pattern)}/"
 
 
 def _joined(rules: Sequence[str], grammars: Sequence[Grammar], by: str) -> Grammar:

@@ -24,11 +24,13 @@ from .schema_words import (
 )
 
 Schema = dict[str, Any]
-_UNHELD = (
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies", "dependentRequired"),
-    *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", "uniqueItems"),
-    "propertyNames",
+UNHELD = frozenset(
+    (
+        *("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies", "dependentRequired"),
+        *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    )
 )
+"""Words that cannot be held to."""
 _ANY: tuple[Any, ...] = (True, {})
 _NO_WORDS: dict[str, tuple[Any, ...]] = {
     **{word: (*_ANY, None) for word in ("unevaluatedItems", "unevaluatedProperties")},
@@ -205,8 +207,8 @@ def _without(values: list[Any], taken: Iterable[Any]) -> list[Any]:
 
 
 def _refuse_others(schema: Schema, _root: Any) -> None:
-    for word in _UNHELD:
-        if word in schema:
+    for word in schema:
+        if word in UNHELD:
             raise GrammarError(f"{word} cannot be held to; leave it out")
     named = schema.get("type")
     for name in named if isinstance(named, list) else [named] if "type" in schema else []:

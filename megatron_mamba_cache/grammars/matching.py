@@ -23,6 +23,7 @@ _MOST_ITEMS_A_STEP = 64_000
 _BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BEFORE = ("", "\n", "a")  # texts before a text, so that it does not begin one; a token may span the end of any of them
+_FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # work on expressions: some seconds, and less than one
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,12 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
         GrammarError: If the grammar says something that cannot be followed, or no text is of it.
     """
     vocabulary.check(grammar)
-    limits = LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=_MOST_ITEMS_A_STEP)
+    limits = LLParserLimits(
+        max_items_in_row=_MOST_ITEMS,
+        step_max_items=_MOST_ITEMS_A_STEP,
+        initial_lexer_fuel=_FUEL,
+        step_lexer_fuel=_FUEL_A_STEP,
+    )
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_first_lines(matcher.get_error()))

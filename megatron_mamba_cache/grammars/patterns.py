@@ -20,6 +20,7 @@ _EMAIL = (
     r"([A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?\.){1,4}[A-Za-z]{2,24}$"
 )
 _ANY_EMAIL = {"format": "email", "pattern": r"^[^@]{1,64}@([^.]{1,63}\.)*[^.]{1,63}$", "maxLength": 254}
+_ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 _POINTER = r"(/([^/~]|~[01])*)*$"
 _FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"format": name} for name in ("date", "duration", "hostname", "ipv4", "ipv6", "uri", "uuid")},
@@ -44,7 +45,7 @@ _EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "uri": ("https://example.com/a?b=c#d", "ftp://host/x"),
     "uuid": ("123e4567-e89b-42d3-a456-426614174000",),
 }
-_NAMES: Mapping[str, str] = {
+_COMMON: Mapping[str, str] = {
     "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$",
     "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
     "date-time": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z$",
@@ -52,9 +53,11 @@ _NAMES: Mapping[str, str] = {
     "email": _EMAIL,
     "hostname": "^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?){0,5}$",
     "ipv4": "^((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])[.]){3}(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])$",
+    "ipv6": "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
+    "duration": "^P([0-9]{1,4}[YMWD]|([0-9]{1,4}D)?T[0-9]{1,4}(H([0-9]{1,4}M([0-9]{1,4}S)?)?|M([0-9]{1,4}S)?|S))$",
     "uri": "^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z]{2,10}){1,3}(/[A-Za-z0-9_-]*)*$",
 }
-"""Expressions for names of a format, of common texts only."""
+"""Expressions for some texts of a format, where only an expression can be said."""
 _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer than most")
 
 
@@ -118,9 +121,41 @@ def pattern_of_names(schema: Any) -> str:
         return rf"^[\s\S]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
     name = schema.get("format") if words and words <= {"format", "pattern"} else None
     is_wider = "pattern" not in words or _takes(schema["pattern"], _EXAMPLES.get(name, ()))
-    if name in _NAMES and is_wider:
-        return _NAMES[name]
+    if name in _COMMON and is_wider:
+        return _COMMON[name]
     raise GrammarError("propertyNames can be held to if they are an enum, a pattern, a length or a format; name one")
+
+
+def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
+    """Return expressions that match the whole of a text which a schema's pattern and format allow.
+
+    Raises:
+        GrammarError: If they cannot be written so.
+    """
+    name, pattern = schema.get("format"), schema.get("pattern")
+    words = words_of_pattern(pattern, name) if isinstance(pattern, str) else []
+    format_words = words_of_format(name) if isinstance(name, str) else {}
+    if format_words and (not words or _takes(str(pattern), _EXAMPLES.get(str(name), ("",)))):
+        words = [*words, format_words]
+    return [_whole(_COMMON[found["format"]] if "format" in found else found["pattern"]) for found in words]
+
+
+def _whole(pattern: str) -> str:
+    """Return an expression of the texts in which a pattern is found; its ends may be anchored."""
+    branches = []
+    for branch in _branches(pattern):
+        start = "" if branch.startswith("^") else r"(.|\n)*"
+        is_anchored = re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None
+        inner = branch.removeprefix("^")
+        branches.append(f"{start}({inner[:-1]})" if is_anchored else rf"{start}({inner})(.|\n)*")
+    return _TOKEN.sub(lambda found: _ascii(found[0]), f"({'|'.join(branches)})")
+
+
+def _ascii(token: str) -> str:
+    """Return a token in which digits and letters of words are those of ASCII, as in ECMA-262."""
+    if token.startswith("["):
+        return re.sub(r"\\.", lambda found: _ASCII.get(found[0], found[0]), token)
+    return f"[{_ASCII[token]}]" if token in _ASCII else token
 
 
 def translated(pattern: str, any_character: str = _ANY_CHARACTER) -> str:
@@ -173,7 +208,7 @@ def _split_ahead(pattern: str) -> tuple[list[str], str]:
         end = _end_of_group(rest)
         ahead.append(f"^(?:{rest[len(_AHEAD) : end - 1]})")
         rest = rest[end:]
-    if not ahead or _has_branches(rest):
+    if not ahead or len(_branches(rest)) > 1:
         return [], pattern
     return ahead, f"^{rest}"
 
@@ -188,14 +223,15 @@ def _end_of_group(text: str) -> int:
     return len(text)
 
 
-def _has_branches(text: str) -> bool:
-    """Return whether a text has alternatives outside of groups."""
-    depth = 0
-    for found in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|]", text, re.DOTALL):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
-        if depth == 0 and found[0] == "|":
-            return True
-    return False
+def _branches(text: str) -> list[str]:
+    """Return the alternatives of an expression outside of groups."""
+    depth, start, found = 0, 0, []
+    for sign in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|]", text, re.DOTALL):
+        depth += {"(": 1, ")": -1}.get(sign[0], 0)
+        if depth == 0 and sign[0] == "|":
+            found.append(text[start : sign.start()])
+            start = sign.end()
+    return [*found, text[start:]]
 
 
 def _looks_around(pattern: str) -> bool:

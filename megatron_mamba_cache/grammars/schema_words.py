@@ -27,6 +27,8 @@ _ONE_SCHEMA = frozenset(
 )
 _LISTS = frozenset((*BRANCHES, "prefixItems", "items"))
 _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+_DEFINITIONS = ("$defs", "definitions")
+_ROOT = "__whole"
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _TYPES_OF_PYTHON: tuple[tuple[Any, str], ...] = (
     (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"),
@@ -43,6 +45,22 @@ def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
             del found[word]
     _drop_unused_definitions(copied)
     return copied
+
+
+def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema out of a larger one as a schema of its own, in which references lead to what they led to."""
+    definitions = {word: root[word] for word in _DEFINITIONS if isinstance(root.get(word), dict)}
+    alone: dict[str, Any] = json.loads(json.dumps({**schema, **definitions}))
+    references = [found for found in values_in(alone) if isinstance(found, dict) and isinstance(found.get("$ref"), str)]
+    if all(_DEFINITION.match(found["$ref"]) or not found["$ref"].startswith("#") for found in references):
+        return alone
+    others = {word: value for word, value in root.items() if word not in _DEFINITIONS}
+    alone["$defs"] = {**mapping_of(alone.get("$defs")), _ROOT: json.loads(json.dumps(others))}
+    for found in values_in(alone):
+        reference = found.get("$ref") if isinstance(found, dict) else None
+        if isinstance(reference, str) and reference.startswith("#") and not _DEFINITION.match(reference):
+            found["$ref"] = f"#/$defs/{_ROOT}{reference[1:]}"
+    return alone
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
@@ -186,8 +204,8 @@ def _anchored(root: Any) -> Iterable[dict[str, Any]]:
 
 def _drop_unused_definitions(root: dict[str, Any]) -> None:
     """Take out the definitions of a schema that nothing reaches, where each reference goes to one of them."""
-    names = {(word, name) for word in ("$defs", "definitions") for name in mapping_of(root.get(word))}
-    outer = {word: value for word, value in root.items() if word not in ("$defs", "definitions")}
+    names = {(word, name) for word in _DEFINITIONS for name in mapping_of(root.get(word))}
+    outer = {word: value for word, value in root.items() if word not in _DEFINITIONS}
     used: set[tuple[str, str]] = set()
     waiting: list[Any] = [outer]
     while waiting:

@@ -1,9 +1,11 @@
 """What a reply has to look like: an answer of a form, or calls of tools, perhaps after reasoning."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import GrammarError
 from ..grammars.compiler import Grammars
 from ..grammars.forms import Grammar, SpecialId, after_reasoning, any_of
 from .errors import bad_request
@@ -100,7 +102,9 @@ class FormMaker:
             reason = "it is not known how this model writes calls, so none can be asked for; start serve with"
             raise bad_request(f"{reason} --tool-call-parser, or send tool_choice auto", _CHOICE)
         only_one = may_call_several is False or isinstance(choice, NamedTool)
-        calls = calls_grammar(self._syntax.tool_calls, callable_tools, self._special_id, only_one=only_one)
+        family = self._syntax.tool_calls
+        with _refusing_tools():
+            calls = calls_grammar(family, callable_tools, self._special_id, only_one=only_one)
         if is_forced:
             return self._after_reasoning(_TOOLS, calls)
         assert answer is not None
@@ -120,7 +124,8 @@ class FormMaker:
             _callable(function) if function.get("strict") else CallableTool(function["name"], None)
             for function in functions
         ]
-        grammar = text_and_calls_grammar(self._syntax.tool_calls, callable_tools, self._special_id)
+        with _refusing_tools():
+            grammar = text_and_calls_grammar(self._syntax.tool_calls, callable_tools, self._special_id)
         return None if grammar is None else self._after_reasoning(_TOOLS, grammar)
 
     def _after_reasoning(self, field: str, grammar: Grammar) -> ReplyForm:
@@ -129,6 +134,15 @@ class FormMaker:
     def _special_id(self, text: str) -> int | None:
         found: int | None = self._id_of(text)
         return found if found in self._special_ids else None
+
+
+@contextmanager
+def _refusing_tools() -> Iterator[None]:
+    """Turn the error of a schema that calls cannot be held to into a 400."""
+    try:
+        yield
+    except GrammarError as error:
+        raise bad_request(f"{_TOOLS}: {error}", _TOOLS, "unsupported_form") from error
 
 
 def _callable(function: Mapping[str, Any]) -> CallableTool:

@@ -1,4 +1,4 @@
-"""JSON schemas as clients write them: servers of tools (MCP), zod 3 and 4, and pydantic; names and texts are our own."""
+"""JSON schemas as clients write them: servers of tools (MCP), and zod 3 and 4; names and texts are our own."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -165,7 +165,7 @@ _MCP: tuple[Writer, ...] = (
     },
     lambda random, _: {"type": "object"},
     lambda random, _: {"description": "Anything"},
-    lambda random, _: {"type": "array", "items": [{"type": "number"}, {"type": "number"}], "minItems": 2, "maxItems": 2},
+    lambda random, _: {"type": "array", "items": [{"type": "number"}] * 2, "minItems": 2, "maxItems": 2},
 )
 _ZOD_3_SCALARS: tuple[Writer, ...] = (
     lambda random, _: {"type": "string", "enum": _words(random)},

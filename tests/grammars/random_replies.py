@@ -1,4 +1,4 @@
-"""Random replies that a grammar allows, of tokens of `PieceTokenizer`; after some tokens they take the way to the end."""
+"""Random replies that a grammar allows, of tokens of `PieceTokenizer`, which are led to their end after a while."""
 
 from collections.abc import Sequence
 from random import Random
@@ -30,11 +30,14 @@ def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length
         if matcher.is_error() or not allowed:
             reason = matcher.get_error()[:300]
             raise StuckReplyError(f"after {reply.data!r}: {reason}")
-        token = random.choice(allowed) if step < length else _towards_end(matcher, allowed, reply, random)
-        if token == END or (END in allowed and step >= length):
+        if reply.ends_with_number:  # of few digits: JSON allows numbers beyond float64
+            short = [t for t in allowed if t == END or b"e" not in (tokenizer.bytes_of(t) or b"").lower()]
+            allowed = short or allowed
+        tokens = [random.choice(allowed)] if step < length else _towards_end(matcher, allowed, reply, random)
+        if END in tokens:
             return reply.data.decode()
-        matcher.consume_token(token)
-        reply.add(tokenizer.bytes_of(token) or b"")
+        matcher.consume_tokens(tokens)
+        reply.add(b"".join(tokenizer.bytes_of(token) or b"" for token in tokens))
     raise StuckReplyError(f"no end after {reply.data[-300:]!r}")
 
 
@@ -46,8 +49,15 @@ class _Reply:
         self.is_in_string = False
         self._is_escaped = False
 
+    @property
+    def ends_with_number(self) -> bool:
+        """Whether the last byte is a digit outside of strings."""
+        return not self.is_in_string and self.data[-1:].isdigit()
+
     def add(self, data: bytes) -> None:
         self.data += data
+        if data == _CLOSING_TAG:
+            self.is_in_string = False  # a quote in plain text began none
         for byte in data:
             if self._is_escaped:
                 self._is_escaped = False
@@ -62,15 +72,14 @@ def _allowed(matcher: Any, vocab_size: int) -> list[int]:
     return [token for token in range(vocab_size) if mask[token >> 3] >> (token & 7) & 1]
 
 
-def _towards_end(matcher: Any, allowed: Sequence[int], reply: _Reply, random: Random) -> int:
-    """Return a token that leads to the end, if one is known; else any, of printable text where possible."""
+def _towards_end(matcher: Any, allowed: Sequence[int], reply: _Reply, random: Random) -> list[int]:
+    """Return tokens that lead to the end, if some are known; else any one, of printable text where possible."""
     if END in allowed:
-        return END
+        return [END]
     for tag in (_CLOSING_TAG, b"</function>\n</tool_call>"):
         if tag[0] in allowed and matcher.deep_copy().try_consume_tokens(list(tag)) == len(tag):
-            return tag[0]
-    is_number = reply.data[-1:].isdigit()
-    wanted = b'"' if reply.is_in_string else b"}]," + (b"" if is_number else _VALUES)
+            return list(tag)
+    wanted = b'"' if reply.is_in_string else b"}]," + (b"" if reply.ends_with_number else _VALUES)
     known = [byte for byte in wanted if byte in allowed]
     printable = [token for token in allowed if 32 < token < 127 and token != ord("\\")]
-    return known[0] if known else random.choice(printable or list(allowed))
+    return known[:1] or [random.choice(printable or list(allowed))]

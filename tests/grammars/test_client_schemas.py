@@ -1,4 +1,4 @@
-"""Schemas of the kinds that clients send: each is held in every reply, or refused in one line before the reply begins."""
+"""Schemas of the kinds that clients send: each is held in every reply, or refused in one line before it begins."""
 
 import json
 from random import Random
@@ -22,7 +22,6 @@ MAKERS = {
     "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
 }
 REASONS = ("uniqueItems", "looks ahead or behind", "oneOf", "no JSON value", "no value is allowed")
-LARGEST = 1e308
 LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "\n")
 
 
@@ -31,11 +30,6 @@ def grammars() -> Grammars:
     found = Grammars(TOKENIZER.vocab_size)
     found.read(TOKENIZER)
     return found
-
-
-def value_of(text: str) -> Any:
-    """Return a JSON text's value; numbers beyond float64 become its largest ones, which no bound of these excludes."""
-    return json.loads(text, parse_float=lambda digits: max(-LARGEST, min(LARGEST, float(digits))))
 
 
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
@@ -49,8 +43,98 @@ def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
     for number in range(3):
         random = Random(f"{seed} {number}")
         reply = random_reply(grammars.matcher(grammar), random, TOKENIZER, random.choice([0, 30, 120]))
-        validator.validate(value_of(reply))
+        validator.validate(json.loads(reply))
     return True
+
+
+def of(*required: str, is_open: bool = True, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return schema if is_open else {**schema, "additionalProperties": False}
+
+
+ONE, TWO, TEXT = {"const": 1}, {"const": 2}, {"type": "string"}
+ENDLESS = {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}
+DEAD_ENDS: dict[str, dict[str, Any]] = {
+    "pattern of a named property": {**of(xa=ONE, is_open=False), "patternProperties": {"^xa$": {"type": "integer"}}},
+    "pattern of named ones elsewhere": {
+        "allOf": [of("b", xa=ONE, b=TWO), {"patternProperties": {"^(xa|b)$": {}}, "additionalProperties": False}]
+    },
+    "pattern of a required property": {**of("n", is_open=False), "patternProperties": {"^n$": ONE}},
+    "patterns of all names": {"type": "object", "patternProperties": {"": {"enum": []}}, "additionalProperties": ONE},
+    "control characters": of("a", a={"enum": ["\x01", "b"]}),
+    "endless alternative": {"anyOf": [ONE, {"$ref": "#/$defs/a"}], "$defs": ENDLESS},
+    "endless property": {**of(a={"$ref": "#/$defs/a"}, is_open=False), "$defs": ENDLESS},
+    "endless items": {"type": "array", "items": {"$ref": "#/$defs/a"}, "$defs": ENDLESS},
+}
+LIFTED: dict[str, dict[str, Any]] = {
+    "names of an enum": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": TEXT},
+    "names of a definition": {
+        **{"type": "object", "propertyNames": {"$ref": "#/$defs/N"}, "additionalProperties": ONE, "required": ["a"]},
+        "$defs": {"N": {"type": "string", "enum": ["a", "b"]}},
+    },
+    "names of a pattern": {**of("ab", ab=ONE, C=TWO), "propertyNames": {"pattern": "^[a-z]+$"}},
+    "names of a length": {"type": "object", "propertyNames": {"maxLength": 3}, "additionalProperties": ONE},
+    "unique values": {"type": "array", "items": {"enum": ["a", "b", 1, 1.5]}, "uniqueItems": True, "minItems": 3},
+    "some unique values": {"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True, "maxItems": 3},
+    "unique or null": {"type": ["array", "null"], "items": {"type": "boolean"}, "uniqueItems": True},
+    "one of two properties": {**of(a=ONE, b=TWO, is_open=False), "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "one in the other": {"oneOf": [of("a", a=ONE), of("a", "b", a=ONE, b=TWO)]},
+    "tags with defaults": {"oneOf": [of(k={"const": "a"}), of(k={"const": "b"}), of(k={"enum": ["c", "d"]})]},
+    "tags of a recursion": {
+        "$ref": "#/$defs/E",
+        "$defs": {
+            "E": {"oneOf": [{"$ref": "#/$defs/N"}, {"$ref": "#/$defs/A"}]},
+            "N": of(k={"const": "n"}),
+            "A": of("l", k={"const": "a"}, l={"$ref": "#/$defs/E"}),
+        },
+    },
+    "ranges": {"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 4}]},
+    "look ahead": {"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{8,12}$"},
+    "never": of("b", a={"not": {}}, b=ONE),
+    "list of items": {"$schema": "http://json-schema.org/draft-07/schema#", "items": [ONE, TWO], "minItems": 2},
+    "one property at least": {**of(a=ONE, b=TWO, is_open=False), "minProperties": 1},
+}
+
+
+@pytest.mark.parametrize("name", [*DEAD_ENDS, *LIFTED])
+def test_replies_end_and_are_valid_whatever_tokens_come(name: str, grammars: Grammars) -> None:
+    schema = {**DEAD_ENDS, **LIFTED}[name]
+    validator = jsonschema_rs.validator_for(schema)
+    grammar = forms.json_grammar(schema).text
+    assert grammars.fault_of(grammar) is None
+    for seed in range(12):
+        random = Random(seed)
+        validator.validate(json.loads(random_reply(grammars.matcher(grammar), random, TOKENIZER, seed * 3)))
+
+
+BAD = {"minItems": 3, "maxItems": 2}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unique texts": (of(a={"type": "array", "items": TEXT, "uniqueItems": True}), "properties.a: uniqueItems"),
+    "many orders": ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True}, "uniqueItems of 9 values"),
+    "overlap": (of(a={"oneOf": [TEXT, {"const": "a"}]}), "properties.a: oneOf cannot be held to"),
+    "numbers overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "alternatives 1 and 0 may be the same"),
+    "look-ahead": (of(a={"type": "string", "pattern": "^(?!x).*$"}), "properties.a: the pattern '^(?!x).*$' looks"),
+    "word ends": ({"type": "string", "pattern": r"\bfoo\b"}, "looks ahead or behind"),
+    "if": ({"anyOf": [{"if": TEXT, "then": False}]}, "anyOf.0: if cannot be held to"),
+    "bounds inside": (
+        of("a", a={"type": "array", "minItems": 1, "items": of("b", b={"type": "array", **BAD})}),
+        "properties.a.items.properties.b: no value is allowed: minItems (3)",
+    ),
+    "conflict": ({"allOf": [of("a", a={"type": "integer"}), of(a=TEXT)]}, "no value is allowed for a"),
+    "nothing in common": ({"allOf": [{"enum": ["a"]}, {"enum": ["b"]}]}, "no "),
+    "control character": (of("a", a={"const": "\x01"}), "properties.a: const has control characters"),
+    "endless": (of("a", a={"$ref": "#"}), "references never come to an end"),
+    "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
+    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum has to be a number"),
+    "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be held to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_place_and_no_setting_of_a_library(name: str, grammars: Grammars) -> None:
+    schema, words = REFUSED[name]
+    fault = grammars.fault_of(forms.json_grammar(schema).text)
+    assert fault is not None and words in fault and not any(word in fault for word in LIBRARY_WORDS), fault
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -76,4 +160,4 @@ def check_many(kind: str, one_of: int, grammars: Grammars) -> None:
             error.add_note(f"{kind} {seed}: {json.dumps(schema, ensure_ascii=False)}")
             raise
     print(f"{kind}: {num_held} of {len(seeds)} held")
-    assert num_held > 0.6 * len(seeds)
+    assert num_held >= 0.5 * len(seeds)

@@ -5,14 +5,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...grammars.forms import Grammar, SpecialId, any_of, choice_grammar, json_grammar, literal, quoted, sequence
+from ...errors import GrammarError
+from ...grammars.forms import (
+    Grammar,
+    SpecialId,
+    any_of,
+    choice_grammar,
+    json_grammar,
+    literal,
+    matching,
+    quoted,
+    sequence,
+)
+from ...grammars.held_words import UNHELD
+from ...grammars.object_alternatives import object_alternatives
+from ...grammars.patterns import whole_patterns
+from ...grammars.schema_words import at_place, list_of, with_root
 from .parameter_types import resolved, types_of_parameter
 
 _MOST_CALLS = 16
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-_DEFINITIONS = ("$defs", "definitions")
 _COMBINED = {"anyOf", "oneOf", "allOf"}
+_NOTHING: tuple[Any, ...] = (False, {"not": {}})
+_MOST_RICH, _MOST_SAFE = 100, 2_000
+"""Characters of a text of bounded length that may have any markup, and markup that is like no end of a value: the time
+to exclude the ends grows with the length. Longer texts have no `<`."""
+_SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
+"""Texts that do not even begin what might end a value before its end."""
 _VALUE_END = r"\n<\/parameter>\n"
 _VALUE_ENDS = r"<\/parameter>|\n<parameter=|<\/function>(\s|[\x1c-\x1f])*<\/tool_call>"  # for `XmlCalls`
 
@@ -116,7 +136,11 @@ def _json_call(tools: Sequence[CallableTool], key: str) -> Grammar:
         *(
             sequence(
                 Grammar(quoted(f'{{"name": {quoted(tool.name)}, "{key}": ')),
-                json_grammar(_ANY_OBJECT if tool.parameters is None else tool.parameters, f"arguments{number}"),
+                json_grammar(
+                    _ANY_OBJECT if tool.parameters is None else tool.parameters,
+                    f"arguments{number}",
+                    f"the parameters of {tool.name}",
+                ),
                 Grammar(quoted("}")),
             )
             for number, tool in enumerate(tools)
@@ -138,31 +162,79 @@ def _xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar
         name = f"parameters{number}"
         anything = Grammar(name, {f"{name}[lazy]": r"/(.|\n)*<\/function>\n/"})
         return sequence(opening, anything, Grammar(literal("</tool_call>", special_id)))
-    required, properties = tool.parameters.get("required"), tool.parameters.get("properties")
-    required = required if isinstance(required, list) else []
-    properties = properties if isinstance(properties, Mapping) else {}
-    parameters = [
-        _xml_parameter(key, schema, f"value{number}_{place}", tool.parameters, is_required=key in required)
-        for place, (key, schema) in enumerate(properties.items())
+    with at_place(f"the parameters of {tool.name}"):
+        calls = [
+            sequence(*_xml_parameters(alternative, f"value{number}_{place}", tool), closing)
+            for place, alternative in enumerate(object_alternatives(tool.parameters))
+        ]
+    return sequence(opening, any_of(*calls))
+
+
+def _xml_parameters(alternative: Mapping[str, Any], name: str, tool: CallableTool) -> list[Grammar]:
+    """Return the grammar of each parameter of an object, in the order of its properties."""
+    return [
+        _xml_parameter(key, schema, f"{name}_{place}", tool, is_required=key in alternative["required"])
+        for place, (key, schema) in enumerate(alternative["properties"].items())
     ]
-    return sequence(opening, *parameters, closing)
 
 
-def _xml_parameter(key: str, schema: Any, name: str, root: Mapping[str, Any], *, is_required: bool) -> Grammar:
+def _xml_parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_required: bool) -> Grammar:
     opening, closing = Grammar(quoted(f"<parameter={key}>\n")), "\n</parameter>\n"
+    root: Mapping[str, Any] = tool.parameters or {}
     told = resolved(schema, root)
-    values = told.get("enum", [told["const"]] if "const" in told else None)
-    if not _is_text(key, told, root):
-        whole = {**schema, **{word: root[word] for word in _DEFINITIONS if word in root}}
-        value = sequence(json_grammar(whole, name), Grammar(quoted(closing)))
-    elif isinstance(values, list) and values:
-        value = sequence(choice_grammar(list(map(str, values))), Grammar(quoted(closing)))
+    if _is_text(key, told, root):
+        with at_place(f"properties.{key}"):
+            value = _xml_value([told], name, root)
     else:
-        bounds = f"{{{told.get('minLength', 0)},{told['maxLength']}}}" if "maxLength" in told else "*"
-        text = rf"/(.|\n){bounds}{_VALUE_END}/ & ~/(.|\n)*({_VALUE_ENDS})(.|\n)*{_VALUE_END}/"
-        value = Grammar(name, {f"{name}[lazy]": name.upper(), name.upper(): text})
+        value = json_grammar(with_root(schema, root), name, f"the parameter {key} of {tool.name}")
+        value = sequence(value, Grammar(quoted(closing)))
     parameter = sequence(opening, value)
     return parameter if is_required else Grammar(f"({parameter.rule})?", parameter.rules, parameter.parts)
+
+
+def _xml_value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of a text of which all schemas hold, and the end of its parameter."""
+    parts = [resolved(part, root) for schema in schemas for part in (schema, *list_of(schema.get("allOf")))]
+    for number, part in enumerate(parts):
+        word = next((word for word in ("anyOf", "oneOf") if list_of(part.get(word))), None)
+        if word is not None:
+            rest = {key: part[key] for key in part if key not in (word, "allOf")}
+            others = [*parts[:number], rest, *parts[number + 1 :]]
+            branches = [branch for branch in part[word] if branch not in _NOTHING]
+            return any_of(
+                *(
+                    _xml_value([*others, resolved(branch, root)], f"{name}_{place}", root)
+                    for place, branch in enumerate(branches)
+                )
+            )
+    unheld = sorted(UNHELD & set[str]().union(*parts))
+    if unheld:
+        raise GrammarError(f"{unheld[0]} cannot be held to; leave it out")
+    lists = [part.get("enum", [part["const"]] if "const" in part else None) for part in parts]
+    lists = [values for values in lists if isinstance(values, list) and values]
+    if lists:
+        common = [value for value in map(str, lists[0]) if all(value in map(str, values) for values in lists)]
+        return sequence(choice_grammar(common), Grammar(quoted("\n</parameter>\n")))
+    return _xml_text(parts, name)
+
+
+def _xml_text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
+    """Return the grammar of a text by its length, pattern and format, and the end of its parameter."""
+    least = max(part.get("minLength", 0) for part in parts)
+    most = min((part["maxLength"] for part in parts if "maxLength" in part), default=None)
+    ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*{_VALUE_END}/"
+    kinds = [(matching(f"(?s:.{{{least},{'' if most is None else most}}}){_VALUE_END}"), ends)]
+    if most is not None and most > _MOST_RICH:
+        bounds = [f"{{{least},{max(least, cap)}}}" for cap in (_MOST_RICH, min(most, _MOST_SAFE), most)]
+        texts = (f"(?s:.{bounds[0]})", f"(?s:.{bounds[1]})", f"[^<]{bounds[2]}")
+        rich, safe, plain = (matching(f"{text}{_VALUE_END}") for text in texts)
+        kinds = [(rich, ends), (safe, matching(f"{_SAFE}{_VALUE_END}")), (plain,)]
+    held = [matching(f"{pattern}{_VALUE_END}") for part in parts for pattern in whole_patterns(part)]
+    rules: dict[str, str] = {}
+    for number, terms in enumerate(kinds):
+        key = f"{name}_{number}"
+        rules |= {f"{key}[lazy]": key.upper(), key.upper(): " & ".join((*terms, *held))}
+    return Grammar(" | ".join(rule.removesuffix("[lazy]") for rule in rules if rule.endswith("[lazy]")), rules)
 
 
 def _is_text(key: str, told: Mapping[str, Any], root: Mapping[str, Any]) -> bool:

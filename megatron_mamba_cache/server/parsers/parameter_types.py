@@ -27,9 +27,11 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
     Args:
         schema: Of all parameters of the tool.
     """
-    properties = schema.get("properties")
-    declared = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(declared, schema) if isinstance(declared, Mapping) else {"string"}
+    declared = _declared(name, schema)
+    if not declared:
+        return {"string"}
+    types = _types({"anyOf": declared} if len(declared) > 1 else declared[0], schema)
+    return types | {"integer"} if "number" in types else types
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
@@ -49,6 +51,24 @@ def resolved(schema: Any, root: Schema) -> Schema:
 def type_of_value(value: Any) -> str:
     """Return the JSON type of a value."""
     return next(name for kind, name in _TYPES if isinstance(value, kind))
+
+
+def _declared(name: str, root: Schema) -> list[Schema]:
+    """Return the schemas of a parameter in the whole schema and in those that it is put together of."""
+    found: list[Schema] = []
+    left: list[Any] = [root]
+    for _ in range(_MOST_SCHEMAS):
+        if not left:
+            break
+        current = left.pop()
+        if not isinstance(current, Mapping):
+            continue
+        properties = current.get("properties")
+        declared = properties.get(name) if isinstance(properties, Mapping) else None
+        found += [declared] if isinstance(declared, Mapping) and declared not in found else []
+        reference = current.get("$ref")
+        left += _choices(current) + ([_referenced(reference, root)] if isinstance(reference, str) else [])
+    return found
 
 
 def _types(schema: Schema, root: Schema) -> set[str]:
@@ -96,6 +116,8 @@ def _choices(schema: Any) -> list[Any]:
 
 def _referenced(reference: str, root: Schema) -> Any:
     found: Any = root
+    if reference == "#":
+        return root
     for name in reference.removeprefix("#/").split("/", _MOST_NAMES):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found

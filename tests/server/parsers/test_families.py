@@ -389,6 +389,67 @@ def test_a_parameters_text_is_what_the_parser_reads(value: str) -> None:
     assert is_of(grammar, text) is is_read is (value in VALUES)
 
 
+TEXT_PARAMETERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "long": ({"minLength": 2, "maxLength": 5000}, ["ab", "x" * 5000, "<b>a</b>", "x" * 300 + "<b>"], ["a", "x" * 5001]),
+    "short": ({"maxLength": 60}, ["", "x" * 60, "</parameter", "a\n<paramete"], ["x" * 61]),
+    "pattern": ({"pattern": "^v[0-9]+|z$"}, ["v1", "v12 a", "a z"], ["a", "z a"]),
+    "format": ({"format": "date"}, ["2024-02-03"], ["2024-2-3", "today", ""]),
+    "choice": ({"anyOf": [{"enum": ["a", "b"]}, {"pattern": "^c+$"}, {"not": {}}]}, ["a", "cc"], ["d", ""]),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_PARAMETERS)
+def test_a_text_parameter_is_held_to_its_schema_beside_others(name: str) -> None:
+    schema, good, bad = TEXT_PARAMETERS[name]
+    text: dict[str, Any] = {"type": "string", **schema}
+    others = {key: {"type": "string", "maxLength": 45} for key in ("b", "c", "d")}
+    tool = CallableTool("f", {"type": "object", "properties": {"a": text, **others}, "required": ["a", "b"]})
+    grammar = calls_grammar("qwen3_coder", [tool], TOKENIZER.id_of, only_one=True)
+    for value in (*good, *bad):
+        assert is_of(grammar, xml_of("f", json.dumps({"a": value, "b": "x"}))) is (value in good), value
+
+
+PUT_TOGETHER: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "reference": (
+        {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}},
+        ['{"n": 3}'],
+        ["{}"],
+    ),
+    "alternatives": (
+        {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}},
+            "oneOf": [{"required": ["n"]}, {"properties": {"m": {"type": "boolean"}}, "required": ["m"]}],
+        },
+        ['{"n": 3}', '{"m": true}'],
+        ["{}", '{"n": 3, "m": true}'],
+    ),
+    "recursion": (
+        {"type": "object", "properties": {"n": {"type": "integer"}, "o": {"$ref": "#"}}, "required": ["n"]},
+        ['{"n": 1, "o": {"n": 2}}'],
+        ['{"n": 1, "o": {}}'],
+    ),
+    "a property by its path": (
+        {"properties": {"n": {"type": "integer"}, "m": {"$ref": "#/properties/n"}}, "required": ["m"]},
+        ['{"m": 1}', '{"n": 1, "m": 2}'],
+        ['{"m": "x"}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUT_TOGETHER)
+def test_xml_calls_have_the_parameters_of_schemas_that_are_put_together(name: str) -> None:
+    parameters, good, bad = PUT_TOGETHER[name]
+    grammar = calls_grammar("qwen3_coder", [CallableTool("f", parameters)], TOKENIZER.id_of, only_one=True)
+    for arguments in (*good, *bad):
+        values = {key: json.dumps(value) for key, value in json.loads(arguments).items()}
+        text = xml_of("f", json.dumps(values))
+        assert is_of(grammar, text) is (arguments in good), arguments
+        parser = ReplySyntax("qwen3_coder").parser("", {"f": parameters})
+        (call,) = assembled([*parser.push(text), *parser.finish()]).calls
+        assert json.loads(call.arguments) == json.loads(arguments)
+
+
 STRICT = {
     "type": "object",
     "properties": {"days": {"type": "integer"}, "city": {"type": "string", "maxLength": 9}},

@@ -1,0 +1,81 @@
+"""The objects that a schema allows, as alternatives of plain properties: for calls that write each parameter alone."""
+
+from collections.abc import Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+from ..errors import GrammarError
+from .exclusive_branches import exclude_branches
+from .schema_words import list_of, mapping_of, target_of, without_notes
+
+_MOST_ALTERNATIVES = 32
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
+
+
+def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the properties that an object may have and those that it must have, for each way to choose alternatives.
+
+    Raises:
+        GrammarError: If there are too many ways, or none; or a property that is required is not allowed.
+    """
+    if not any(word in schema for word in _COMBINED):
+        found = [_plain(schema)]
+    else:
+        whole = without_notes(schema)
+        exclude_branches(whole)
+        found = [_merged(parts) for parts in _ways(whole, whole, 0)]
+    possible = [alternative for alternative in map(_without_false, found) if alternative is not None]
+    if not possible:
+        raise GrammarError("a property that is required is not allowed")
+    return possible
+
+
+def _ways(schema: Any, root: Any, depth: int) -> list[list[dict[str, Any]]]:
+    """Return the lists of schemas that hold together, one for each way to choose alternatives."""
+    if not isinstance(schema, dict) or depth > 16:
+        return [[]] if schema is not False else []
+    own = {word: value for word, value in schema.items() if word not in _COMBINED}
+    groups = [[[own]]]
+    if isinstance(schema.get("$ref"), str):
+        groups.append(_ways(target_of(schema["$ref"], root), root, depth + 1))
+    groups += [_ways(part, root, depth + 1) for part in list_of(schema.get("allOf"))]
+    if list_of(schema.get("anyOf")):
+        groups.append([way for branch in schema["anyOf"] for way in _ways(branch, root, depth + 1)])
+    count = prod(map(len, groups))
+    if count > _MOST_ALTERNATIVES:
+        raise GrammarError(f"anyOf and oneOf give {count} kinds of objects; at most {_MOST_ALTERNATIVES} can be held")
+    return [[part for way in ways for part in way] for ways in product(*groups)]
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    plain = [_plain(part) for part in parts]
+    properties: dict[str, Any] = {}
+    for part in plain:
+        for name, value in part["properties"].items():
+            earlier = properties.get(name, value)
+            is_forbidden = value is False or earlier is False
+            properties[name] = False if is_forbidden else value if earlier == value else {"allOf": [earlier, value]}
+    closed = [part["properties"] for part in plain if part["others"] is False]
+    for name in properties:
+        if any(name not in own for own in closed):
+            properties[name] = False
+    required = [name for part in plain for name in part["required"]]
+    others = next((part["others"] for part in plain if part["others"] is not True), True)
+    return {"properties": properties, "required": required, "others": others}
+
+
+def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    required = [name for name in list_of(schema.get("required")) if isinstance(name, str)]
+    others = schema.get("additionalProperties", True)
+    return {"properties": dict(mapping_of(schema.get("properties"))), "required": required, "others": others}
+
+
+def _without_false(alternative: dict[str, Any]) -> dict[str, Any] | None:
+    """Return an alternative without properties that are not allowed; None if one of them is required."""
+    properties = {**dict.fromkeys(alternative["required"], alternative["others"]), **alternative["properties"]}
+    properties = {name: properties[name] for name in [*alternative["properties"], *properties]}
+    if any(properties[name] is False for name in alternative["required"]):
+        return None
+    kept = {name: value for name, value in properties.items() if value is not False}
+    return {"properties": kept, "required": alternative["required"]}

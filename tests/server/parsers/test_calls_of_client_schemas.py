@@ -1,0 +1,81 @@
+"""Tools whose parameters are as clients write them: calls have arguments of the schema, or the tool is refused."""
+
+import json
+from random import Random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from megatron_mamba_cache.errors import GrammarError
+from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.server.parsers.call_grammars import CallableTool, calls_grammar
+from megatron_mamba_cache.server.parsers.families import ReplySyntax
+from megatron_mamba_cache.server.parsers.parts import assembled
+from tests.grammars.piece_tokenizer import PieceTokenizer
+from tests.grammars.random_replies import random_reply
+from tests.grammars.test_client_schemas import LIBRARY_WORDS, MAKERS, REASONS
+
+TOKENIZER = PieceTokenizer()
+FAMILIES = ("hermes", "qwen3_coder")
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    found = Grammars(TOKENIZER.vocab_size)
+    found.read(TOKENIZER)
+    return found
+
+
+def fault_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tuple[str | None, str]:
+    try:
+        grammar = calls_grammar(family, [tool], lambda _text: None, only_one=True).text
+    except GrammarError as error:
+        return str(error), ""
+    return grammars.fault_of(grammar), grammar
+
+
+def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
+    """Check that 3 calls have arguments of a schema, or that it is refused by name; return whether it is held."""
+    fault, grammar = fault_and_grammar(family, CallableTool("save_all", schema), grammars)
+    if fault is not None:
+        assert any(reason in fault for reason in REASONS) and not any(word in fault for word in LIBRARY_WORDS), fault
+        assert "save_all" in fault, fault
+        return False
+    validator = jsonschema_rs.validator_for(schema)
+    for number in range(3):
+        random = Random(f"{seed} {number}")
+        reply = random_reply(grammars.matcher(grammar), random, TOKENIZER, random.choice([0, 60, 150]))
+        parser = ReplySyntax(family).parser("", {"save_all": schema})
+        (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
+        assert call.name == "save_all"
+        validator.validate(json.loads(call.arguments))
+    return True
+
+
+def check_many(family: str, kind: str, one_of: int, grammars: Grammars) -> None:
+    maker, count = MAKERS[kind]
+    seeds = range(1, count, one_of)
+    num_held = 0
+    for seed in seeds:
+        schema = maker(Random(f"{kind} {seed}"))
+        try:
+            num_held += check_calls(family, schema, grammars, seed)
+        except Exception as error:
+            error.add_note(f"{kind} {seed}: {json.dumps(schema, ensure_ascii=False)}")
+            raise
+    print(f"{kind}: {num_held} of {len(seeds)} held")
+    assert num_held >= 0.5 * len(seeds)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_calls_have_arguments_of_the_schemas_of_clients(family: str, kind: str, grammars: Grammars) -> None:
+    check_many(family, kind, 10, grammars)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_calls_have_arguments_of_300_schemas_of_clients(family: str, kind: str, grammars: Grammars) -> None:
+    check_many(family, kind, 1, grammars)
