@@ -32,7 +32,8 @@ def close_endless(root: Any) -> None:
 
 def _refuse(root: dict[str, Any], finite: set[int]) -> None:
     """Raise the error for a schema without a finite value, with the path to what it lacks."""
-    path, found, seen = "", root, set[int]()
+    found: Any = root
+    path, seen = "", set[int]()
     while isinstance(found, dict) and id(found) not in seen:
         seen.add(id(found))
         lacking = [(step, inner) for step, inner in _needs(found, root) if not _is_finite(inner, finite)]

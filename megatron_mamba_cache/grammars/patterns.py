@@ -96,7 +96,7 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
     parts = [*ahead, rest]
     if not any(map(_looks_around, parts)):
         return [{"pattern": translated(part)} for part in parts]
-    known = [format_name] if format_name in _EXAMPLES else list(_EXAMPLES)
+    known = [format_name] if format_name is not None and format_name in _EXAMPLES else list(_EXAMPLES)
     taken = [name for name in known if _takes(pattern, _EXAMPLES[name])]
     is_other = len(taken) != 1 or (len(known) > 1 and _takes(pattern, _NO_EXAMPLES, any_of_them=True))
     if is_other:
@@ -119,7 +119,7 @@ def pattern_of_names(schema: Any) -> str:
         return str(schema["pattern"])
     if words and words <= {"minLength", "maxLength"}:
         return rf"^[\s\S]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
-    name = schema.get("format") if words and words <= {"format", "pattern"} else None
+    name = str(schema.get("format")) if words and words <= {"format", "pattern"} else ""
     is_wider = "pattern" not in words or _takes(schema["pattern"], _EXAMPLES.get(name, ()))
     if name in _COMMON and is_wider:
         return _COMMON[name]

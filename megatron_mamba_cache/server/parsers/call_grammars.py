@@ -223,7 +223,7 @@ def _xml_text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
     least = max(part.get("minLength", 0) for part in parts)
     most = min((part["maxLength"] for part in parts if "maxLength" in part), default=None)
     ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*{_VALUE_END}/"
-    kinds = [(matching(f"(?s:.{{{least},{'' if most is None else most}}}){_VALUE_END}"), ends)]
+    kinds: list[tuple[str, ...]] = [(matching(f"(?s:.{{{least},{'' if most is None else most}}}){_VALUE_END}"), ends)]
     if most is not None and most > _MOST_RICH:
         bounds = [f"{{{least},{max(least, cap)}}}" for cap in (_MOST_RICH, min(most, _MOST_SAFE), most)]
         texts = (f"(?s:.{bounds[0]})", f"(?s:.{bounds[1]})", f"[^<]{bounds[2]}")

@@ -409,6 +409,19 @@ def test_a_text_parameter_is_held_to_its_schema_beside_others(name: str) -> None
         assert is_of(grammar, xml_of("f", json.dumps({"a": value, "b": "x"}))) is (value in good), value
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "granite"])
+def test_128_tools_with_long_descriptions_can_be_asked_for(form: str) -> None:
+    kinds: list[dict[str, Any]] = [{"type": "string", "maxLength": 90}, {"type": "integer"}, {"enum": ["a", "b"]}]
+    properties = {f"p{number}": {**kinds[number % 3], "description": "word " * 40} for number in range(18)}
+    parameters = {"type": "object", "properties": properties, "required": ["p0"]}
+    tools = [CallableTool(f"tool_{number}", parameters) for number in range(128)]
+    text = xml_of("tool_77", '{"p0": "x"}') if form == "qwen3_coder" else WRITTEN[form] % ("tool_77", '{"p0": "x"}')
+    began = time.monotonic()
+    grammar = calls_grammar(form, tools, TOKENIZER.id_of, only_one=True)
+    assert is_of(grammar, text) and not is_of(grammar, text.replace("tool_77", "tool_128"))
+    assert time.monotonic() - began < 20
+
+
 PUT_TOGETHER: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "reference": (
         {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"n": {"type": "integer"}}, "required": ["n"]}}},
