@@ -121,7 +121,7 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
     with rules.gate.enter(len(order.readings) * order.num_choices) as places:
         prompts = [await rules.threads.run(order.tenant.owner, reading) for reading in order.readings]
         if order.form is not None:
-            check = partial(order.form.check, rules.backend.grammars, [prompt.text for prompt in prompts])
+            check = partial(order.form.check, rules.backend.grammars, prompts)
             await rules.threads.run(order.tenant.owner, check)
         with Job(rules, order, prompts, places, arrived) as job:
             yield job
@@ -264,7 +264,7 @@ class Job:
 def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     kind = EmptyReply if order.is_empty else Reply
     num_echoed = 0 if prompt.echo is None else len(prompt.echo.text)
-    before = ReplyPrompt(prompt.token_ids, prompt.text or "", num_echoed)
+    before = ReplyPrompt(prompt.token_ids, prompt.opens_reasoning, num_echoed)
     special = frozenset(getattr(rules.tokenizer, "special_ids", ()))
     end_ids = rules.end_ids | special.intersection(order.plain.stop_token_ids)
     return kind(rules.tokenizer, order.stops, end_ids, prompt=before, reading=order.reading)
@@ -277,7 +277,7 @@ def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> Generati
     return replace(
         order.plain,
         prompt=prompt.token_ids,
-        grammar="" if order.form is None else order.form.grammar_after(prompt.text),
+        grammar="" if order.form is None else order.form.grammar_after(prompt),
         breakpoints=prompt.breakpoints,
         max_tokens=room if order.takes_all_room else max_tokens,
     )

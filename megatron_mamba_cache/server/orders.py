@@ -74,6 +74,7 @@ class OrderMaker:
         self._limits = limits
         self._tokenizer = tokenizer
         self._form_maker = FormMaker(model.syntax, tokenizer)
+        self._tag_ids = model.syntax.tag_ids(tokenizer)
 
     def completion(self, body: CompletionRequest, tenant: Tenant) -> Order:
         """Return the order of a request of `/v1/completions`."""
@@ -101,7 +102,7 @@ class OrderMaker:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         conversation = body.conversation()
         add = bool(body.add_special_tokens)
-        readings = (partial(self._model.reader.read_chat, tenant, conversation, add_special_tokens=add),)
+        readings = (partial(self._read_chat, tenant, conversation, add_special_tokens=add),)
         length = body.max_completion_tokens or body.max_tokens
         order = self._order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
         answer = body.answer
@@ -113,6 +114,14 @@ class OrderMaker:
             if form is not None and getattr(body, name):
                 raise bad_request(f"{form.field} says where a reply ends; leave out {name}", name)
         return replace(order, reading=self._reading(body, chosen), form=form)
+
+    def _read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool) -> Prompt:
+        prompt = self._model.reader.read_chat(tenant, conversation, add_special_tokens=add_special_tokens)
+        form = self._model.syntax.reasoning
+        if form is None:
+            return prompt
+        begun = self._model.reader.begun_reply(prompt)
+        return replace(prompt, opens_reasoning=begun.opens_reasoning(form, self._tag_ids, self._tokenizer))
 
     def _order(
         self,
@@ -179,7 +188,8 @@ class OrderMaker:
         functions = [tool["function"] for tool in chosen.tools]
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
-            None if shows_all else syntax.special_texts,
-            partial(syntax.parser, parameters=parameters if calls_tools else None),
+            None if shows_all else self._tag_ids.keys(),
+            partial(syntax.parser, parameters if calls_tools else None),
+            {number: tag for tag, number in self._tag_ids.items()},
             most_calls=1 if body.parallel_tool_calls is False else None,
         )

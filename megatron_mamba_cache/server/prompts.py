@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..policy.requests import PromptBreakpoint
+from .begun_reply import BegunReply, begun_reply
 from .conversation import MARKING_TOOL, Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
@@ -31,6 +32,7 @@ class Prompt:
         conversation: What the text was rendered from; None for a text of the client's.
         breakpoints: The conversation's breakpoints whose place is known.
         add_special_tokens: How the text was tokenized; see `PromptReader.read`.
+        opens_reasoning: Whether a reply begins within reasoning.
     """
 
     token_ids: tuple[int, ...]
@@ -39,6 +41,7 @@ class Prompt:
     conversation: Conversation | None = None
     breakpoints: tuple[PromptBreakpoint, ...] = ()
     add_special_tokens: bool | None = None
+    opens_reasoning: bool = False
 
 
 class PromptReader:
@@ -120,6 +123,11 @@ class PromptReader:
         if head and max(head) not in breakpoints:
             breakpoints.append(max(head))
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
+
+    def begun_reply(self, prompt: Prompt) -> BegunReply:
+        """Return the part of a conversation's prompt that begins the reply."""
+        assert prompt.conversation is not None and prompt.text is not None
+        return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""

@@ -1,7 +1,7 @@
 """One reply as it grows: tokens in, text out, up to where the reply ends."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from .backend import Progress
 from .conversation import arguments_object
 from .errors import ApiError
 from .parsers.parts import Content, ParsedReply, Part, ReplyParser, assembled, merged, plain_text
+from .parsers.tag_positions import TagPositions
 from .prompt_scores import finite
 from .text_stream import IncrementalText, StopStrings
 
@@ -58,12 +59,14 @@ class ReplyReading:
 
     Args:
         shown: Texts of the special tokens that are part of the reply's text; None: all are.
-        parser: Makes the parser of a reply to a prompt's text.
+        parser: Makes the parser of a reply, given if it begins within reasoning and which tags are tokens.
+        tags: Tokens that are tags, and their texts.
         most_calls: Tool calls that end the reply; None: it goes on.
     """
 
     shown: Collection[str] | None = ()
-    parser: Callable[[str], ReplyParser] = lambda _prompt: ReplyParser(plain_text)
+    parser: Callable[[bool, Collection[str]], ReplyParser] = lambda _is_open, _tags: ReplyParser(plain_text)
+    tags: Mapping[int, str] = field(default_factory=dict)
     most_calls: int | None = None
 
 
@@ -85,12 +88,12 @@ class ReplyPrompt:
     """What a reply follows.
 
     Args:
-        text: "" if it is unknown.
+        opens_reasoning: Whether the prompt ends within reasoning.
         num_echoed: Characters that are sent before the reply.
     """
 
     token_ids: Sequence[int] = ()
-    text: str = ""
+    opens_reasoning: bool = False
     num_echoed: int = 0
 
 
@@ -120,8 +123,10 @@ class Reply:
         self._text = IncrementalText(self._reader, prompt.token_ids)
         self._stops = StopStrings(stops)
         self._special_stops = special_stops(tokenizer, stops)
-        self._new_parser = partial(reading.parser, prompt.text)
-        self._parser = self._new_parser()
+        self._new_parser = partial(reading.parser, prompt.opens_reasoning)
+        self._tags = TagPositions(reading.tags)
+        self._num_pushed = 0  # characters of the tokens' text, including a stop string and what follows
+        self._parser = self._new_parser(self._tags.texts)
         self._most_calls = reading.most_calls
         self._end_ids = end_ids
         self._offset = prompt.num_echoed
@@ -156,8 +161,9 @@ class Reply:
         for index, token in enumerate(progress.tokens):
             tokens.append(self._info(token, index, progress))
             new.append(self._push(token))
+            was_reasoning = self._parser.is_reasoning
             parts += self._parser.push(new[-1])
-            self.num_reasoning_tokens += self._parser.is_reasoning
+            self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
             if self._stops.found is not None or self._parser.num_complete_calls == self._most_calls:
                 self.finish_reason = "stop"
                 self._was_cut = True
@@ -212,23 +218,36 @@ class Reply:
             if self.text[len(self._through_calls(self.text)) :].strip():
                 return None
             text = self._through_calls(text)
-        parser = self._new_parser()
+        parser = self._parser_of(text)
         found = assembled([*parser.push(text), *parser.finish()])
         return text if _essence(found) == _essence(self.parsed()) else None
 
     def _through_calls(self, text: str) -> str:
         """Return the shortest beginning of a text that has as many complete calls as this reply; else all of it."""
-        parser = self._new_parser()
+        parser = self._parser_of(text)
         for index, character in enumerate(text):
             parser.push(character)
             if parser.num_complete_calls == self._parser.num_complete_calls:
                 return text[: index + 1]
         return text
 
+    def _parser_of(self, rewritten: str) -> ReplyParser:
+        """Return a parser of this reply's text as a template has written it, in which the same tags count."""
+        own = self._tags.joined(self._parser.found_tags)
+        parser = self._new_parser(own.texts)
+        for position in own.in_rewritten(rewritten, self.text):
+            parser.note_tag(position)
+        return parser
+
     def _push(self, token: int) -> str:
         """Return a token's text up to a stop string, which ends the reply even in text that would be held back."""
         self.token_ids.append(token)
-        new = self._stops.push(self._text.push(token))
+        text = self._text.push(token)
+        position = self._tags.find(token, text, self._num_pushed)
+        if position is not None:
+            self._parser.note_tag(position)
+        self._num_pushed += len(text)
+        new = self._stops.push(text)
         if self._stops and self._stops.ends_in(self._text.held):
             new += self._stops.push(self._text.finish())
         return new

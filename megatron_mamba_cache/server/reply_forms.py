@@ -12,6 +12,7 @@ from .errors import bad_request
 from .parsers.call_grammars import CallableTool, calls_grammar, text_and_calls_grammar
 from .parsers.families import ReplySyntax
 from .parsers.reasoning import ReasoningForm
+from .prompts import Prompt
 from .tool_schemas import ChosenTools, NamedTool
 
 _TOOLS, _CHOICE = "tools", "tool_choice"
@@ -25,23 +26,28 @@ class ReplyForm:
         field: The field of the request that asks for it.
         grammar: Of what comes after reasoning.
         reasoning: None: the reply begins with what the grammar says.
-        special_id: Returns the id of a special token by its text.
+        special_id: Returns the id of a tag that is a token.
+        call_markers: What tool calls begin with.
     """
 
     field: str
     grammar: Grammar
     reasoning: ReasoningForm | None
     special_id: SpecialId
+    call_markers: Sequence[str] = ()
 
-    def grammar_after(self, prompt: str | None) -> str:
-        """Return the text of the grammar of replies to a prompt; None if its text is unknown."""
+    def grammar_after(self, prompt: Prompt) -> str:
+        """Return the text of the grammar of replies to a prompt."""
         form = self.reasoning
         if form is None:
             return self.grammar.text
-        is_open = form.is_open_after(prompt or "")
-        return after_reasoning(self.grammar, form.open, form.close, self.special_id, is_open=is_open).text
+        is_open = prompt.opens_reasoning
+        markers = self.call_markers
+        return after_reasoning(
+            self.grammar, form.open, form.close, self.special_id, is_open=is_open, call_markers=markers
+        ).text
 
-    def check(self, grammars: Grammars, prompts: Iterable[str | None]) -> None:
+    def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
         """Compile the grammars of replies to some prompts.
 
         Raises:
@@ -62,12 +68,11 @@ class FormMaker:
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax
-        self._special_ids = frozenset(getattr(tokenizer, "special_ids", ()))
-        self._id_of = getattr(tokenizer, "id_of", lambda _text: None)
+        self._tag_ids = syntax.tag_ids(tokenizer)
 
     def answer(self, field: str, grammar: Grammar) -> ReplyForm:
         """Return the form of a completion that follows a grammar."""
-        return ReplyForm(field, grammar, None, self._special_id)
+        return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
         self,
@@ -104,7 +109,7 @@ class FormMaker:
         only_one = may_call_several is False or isinstance(choice, NamedTool)
         family = self._syntax.tool_calls
         with _refusing_tools():
-            calls = calls_grammar(family, callable_tools, self._special_id, only_one=only_one)
+            calls = calls_grammar(family, callable_tools, self._tag_ids.get, only_one=only_one)
         if is_forced:
             return self._after_reasoning(_TOOLS, calls)
         assert answer is not None
@@ -125,15 +130,11 @@ class FormMaker:
             for function in functions
         ]
         with _refusing_tools():
-            grammar = text_and_calls_grammar(self._syntax.tool_calls, callable_tools, self._special_id)
+            grammar = text_and_calls_grammar(self._syntax.tool_calls, callable_tools, self._tag_ids.get)
         return None if grammar is None else self._after_reasoning(_TOOLS, grammar)
 
     def _after_reasoning(self, field: str, grammar: Grammar) -> ReplyForm:
-        return ReplyForm(field, grammar, self._syntax.reasoning, self._special_id)
-
-    def _special_id(self, text: str) -> int | None:
-        found: int | None = self._id_of(text)
-        return found if found in self._special_ids else None
+        return ReplyForm(field, grammar, self._syntax.reasoning, self._tag_ids.get, self._syntax.call_markers)
 
 
 @contextmanager

@@ -118,6 +118,11 @@ class HuggingFaceTokenizer:
         """Tokens that mark something and are not text."""
         return self._codec.special_ids
 
+    @property
+    def added_ids(self) -> Collection[int]:
+        """Tokens that were added to the vocabulary, special or not; a text that has one as a token has it whole."""
+        return self._codec.added_ids
+
     def id_of(self, token: str) -> int | None:
         """Return the id of a token as the tokenizer's files spell it; None if there is none."""
         return self._codec.id_of(token)

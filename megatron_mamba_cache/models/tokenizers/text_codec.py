@@ -14,11 +14,13 @@ class TextCodec(Protocol):
         largest_id: The largest known id.
         longest_token: Characters of the longest token as the files spell it, at least 1.
         special_ids: Tokens that mark something and are not text.
+        added_ids: Tokens that were added to the vocabulary, special or not.
     """
 
     largest_id: int
     longest_token: int
     special_ids: frozenset[int]
+    added_ids: frozenset[int]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the text's ids, with the special tokens that the tokenizer's files put around a text or without."""
@@ -54,6 +56,7 @@ class JsonCodec:
         self.longest_token = max(map(len, vocabulary), default=1)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_ids = frozenset(added)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextCodec`."""
@@ -89,6 +92,7 @@ class TransformersCodec:
         self.largest_id = max(self._ids.values(), default=-1)
         self.longest_token = max(map(len, self._ids), default=1)
         self.special_ids = frozenset(self._tokenizer.all_special_ids)
+        self.added_ids = frozenset(self._tokenizer.get_added_vocab().values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextCodec`."""

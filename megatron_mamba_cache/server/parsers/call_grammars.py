@@ -1,21 +1,23 @@
 """Tool calls as grammars, so that a reply cannot be anything else: in the form that the family's parser reads."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import GrammarError
 from ...grammars.forms import (
+    LINES,
     Grammar,
     SpecialId,
     any_of,
     choice_grammar,
+    escaped,
     json_grammar,
     literal,
     matching,
     quoted,
     sequence,
+    without,
 )
 from ...grammars.held_words import UNHELD
 from ...grammars.object_alternatives import object_alternatives
@@ -34,7 +36,11 @@ to exclude the ends grows with the length. Longer texts have no `<`."""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
 """Texts that do not even begin what might end a value before its end."""
 _VALUE_END = r"\n<\/parameter>\n"
-_VALUE_ENDS = r"<\/parameter>|\n<parameter=|<\/function>(\s|[\x1c-\x1f])*<\/tool_call>"  # for `XmlCalls`
+_SPACE = r"(\s|[\x1c-\x1f])*"
+_VALUE_ENDS = (  # for `XmlCalls`
+    rf"<\/parameter>{_SPACE}(<parameter=|<\/parameter>|<\/function>|<\/tool_call>)"
+    rf"|\n<parameter=|<\/function>{_SPACE}<\/tool_call>"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,13 @@ class MarkedCalls:
     def text_and_calls(self, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar:
         """Return the grammar of any text in which calls are calls of the tools."""
         number = special_id(self.marker)
-        rules = {"TEXT": f"/(.|\\n)*/ & {_without((self.marker, *self.others))}"}
+        rules = {"TEXT": f"/(.|\\n)*/ & {without(self.marker, *self.others)}"}
         begun = f"TEXT <[{number}]>"
         if number is None:
-            begun, marked = "text_and_marker", f"/(.|\\n)*{re.escape(self.marker)}/"
-            rules["text_and_marker[lazy]"] = "TEXT_AND_MARKER"
-            rules["TEXT_AND_MARKER"] = f"{marked} & {_without(self.others)}" if self.others else marked
+            marker = escaped(self.marker)
+            marked = [f"/{LINES}[ \\t]*{marker}/", f"~/(.|\\n)*{marker}(.|\\n)+/", *map(without, self.others)]
+            rules |= {"text_and_marker[lazy]": "TEXT_AND_MARKER", "TEXT_AND_MARKER": " & ".join(marked)}
+            begun = "text_and_marker"
         rest = self.rest(tools, special_id, _MOST_CALLS)
         return Grammar(f"({begun} ({rest.rule}))* TEXT", rules | dict(rest.rules or {}), rest.parts)
 
@@ -124,11 +131,6 @@ def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_i
     """Return the grammar of a reply that may call tools, None if its calls cannot be told from text."""
     form = MARKED_CALLS.get(family)
     return None if form is None else form.text_and_calls(tools, special_id)
-
-
-def _without(texts: Sequence[str]) -> str:
-    """Return a rule that matches any text without some texts in it."""
-    return f"~/(.|\\n)*({'|'.join(map(re.escape, texts))})(.|\\n)*/"
 
 
 def _json_call(tools: Sequence[CallableTool], key: str) -> Grammar:
@@ -222,7 +224,7 @@ def _xml_text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
     """Return the grammar of a text by its length, pattern and format, and the end of its parameter."""
     least = max(part.get("minLength", 0) for part in parts)
     most = min((part["maxLength"] for part in parts if "maxLength" in part), default=None)
-    ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*{_VALUE_END}/"
+    ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*/"
     kinds: list[tuple[str, ...]] = [(matching(f"(?s:.{{{least},{'' if most is None else most}}}){_VALUE_END}"), ends)]
     if most is not None and most > _MOST_RICH:
         bounds = [f"{{{least},{max(least, cap)}}}" for cap in (_MOST_RICH, min(most, _MOST_SAFE), most)]

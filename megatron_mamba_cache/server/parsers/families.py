@@ -1,10 +1,11 @@
 """Which parsers a model's replies need: by name, or by what its chat template writes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import json_calls, reasoning
+from .content import MarkedCalls
 from .parts import Parsing, ReplyParser, plain_text
 from .reasoning import ReasoningForm
 from .text_feed import TextFeed
@@ -13,12 +14,8 @@ from .xml_calls import XmlCalls
 AUTO, NONE = "auto", "none"
 
 
-class CallForm(Protocol):
+class CallForm(MarkedCalls, Protocol):
     """How a family of models writes tool calls."""
-
-    @property
-    def open(self) -> Sequence[str]:
-        """Markers before a call."""
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
@@ -47,7 +44,10 @@ _TOOL_CALL_SIGNS = {
     '"parameters"': "json",
 }
 _REASONING_SIGNS = {"</think>": "think", reasoning.GRANITE.open: "granite"}
-_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>")
+_TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>",
+    "<function=", "</function>", "<parameter=", "</parameter>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +63,36 @@ class ReplySyntax:
     reasoning: ReasoningForm | None = None
 
     @property
-    def special_texts(self) -> frozenset[str]:
-        """Texts of special tokens that the parsers have to see."""
-        return frozenset(_MARKERS if self.tool_calls or self.reasoning else ())
+    def call_markers(self) -> Sequence[str]:
+        """What tool calls begin with."""
+        return () if self.tool_calls is None else TOOL_CALL_PARSERS[self.tool_calls]({}).open
 
-    def parser(self, prompt: str, parameters: Parameters | None) -> ReplyParser:
+    def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
+        """Return the tags of replies that are added tokens of a tokenizer, special or not, and their ids."""
+        added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
+        tags = _TAGS if added and (self.tool_calls or self.reasoning) else ()
+        return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}
+
+    def parser(
+        self, parameters: Parameters | None, is_open: bool = False, token_tags: Collection[str] = ()
+    ) -> ReplyParser:
         """Return a parser of one reply.
 
         Args:
-            prompt: The prompt's text.
             parameters: None if the reply may not call tools.
+            is_open: Whether the prompt ends within reasoning.
+            token_tags: Tags that are tokens of the model.
         """
         name = self.tool_calls if parameters is not None else None
         calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
         form = self.reasoning
-        is_open = form is not None and form.is_open_after(prompt)
 
         def parse(feed: TextFeed) -> Parsing:
             if form is not None:
-                yield from form.parse(feed, is_open=is_open, others=() if calls is None else calls.open)
+                yield from form.parse(feed, is_open=is_open, calls=calls)
             yield from plain_text(feed) if calls is None else calls.parse(feed)
 
-        return ReplyParser(parse)
+        return ReplyParser(parse, token_tags)
 
 
 def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplySyntax:

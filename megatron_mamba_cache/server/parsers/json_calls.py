@@ -1,18 +1,15 @@
 """Tool calls as JSON objects: Hermes', Granite's and Nemotron Nano v2's forms, and plain JSON."""
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .content import text_until
+from .content import Reading, text_and_calls
 from .json_values import json_string, json_value, strict_json
-from .parts import CallArguments, CallBegin, CallEnd, Content, Parsing, Part, plain_text
+from .parts import CallArguments, CallBegin, CallEnd, Parsing, plain_text
 from .text_feed import TextFeed, each, gathered
 
 _ARGUMENTS = ("arguments", "parameters")
-
-_Reading = Generator[Part | None, None, bool]
-
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
@@ -30,13 +27,14 @@ class JsonCalls:
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
-        while True:
-            space, marker = yield from text_until(feed, self.open)
-            if not marker:
-                return
-            feed.mark(back=len(marker))
-            if (yield from _calls(feed, (self.close,), space)):
-                yield from feed.space()
+        return text_and_calls(feed, self)
+
+    def call(self, feed: TextFeed, _marker: str) -> Reading:
+        """See `MarkedCalls`."""
+        found = yield from _calls(feed, (self.close,))
+        if found:
+            yield from feed.space()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +46,25 @@ class PlainJsonCalls:
     def parse(self, feed: TextFeed) -> Parsing:
         """See `JsonCalls`."""
         feed.mark()
-        yield from feed.space()
-        yield from _calls(feed, closers=())
+        if not (yield from self.call(feed, "")):
+            feed.back_to_mark()
         yield from plain_text(feed)
 
+    def call(self, feed: TextFeed, _marker: str) -> Reading:
+        """See `MarkedCalls`."""
+        yield from feed.space()
+        return (yield from _calls(feed, closers=()))
 
-def _calls(feed: TextFeed, closers: Sequence[str], space: str = "") -> _Reading:
-    """Parse one call or several, in a list or not, and what closes them; return whether the last one is complete.
+
+def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
+    """Parse one call or several, in a list or not, and what closes them; return False if not even one begins.
 
     Args:
-        feed: Has a mark where the calls begin.
+        feed: Has a mark where the calls begin, which is kept if none does.
         closers: What closes calls, and ends the arguments of one that turns out not to be JSON. Without any, only an
             object with arguments is a call.
-        space: White space before the mark, to be content if no call comes.
     """
+    num_calls = 0
     yield from feed.space()
     yield from feed.accepts("[")
     while True:
@@ -69,13 +72,12 @@ def _calls(feed: TextFeed, closers: Sequence[str], space: str = "") -> _Reading:
         call = _Call(feed, needs_arguments=not closers)
         if not (yield from call.read()):
             if not call.has_begun:
-                yield Content(space + feed.since_mark())
-                return False
+                break
             if not (yield from each(feed.until(closers), CallArguments)):
-                return False  # cut off
+                return True  # cut off
         yield CallEnd()
+        num_calls += 1
         yield from feed.space()
-        space = ""
         feed.mark()
         yield from feed.accepts(",")
         yield from feed.space()
@@ -83,12 +85,14 @@ def _calls(feed: TextFeed, closers: Sequence[str], space: str = "") -> _Reading:
             continue
         if (yield from _ends(feed, closers)):
             feed.forget_mark()
-        else:
-            feed.back_to_mark()  # a comma belongs to the content that follows
-        return True
+            return True
+        break
+    if num_calls:
+        feed.back_to_mark()  # what follows the last call is content
+    return num_calls > 0
 
 
-def _ends(feed: TextFeed, closers: Sequence[str]) -> _Reading:
+def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
     """Consume a list's bracket and a closing marker, as far as they come next; return whether one did."""
     found = yield from feed.accepts("]")
     yield from feed.space()
@@ -106,7 +110,7 @@ class _Call:
         self._arguments = None if needs_arguments else "{}"
         self.has_begun = False
 
-    def read(self) -> _Reading:
+    def read(self) -> Reading:
         """Yield the call but for its end; return whether it is well formed."""
         feed = self._feed
         if not (yield from feed.accepts("{")):
@@ -123,7 +127,7 @@ class _Call:
             yield from feed.space()
         return False
 
-    def _member(self) -> _Reading:
+    def _member(self) -> Reading:
         feed = self._feed
         yield from feed.space()
         key = yield from json_string(feed)

@@ -1,6 +1,6 @@
 """What a reply is made of, and the parser that finds it in text deltas."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -72,16 +72,29 @@ class ReplyParser:
 
     Args:
         parse: Reads the text and yields the parts.
+        token_tags: Tags that count only where they were noted.
     """
 
-    def __init__(self, parse: Callable[[TextFeed], Parsing]) -> None:
-        self._feed = TextFeed()
+    def __init__(self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = ()) -> None:
+        self._feed = TextFeed(token_tags)
         self._parsing = parse(self._feed)
         self.num_calls = 0
         """Tool calls that have begun."""
         self.num_complete_calls = 0
-        self.is_reasoning = False
-        """True when the newest part is reasoning."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True when the reply so far ends within reasoning."""
+        return self._feed.is_reasoning
+
+    def note_tag(self, position: int) -> None:
+        """Note that one of `token_tags` begins this many characters after the start of the reply."""
+        self._feed.note_tag(position)
+
+    @property
+    def found_tags(self) -> Sequence[tuple[str, int]]:
+        """Tags of the reply that counted as tags, and their positions."""
+        return self._feed.found
 
     def push(self, text: str) -> list[Part]:
         """Return the parts that are certain with this text."""
@@ -99,9 +112,10 @@ class ReplyParser:
             if part is None:
                 break
             parts.append(part)
-            self.num_calls += isinstance(part, CallBegin)
+            if isinstance(part, CallBegin):
+                self.num_calls += 1
+                self._feed.is_reasoning = False
             self.num_complete_calls += isinstance(part, CallEnd)
-            self.is_reasoning = isinstance(part, Reasoning)
         return merged(parts)
 
 

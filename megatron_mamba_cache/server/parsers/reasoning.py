@@ -1,9 +1,8 @@
 """Reasoning at the start of a reply, between markers; the prompt may have opened it already."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .content import text_until
+from .content import MarkedCalls, Prose, Reading, rest_is_blank
 from .parts import Parsing, Reasoning
 from .text_feed import TextFeed
 
@@ -14,36 +13,78 @@ class ReasoningForm:
 
     Args:
         open, close: Its markers.
-        begins_open: Whether every reply begins inside of it, although the prompt does not show it.
+        begins_open: Whether every reply begins inside of it unless the prompt has closed it.
     """
 
     open: str
     close: str
     begins_open: bool = False
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Return whether a reply to the prompt begins with reasoning."""
-        return self.begins_open or prompt.rstrip().endswith(self.open)
+    def is_open_after(self, begun: str, prefill: str = "") -> bool:
+        """Return whether a reply begins within reasoning.
 
-    def parse(self, feed: TextFeed, *, is_open: bool, others: Sequence[str]) -> Parsing:
+        Args:
+            begun: The prompt from the last message on that is not the assistant's, without that: every tag counts.
+            prefill: The text of the client's that the reply goes on with, after `begun`. It is read like a reply.
+        """
+        opened, closed = begun.rfind(self.open), begun.rfind(self.close)
+        is_open = self.begins_open if opened == closed else opened > closed
+        feed = TextFeed()
+        feed.add(prefill)
+        feed.is_reasoning = is_open
+        for _part in self.parse(feed, is_open=is_open, calls=None):
+            if _part is None:
+                feed.end()
+        return feed.is_reasoning
+
+    def parse(self, feed: TextFeed, *, is_open: bool, calls: MarkedCalls | None) -> Parsing:
         """Parse the reply's reasoning, if it has one, and leave the rest in the feed.
+
+        A tool call ends reasoning too, since models forget to close it before.
 
         Args:
             is_open: Whether the reply begins inside of it.
-            others: Markers that end reasoning too, since models forget to close it before a tool call.
+            calls: How tool calls are written; None: there are none.
         """
         feed.mark()
         yield from feed.space()
-        has_opened = yield from feed.accepts(self.open)
-        if not has_opened and not is_open:
+        if not is_open and not (yield from feed.accepts(self.open)):
             feed.back_to_mark()
             return
         feed.forget_mark()
+        feed.is_reasoning = True
+        prose = Prose(feed, Reasoning, calls, self.close)
+        yield from self._skip_openings(feed)
+        while (ending := (yield from prose.read())) == self.close:
+            yield from feed.space()
+            if not (yield from self._reopens(feed)):
+                break
+            prose.resume()
+            yield from self._skip_openings(feed)
+        if not ending:
+            return
+        feed.is_reasoning = False
         yield from feed.space()
-        _space, marker = yield from text_until(feed, (self.close, *others), Reasoning)
-        if marker in others:
-            feed.back(len(marker))
+        if ending != self.close and (yield from feed.accepts(self.close)):
+            yield from feed.space()
+
+    def _skip_openings(self, feed: TextFeed) -> Parsing:
+        """Skip opening markers that a model writes again after the prompt or itself has."""
         yield from feed.space()
+        while (yield from feed.accepts(self.open)):
+            yield from feed.space()
+
+    def _reopens(self, feed: TextFeed) -> Reading:
+        """Consume an opening marker of another block of reasoning; return False if an answer comes instead."""
+        feed.mark()
+        reopens = yield from feed.accepts(self.open)
+        if reopens and not feed.is_token(self.open):
+            reopens = yield from rest_is_blank(feed)
+        if reopens:
+            feed.forget_mark()
+        else:
+            feed.back_to_mark()
+        return reopens
 
 
 THINK = ReasoningForm("<think>", "</think>")

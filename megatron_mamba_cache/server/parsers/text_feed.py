@@ -4,7 +4,7 @@ A question is a generator: it yields None as long as the text that has arrived d
 answer. Whatever has been consumed at that moment depends on the text alone, not on how it was cut.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TypeVar
 
 _Answer = TypeVar("_Answer")
@@ -12,19 +12,44 @@ _Changed = TypeVar("_Changed")
 
 
 class TextFeed:
-    """The text of a reply, consumed from its start."""
+    """The text of a reply, consumed from its start.
 
-    def __init__(self) -> None:
+    Args:
+        token_tags: Tags that are tokens of the model. Text that spells one is a tag only at a noted position.
+    """
+
+    def __init__(self, token_tags: Collection[str] = ()) -> None:
+        self._token_tags = frozenset(token_tags)
+        self._tag_positions: set[int] = set()
+        self._num_dropped = 0  # characters of the reply before `_text`
+        self.found: list[tuple[str, int]] = []
+        """The tags that counted as tags and not as mentions, and their positions."""
         self._text = ""
         self._at = 0
         self._mark: int | None = None
         self.has_ended = False
         """True when no more text will arrive."""
+        self.is_reasoning = False
+        """True while the parser is between the markers of reasoning."""
+
+    def note_tag(self, position: int) -> None:
+        """Note that one of `token_tags` begins this many characters after the start of the reply."""
+        self._tag_positions.add(position)
+
+    @property
+    def position(self) -> int:
+        """Characters of the reply that were consumed."""
+        return self._num_dropped + self._at
+
+    def is_token(self, tag: str) -> bool:
+        """Return whether a tag is a token of the model, so that other text that spells it is not a tag."""
+        return tag in self._token_tags
 
     def add(self, text: str) -> None:
         """Append text."""
         start = self._at if self._mark is None else self._mark
         self._text = self._text[start:] + text
+        self._num_dropped += start
         self._at -= start
         self._mark = None if self._mark is None else 0
 
@@ -59,6 +84,10 @@ class TextFeed:
         """Give back the last `count` consumed characters; no text may have arrived since."""
         self._at -= count
 
+    def skip(self, count: int) -> None:
+        """Consume `count` characters that were given back."""
+        self._at += count
+
     def peek(self) -> Generator[None, None, str]:
         """Return the next character, unconsumed; "" at the end."""
         while self._at == len(self._text) and not self.has_ended:
@@ -81,6 +110,8 @@ class TextFeed:
         while True:
             rest = self._text[self._at : self._at + len(expected)]
             if rest == expected:
+                if not self._is_tag(expected, self._at):
+                    return False
                 self._at += len(expected)
                 return True
             if self.has_ended or not expected.startswith(rest):
@@ -90,7 +121,7 @@ class TextFeed:
     def until(self, markers: Sequence[str]) -> Generator[str | None, None, str]:
         """Yield the text before the marker that is complete first, and consume both; return it, "" at the end."""
         while True:
-            places = [(at + len(marker), at) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
+            places = [(at + len(marker), at) for marker in markers if (at := self._find(marker)) >= 0]
             if places:
                 end, start = min(places)
                 if start > self._at:
@@ -106,6 +137,15 @@ class TextFeed:
     def _take(self, end: int) -> str:
         text, self._at = self._text[self._at : end], end
         return text
+
+    def _find(self, marker: str) -> int:
+        at = self._text.find(marker, self._at)
+        while at >= 0 and not self._is_tag(marker, at):
+            at = self._text.find(marker, at + 1)
+        return at
+
+    def _is_tag(self, marker: str, at: int) -> bool:
+        return marker not in self._token_tags or self._num_dropped + at in self._tag_positions
 
     def _begun(self, markers: Sequence[str]) -> int:
         """Return the length of the longest end of the text that begins a marker."""

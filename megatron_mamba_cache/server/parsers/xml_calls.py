@@ -4,18 +4,22 @@ A parameter is text between tags, so the tool's schema decides what it means: te
 forget the tag that ends a parameter, so the next parameter's tag ends it too, and so do the tags that end the call.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 from ..strict_json import strict_text, strict_value
-from .content import text_until
+from .content import Reading, text_and_calls
 from .parameter_types import Schema, type_of_value, types_of_parameter
-from .parts import CallArguments, CallBegin, CallEnd, Content, Parsing, Part
+from .parts import CallArguments, CallBegin, CallEnd, Parsing, Part
 from .text_feed import TextFeed, each, gathered
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _VALUE_ENDS = ("\n" + _PARAMETER_END, _PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END, _FUNCTION_END)
+_AFTER: Mapping[str, Sequence[str]] = {
+    _PARAMETER_END: (_PARAMETER, _PARAMETER_END, _FUNCTION_END, _CALL_END),
+    _FUNCTION_END: (_CALL_END,),
+}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # templates print values of the history so
 
 
@@ -34,25 +38,36 @@ class XmlCalls:
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
-        while True:
-            space, marker = yield from text_until(feed, self.open)
-            if not marker:
-                return
-            feed.mark(back=len(marker))
+        return text_and_calls(feed, self)
+
+    def call(self, feed: TextFeed, marker: str) -> Reading:
+        """See `MarkedCalls`. Without the tag around it, a call needs a parameter or its end to be one."""
+        if marker == _CALL:
             yield from feed.space()
-            if marker == _CALL and not (yield from feed.accepts(_FUNCTION)):
-                yield Content(space + feed.since_mark())
-                continue
-            name = yield from _name(feed)
-            if not name or (self._parameters and name not in self._parameters):
-                yield Content(space + feed.since_mark())
-                continue
-            feed.forget_mark()
-            yield CallBegin(name)
-            yield from _arguments(feed, self._parameters.get(name, {}))
-            yield from feed.space()
-            yield from feed.accepts(_CALL_END)
-            yield from feed.space()
+            if not (yield from feed.accepts(_FUNCTION)):
+                return False
+        name = yield from _name(feed)
+        if not name or (self._parameters and name not in self._parameters):
+            return False
+        if marker == _FUNCTION and not (yield from _has_arguments(feed)):
+            return False
+        feed.forget_mark()
+        yield CallBegin(name)
+        yield from _arguments(feed, self._parameters.get(name, {}))
+        yield from feed.space()
+        yield from feed.accepts(_CALL_END)
+        yield from feed.space()
+        return True
+
+
+def _has_arguments(feed: TextFeed) -> Generator[None, None, bool]:
+    """Return whether a parameter or the end of the function comes next, after white space."""
+    yield from feed.space()
+    for tag in (_PARAMETER, _FUNCTION_END):
+        if (yield from feed.accepts(tag)):
+            feed.back(len(tag))
+            return True
+    return False
 
 
 def _arguments(feed: TextFeed, schema: Schema) -> Parsing:
@@ -91,18 +106,27 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
 
 
 def _value_text(feed: TextFeed) -> Generator[str | None, None, str]:
-    """Yield a value's text as it arrives; return what ended it: a tag, after a line end if there is one."""
+    """Yield a value's text as it arrives; return what ended it: a tag, after a line end if there is one.
+
+    A closing tag is text unless a tag that may follow it does.
+    """
     while True:
         end = yield from feed.until(_VALUE_ENDS)
-        if not end.endswith(_FUNCTION_END):
-            return end
-        feed.mark()
-        yield from feed.space()
-        ends_call = (yield from feed.accepts(_CALL_END)) or not (yield from feed.peek())
-        feed.back_to_mark()
-        if ends_call:
+        following = _AFTER.get(end.removeprefix("\n"))
+        if following is None or (yield from _comes_next(feed, following)):
             return end
         yield end
+
+
+def _comes_next(feed: TextFeed, tags: Sequence[str]) -> Generator[None, None, bool]:
+    """Return whether one of some tags comes next, or the end of the reply, after white space."""
+    feed.mark()
+    yield from feed.space()
+    found = not (yield from feed.peek())
+    for tag in tags:
+        found = found or (yield from feed.accepts(tag))
+    feed.back_to_mark()
+    return found
 
 
 def _name(feed: TextFeed) -> Generator[None, None, str]:

@@ -57,6 +57,7 @@ FRAGMENTS = (
     "\n<parameter=box>\n", "\n</parameter>", "</function>\n</tool_call>", "<tool_call>\n<function=get_weather>\n",
     "{", "}", ",", ":", '"', "\\", '\\"', "\\u00e9", "\\ud83d", "\\ude00", '"name"', '"arguments"', ": ",
     '"parameters"',
+    '\n<tool_call>{"name": "f"}', '\n<|tool_call|>[{"name": "f"}', '\n<TOOLCALL>[{"name": "f"}',
     '"get_weather"', "null", "True", "12", "-1.5e3", "NaN", "1e999", "x", "é", "\U0001f600", "\x00", "<", "</", ">",
     "=", '{"name": "get_weather", "arguments": {"city": "Oslo"}}', '{"arguments": [1, {}], "name": "stop-all"}',
     '{"name": "get_weather", "arguments": {"city": "\\ud83d', '{"name": "f", "arguments": "{\\"a\\": NaN}"},',
@@ -66,7 +67,8 @@ FRAGMENTS = (
 
 def parsed(syntax: ReplySyntax, pieces: list[str], prompt: str = "") -> list[Part]:
     """Return the parts of a reply that arrives in pieces."""
-    parser = syntax.parser(prompt, PARAMETERS)
+    is_open = syntax.reasoning is not None and syntax.reasoning.is_open_after(prompt)
+    parser = syntax.parser(PARAMETERS, is_open=is_open)
     return merged([part for piece in pieces for part in parser.push(piece)] + parser.finish())
 
 
@@ -179,7 +181,7 @@ def test_arguments_are_passed_on_while_they_are_written() -> None:
         ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', 'lo"}}'),
         ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs", "lo\n</parameter></function>"),
     ):
-        parser = ReplySyntax(form).parser("", PARAMETERS)
+        parser = ReplySyntax(form).parser(PARAMETERS)
         assert parser.push(begun) == [CallBegin("get_weather"), CallArguments('{"city": "Os')]
         assert merged(parser.push(rest)) == [CallArguments('lo"}'), CallEnd()]
         assert (parser.num_calls, parser.num_complete_calls) == (1, 1)
@@ -207,7 +209,7 @@ CUT_OFF = ParsedReply("", "", (ToolCall("f", '{"a": "b'),))
             '<tool_call>{"name": "f", "arguments": {"a": "line\nend"}}',
             ParsedReply("", "", (ToolCall("f", '{"a": "line\\nend"}'),)),
         ),
-        ("hermes", 'a  <tool_call>{"name": "f"} {b}', ParsedReply("a{b}", "", (ToolCall("f", "{}"),))),
+        ("hermes", 'a \n<tool_call>{"name": "f"} {b}', ParsedReply("a{b}", "", (ToolCall("f", "{}"),))),
         ("hermes", '<tool_call>{"name": "f"}, {b}', ParsedReply(", {b}", "", (ToolCall("f", "{}"),))),
         ("hermes", '<tool_call>[{"name": "f"},]</tool_call>, b', ParsedReply(", b", "", (ToolCall("f", "{}"),))),
         ("hermes", '<tool_call>{"name": "f"}, </tool_call>', ParsedReply("", "", (ToolCall("f", "{}"),))),
@@ -292,7 +294,7 @@ def test_a_schema_is_read_in_bounded_time_whatever_it_is(schema: Any, value: Any
     syntax = ReplySyntax("qwen3_coder")
     reply = "<function=f><parameter=x>1</parameter></function>" * 20
     begun = time.monotonic()
-    parser = syntax.parser("", {"f": {"properties": {"x": schema}}})
+    parser = syntax.parser({"f": {"properties": {"x": schema}}})
     calls = assembled([*parser.push(reply), *parser.finish()]).calls
     assert time.monotonic() - begun < 2
     assert [json.loads(call.arguments) for call in calls] == [{"x": value}] * 20
@@ -368,10 +370,14 @@ def is_of(grammar: Grammar, text: str) -> bool:
     return bool(matcher.validate_tokens([*tokens, END]) == len(tokens) + 1)
 
 
-VALUES = ("Oslo", "", "a\n\nb", "</parameter", "<parameter=a>", "a\n<paramete", "</function> or so", "</tool_call>\n")
+VALUES = (
+    "Oslo", "", "a\n\nb", "</parameter", "<parameter=a>", "a\n<paramete", "</function> or so", "</tool_call>\n",
+    "a</parameter>b", "</parameter>\nb",
+)  # fmt: skip
 BROKEN = (
     "a\n<parameter=b>",
-    "a</parameter>b",
+    "a</parameter>",
+    "a</parameter>\n <parameter=b",
     "\n</function>\n</tool_call>",
     "</function></tool_call>",
     "a\n<parameter=",
@@ -517,7 +523,7 @@ def test_random_replies_with_strict_tools_call_them_by_their_schema(form: str) -
         matcher, tokens = matcher_of(grammar), list[int]()
         while len(tokens) < 400 and (not tokens or tokens[-1] != END):
             if rng.random() < 0.05:
-                begun = TOKENIZER.tokenize(MARKED_CALLS[form].marker)
+                begun = TOKENIZER.tokenize("\n" * bool(tokens) + MARKED_CALLS[form].marker)
                 count = matcher.try_consume_tokens(begun)
                 tokens += begun[:count]
             mask = matcher.compute_bitmask()
@@ -525,7 +531,7 @@ def test_random_replies_with_strict_tools_call_them_by_their_schema(form: str) -
             assert allowed, TOKENIZER.detokenize(tokens)
             tokens.append(END if END in allowed and rng.random() < 0.02 else rng.choice(allowed))
             assert matcher.consume_token(tokens[-1])
-        parser = ReplySyntax(form).parser("", {"get_weather": STRICT})
+        parser = ReplySyntax(form).parser({"get_weather": STRICT})
         calls = assembled([*parser.push(TOKENIZER.detokenize(tokens)), *parser.finish()]).calls
         for found in calls[: parser.num_complete_calls]:
             assert found.name == "get_weather" and jsonschema_rs.is_valid(STRICT, json.loads(found.arguments)), found

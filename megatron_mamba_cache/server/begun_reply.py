@@ -1,0 +1,80 @@
+"""The part of a chat's prompt that begins the reply: what the template and the client wrote for the assistant."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .conversation import Conversation
+from .errors import ApiError
+from .parsers.reasoning import ReasoningForm
+
+_MARK = "\u2400"
+
+
+@dataclass(frozen=True, slots=True)
+class BegunReply:
+    """The end of a prompt, after the last message that is complete. Tags within messages are not in it.
+
+    Args:
+        text: What the template wrote, with the reasoning of a message that is continued.
+        prefill: The content of a message that is continued.
+        token_ids: Of the whole prompt.
+    """
+
+    text: str
+    prefill: str
+    token_ids: Sequence[int]
+
+    def opens_reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> bool:
+        """Return whether a reply begins within reasoning.
+
+        Args:
+            tag_ids: Tags that are tokens of the model.
+        """
+        ids = {tag_ids.get(form.open), tag_ids.get(form.close)}
+        if None in ids:
+            return form.is_open_after(self.text, self.prefill)
+        at = next((at for at in reversed(range(len(self.token_ids))) if self.token_ids[at] in ids), None)
+        if at is None:
+            return form.begins_open
+        rest = tokenizer.detokenize(list(self.token_ids[at:]), skip_special_tokens=False)
+        if len(rest) > len(self.text) + len(self.prefill):
+            return form.begins_open  # it is in a message
+        return self.token_ids[at] == tag_ids[form.open]
+
+
+def begun_reply(
+    conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
+) -> BegunReply:
+    """Return what a prompt has begun.
+
+    Args:
+        text: The conversation's, as it was rendered.
+        token_ids: Of the text.
+    """
+    end = _after_last_message(conversation, text, rendered)
+    prefill = conversation.messages[-1].get("content") if conversation.continues else None
+    prefill = prefill.strip() if isinstance(prefill, str) else ""
+    at = end.rfind(prefill) if prefill else -1
+    return BegunReply(end, "", token_ids) if at < 0 else BegunReply(end[:at], end[at:], token_ids)
+
+
+def _after_last_message(
+    conversation: Conversation, text: str, rendered: Callable[[Conversation], str]
+) -> str:
+    """Return the text after the last message that is complete; the whole text if the template hides where it ends."""
+    last = len(conversation.messages) - 1 - conversation.continues
+    content = (conversation.messages[last].get("content") or "") if last >= 0 else None
+    if not isinstance(content, str):
+        return text
+    for marked_content, after_mark in ((content + _MARK, ""), (_MARK + content, content.strip())):
+        messages = [*conversation.messages]
+        messages[last] = {**messages[last], "content": marked_content}
+        try:
+            end = rendered(replace(conversation, messages=messages)).rpartition(_MARK)[2]
+        except ApiError:
+            continue
+        end = end.partition(after_mark)[2] if after_mark else end
+        if end and text.endswith(end):
+            return end
+    return text

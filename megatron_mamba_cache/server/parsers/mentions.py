@@ -1,0 +1,62 @@
+"""Tags in plain text, told from mentions of them by the line that they are in.
+
+A tag that is a token of the model needs none of this: it counts where the token is, and nowhere else.
+"""
+
+_FENCE = "```"
+_SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
+_OPENING = frozenset("`'\"\u2018\u201c\u00ab\u300c([{<")
+
+
+class LinePosition:
+    """A position in text: what its line has before it, and if it is inside a fenced block of code."""
+
+    def __init__(self) -> None:
+        self._is_in_fence = False
+        self._start_line()
+
+    def add(self, text: str) -> None:
+        """Move on by a text."""
+        first, *others = text.split("\n")
+        self._add_to_line(first)
+        for line in others:
+            self._is_in_fence ^= self._beginning == _FENCE
+            self._start_line()
+            self._add_to_line(line)
+
+    def begins_call(self) -> bool:
+        """Return whether a tag here may begin a call: it begins its line, outside of code."""
+        return not self._is_in_fence and not self._beginning
+
+    def ends_reasoning(self, *, is_tag: bool, ends_line: bool) -> bool:
+        """Return whether a closing marker here ends reasoning, outside of code.
+
+        It does if it begins or ends its line. Between other text of its line it does unless it is quoted or, for a tag,
+        is a word within a sentence.
+
+        Args:
+            is_tag: False for a marker that is a sentence of its own.
+            ends_line: Whether its line ends after it.
+        """
+        if self._is_in_fence:
+            return False
+        if not self._beginning or ends_line:
+            return True
+        if self._num_backticks % 2 or self._num_quotes % 2 or self._last in _OPENING:
+            return False
+        return not is_tag or not self._last.isspace() or self._last_visible in _SENTENCE_ENDS
+
+    def _start_line(self) -> None:
+        self._beginning = ""  # the first visible characters, as many as a fence has
+        self._last = self._last_visible = ""
+        self._num_backticks = self._num_quotes = 0
+
+    def _add_to_line(self, text: str) -> None:
+        if not text:
+            return
+        if len(self._beginning) < len(_FENCE):
+            self._beginning = (self._beginning + (text if self._beginning else text.lstrip(" \t")))[: len(_FENCE)]
+        self._last = text[-1]
+        self._last_visible = text.rstrip()[-1:] or self._last_visible
+        self._num_backticks += text.count("`")
+        self._num_quotes += text.count('"')
