@@ -15,6 +15,7 @@ _TYPES: tuple[tuple[Any, str], ...] = (
     (list, "array"),
     (dict, "object"),
 )
+JSON_TYPES = frozenset(name for _kind, name in _TYPES)
 
 Schema = Mapping[str, Any]
 

@@ -1,14 +1,15 @@
 """Tool calls as tags: the form of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
 
-A parameter is text between tags, so the tool's schema decides what it means: text, or JSON for any other type. Models
+A parameter is text between tags, so the tool's schema decides what it means: text, or a value of any other type. Models
 forget the tag that ends a parameter, so the next parameter's tag ends it too, and so do the tags that end the call.
 """
 
 from collections.abc import Generator, Mapping, Sequence
 
-from ..strict_json import strict_text, strict_value
+from ..strict_json import strict_text
 from .content import Reading, text_and_calls
-from .parameter_types import Schema, type_of_value, types_of_parameter
+from .parameter_types import Schema, types_of_parameter
+from .parameter_values import json_of
 from .parts import CallArguments, CallBegin, CallEnd, Parsing, Part
 from .text_feed import TextFeed, each, gathered
 
@@ -20,7 +21,6 @@ _AFTER: Mapping[str, Sequence[str]] = {
     _PARAMETER_END: (_PARAMETER, _PARAMETER_END, _FUNCTION_END, _CALL_END),
     _FUNCTION_END: (_CALL_END,),
 }
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # templates print values of the history so
 
 
 class XmlCalls:
@@ -101,7 +101,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
         yield CallArguments('"' if end else "")
     else:
         text, end = yield from gathered(_value_text(feed))
-        yield CallArguments(_json_of(text, types) if end else text)
+        yield CallArguments(json_of(text, types) if end else text)
     return end.removeprefix("\n")
 
 
@@ -137,15 +137,3 @@ def _name(feed: TextFeed) -> Generator[None, None, str]:
 
 def _escaped(text: str) -> CallArguments:
     return CallArguments(strict_text(text)[1:-1])
-
-
-def _json_of(text: str, types: set[str]) -> str:
-    """Return a parameter's text as JSON of one of the types, as far as it can be read so."""
-    word = text.strip()
-    try:
-        value = strict_value(_PYTHON_WORDS.get(word, word))
-    except ValueError:
-        value = text
-    if "string" in types and type_of_value(value) not in types:
-        value = text
-    return strict_text(value)
