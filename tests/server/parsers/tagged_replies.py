@@ -1,0 +1,75 @@
+"""Replies whose tags are special tokens, added tokens or plain text of the same tokenizer."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_mamba_cache.server.backend import Progress
+from megatron_mamba_cache.server.parsers.families import ReplySyntax
+from megatron_mamba_cache.server.reply import Reply, ReplyReading
+
+KINDS = ("special", "added", "plain")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>")
+VOCAB_SIZE = 2048 + len(TAGS)
+
+
+class Tag(str):
+    """A tag as the model means it. Other text that spells one is a mention."""
+
+    __slots__ = ()
+
+
+def tagged_tokenizer(folder: Path, kind: str, template: str = "") -> HuggingFaceTokenizer:
+    """Return the shipped tokenizer with tags of a kind."""
+    folder.mkdir(exist_ok=True)
+    described = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = {name: False for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    described["added_tokens"] += [
+        {"id": 2048 + number, "content": tag, **settings, "special": kind == "special"}
+        for number, tag in enumerate(TAGS if kind != "plain" else ())
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text((SHIPPED_MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = load_tokenizer(folder, VOCAB_SIZE)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def tokens_of(tokenizer: HuggingFaceTokenizer, pieces: Sequence[str]) -> list[int]:
+    """Return the tokens of a reply: a tag's own where it has one, and else tokens of single characters."""
+    found: list[int] = []
+    for piece in pieces:
+        number = tokenizer.id_of(piece) if isinstance(piece, Tag) else None
+        spelled = [token for character in piece for token in tokenizer.tokenize(character)]
+        found += spelled if number is None else [number]
+    return found
+
+
+def reply_of(
+    tokenizer: HuggingFaceTokenizer,
+    syntax: ReplySyntax,
+    parameters: dict[str, Any] | None,
+    pieces: Sequence[str],
+    *,
+    is_open: bool = False,
+    stops: Sequence[str] = (),
+    num_at_once: int = 1,
+) -> Reply:
+    """Return a complete reply whose tokens arrived so many at once."""
+    ids = syntax.tag_ids(tokenizer)
+    reading = ReplyReading(
+        tokenizer.detokenizer(ids), partial(syntax.parser, parameters), {number: tag for tag, number in ids.items()}
+    )
+    reply = Reply(tokenizer, stops, reading=reading, opens_reasoning=is_open)
+    tokens = tokens_of(tokenizer, pieces)
+    for start in range(0, len(tokens), num_at_once):
+        if reply.finish_reason is None:
+            reply.take(Progress(tokens=tuple(tokens[start : start + num_at_once])))
+    if reply.finish_reason is None:
+        reply.take(Progress(end="stop"))
+    return reply

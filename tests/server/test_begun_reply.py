@@ -1,0 +1,138 @@
+"""A reply begins within reasoning if its prompt ends within it, whichever parser was chosen."""
+
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron_mamba_cache.server.conversation import Conversation
+from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, ReplySyntax
+from megatron_mamba_cache.server.prompts import Prompt, PromptReader
+from megatron_mamba_cache.server.tenants import Tenant
+from megatron_mamba_cache.server.transcripts import Transcripts
+from tests.server.parsers.tagged_replies import KINDS, Tag, tagged_tokenizer, tokens_of
+
+TENANT = Tenant("", "")
+_TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATES = {
+    "closes when asked to": _TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "opens": _TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    "opens within its line": "{% for m in messages %}{{ m.role }}: {{ m.content | trim }} {% endfor %}"
+    "assistant: <think> ",
+    "opens with a first sentence": _TURNS + "{% if add_generation_prompt %}[/INST]<think>\nOkay,{% endif %}",
+    "shows earlier reasoning": "{% for m in messages %}[{{ m.role }}]\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}\n{% endfor %}[assistant]\n",
+}
+QUOTED = "What do <think> and </think> mean, and <think>?"
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], HuggingFaceTokenizer]:
+    folder = tmp_path_factory.mktemp("begun")
+    return {
+        (kind, name): tagged_tokenizer(folder / f"{kind} {name}", kind, template)
+        for kind in KINDS
+        for name, template in TEMPLATES.items()
+    }
+
+
+def opens_reasoning(
+    tokenizer: HuggingFaceTokenizer, reasoning: str, conversation: Conversation, reader: PromptReader | None = None
+) -> bool:
+    form = REASONING_PARSERS[reasoning]
+    reader = reader or PromptReader(tokenizer, Transcripts(0), 4096)
+    begun = reader.begun_reply(reader.read_chat(TENANT, conversation))
+    return begun.opens_reasoning(form, ReplySyntax(None, form).tag_ids(tokenizer), tokenizer)
+
+
+def asked(*contents: str, **fields: Any) -> Conversation:
+    """Return a conversation of turns that begins with the user's."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
+    continues = len(contents) % 2 == 0
+    return Conversation(messages, adds_prompt=not continues, continues=continues, values=fields)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("quoted", ["Hi", QUOTED, "It ends with <think>", "It ends with </think>", "<think>", " "])
+@pytest.mark.parametrize(
+    ("template", "values", "opens", "opens_by_hand"),
+    [
+        ("closes when asked to", {}, False, True),
+        ("closes when asked to", {"enable_thinking": False}, False, False),
+        ("opens", {}, True, True),
+        ("opens within its line", {}, True, True),
+        ("opens with a first sentence", {}, True, True),
+        ("shows earlier reasoning", {}, False, True),
+    ],
+)
+def test_the_template_says_if_reasoning_is_open(
+    tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
+    kind: str,
+    quoted: str,
+    template: str,
+    values: dict[str, Any],
+    opens: bool,
+    opens_by_hand: bool,
+) -> None:
+    """Tags that the user or an earlier turn quotes say nothing. `deepseek_r1` is open unless the prompt closes it."""
+    for turns in ((quoted,), (quoted, quoted, quoted)):
+        conversation = asked(*turns, **values)
+        assert opens_reasoning(tokenizers[kind, template], "think", conversation) is opens
+        assert opens_reasoning(tokenizers[kind, template], "deepseek_r1", conversation) is opens_by_hand
+        assert not opens_reasoning(tokenizers[kind, template], "granite", conversation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", ["closes when asked to", "opens", "shows earlier reasoning"])
+@pytest.mark.parametrize(
+    ("prefill", "opens", "opens_by_hand"),
+    [
+        ("<think>\nHm, I", True, True),
+        ("<think>\nHm.\n</think>\n\nIt is", False, False),
+        ("<think>Hm.</think>", False, False),
+        ("<think>\nHm.\n</think>\n<think>\nAgain", True, True),
+        ("It is", False, True),
+    ],
+)
+def test_a_prefill_says_if_reasoning_is_open(
+    tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
+    kind: str,
+    template: str,
+    prefill: str,
+    opens: bool,
+    opens_by_hand: bool,
+) -> None:
+    for quoted in ("Hi", QUOTED):
+        conversation = asked(quoted, prefill)
+        assert opens_reasoning(tokenizers[kind, template], "think", conversation) is opens
+        assert opens_reasoning(tokenizers[kind, template], "deepseek_r1", conversation) is opens_by_hand
+
+
+def test_a_prefill_in_plain_text_may_mention_tags(
+    tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
+) -> None:
+    tokenizer = tokenizers["plain", "closes when asked to"]
+    for prefill, opens in (
+        ("<think>\nThe user writes `</think>` here", True),
+        ("<think>\nThe user writes </think> here", True),
+        ("The tag <think> means", False),
+        ("<think>\nDone\n</think>\nThe tag <think> means", False),
+    ):
+        assert opens_reasoning(tokenizer, "think", asked("Hi", prefill)) is opens, prefill
+
+
+@pytest.mark.parametrize("kind", ["special", "added"])
+def test_a_reply_that_is_continued_is_open_by_its_exact_tokens(
+    tokenizers: dict[tuple[str, str], HuggingFaceTokenizer], kind: str
+) -> None:
+    """Its text spells a tag that no token of it is."""
+    tokenizer = tokenizers[kind, "closes when asked to"]
+    reader, first = PromptReader(tokenizer, Transcripts(2**20), 4096), asked("Hi")
+    pieces = [Tag("<think>"), "\nThe user writes </think> in"]
+    prompt: Prompt = reader.read_chat(TENANT, first)
+    reader.remember(TENANT, prompt, "".join(pieces), tokens_of(tokenizer, pieces))
+    continued = asked("Hi", "".join(pieces))
+    assert opens_reasoning(tokenizer, "think", continued, reader)
+    assert not opens_reasoning(tokenizer, "think", continued)  # as the tokenizer reads it
