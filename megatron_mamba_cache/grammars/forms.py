@@ -20,17 +20,8 @@ _WHITE_SPACE = r"( |\n {0,16})?"
 """Between JSON tokens: nothing, a space, or a line break and its indentation."""
 _GAP = "/[ \\n]{0,4}/"
 _ANY = r"(.|\n)*"
-_LINE = r"[ \t]*(([^` \t\n]|`[^`\n]|``[^`\n])[^\n]*|`{0,2})"  # which does not begin with a fence
-_FENCE = r"[ \t]*```[^\n]*\n"
-_BEFORE_MENTIONS = (
-    r"""[^"\n]*"([^"\n]*"[^"\n]*")*[^"\n]*""",
-    r"[^`\n]*`([^`\n]*`[^`\n]*`)*[^`\n]*",
-    r"""[^\n]*([`'"\u2018\u201c\u00ab\u300c(\[{<]|[^\S\n \t]|[\x1c-\x1f])""",
-    r"[ \t]*[^ \t\n][^\n]*[ \t]",
-)
-"""Expressions of a line's text before a closing marker in it that is, or may be, a mention of the marker."""
-LINES = rf"({_LINE}\n|{_FENCE}({_LINE}\n)*{_FENCE})*"
-"""The expression of whole lines outside of fenced code, which the reply's parser reads in the same way."""
+_OPENING = r"""`'"\u2018\u201c\u00ab\u300c(\[{<"""
+_SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
 """The key by which llguidance takes settings out of a schema."""
@@ -98,35 +89,17 @@ def sequence(*grammars: Grammar) -> Grammar:
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " ")
 
 
-def after_reasoning(
-    grammar: Grammar,
-    opening: str,
-    closing: str,
-    special_id: SpecialId,
-    *,
-    is_open: bool,
-    call_markers: Sequence[str] = (),
-) -> Grammar:
+def after_reasoning(grammar: Grammar, opening: str, closing: str, special_id: SpecialId, *, is_open: bool) -> Grammar:
     """Return a grammar whose text comes after free text between markers.
-
-    The free text has the closing marker at its end only. As text, the marker has a line end after it where the reply's
-    parser would take it for a mention of one.
 
     Args:
         is_open: Whether the reply begins inside of the free text; else it may begin with it.
-        call_markers: What tool calls begin with; none begins within the free text.
     """
     closing_id = special_id(closing)
-    excluded = [_without_line(mark) if special_id(mark) is None else without(mark) for mark in call_markers]
     if closing_id is None:
-        close = escaped(closing)
-        whole = [f"/{LINES}{_LINE}{close}\\n?/", f"~/{_ANY}{close}{_ANY}[^\\n]{_ANY}/"]
-        whole += [f"~/({_ANY}\\n)?{before}{close}/" for before in _BEFORE_MENTIONS]
-        thinking = "thoughts"
-        rules = {"thoughts[lazy]": "THOUGHTS", "THOUGHTS": " & ".join([*whole, *excluded])}
+        thinking, rules = "thoughts", {"thoughts[lazy]": f"/{_closed(closing)}/"}
     else:
-        text = " & ".join([f"/{_ANY}/", without(closing), *excluded])
-        thinking, rules = f"THOUGHTS <[{closing_id}]>", {"THOUGHTS": text}
+        thinking, rules = f"THOUGHTS <[{closing_id}]>", {"THOUGHTS": f"/{_ANY}/ & {without(closing)}"}
     before = f"{thinking} {_GAP}" if is_open else f"({literal(opening, special_id)} {thinking} {_GAP})?"
     return replace(grammar, rule=f"{before} ({grammar.rule})", rules={**rules, **(grammar.rules or {})})
 
@@ -164,9 +137,14 @@ def matching(pattern: str) -> str:
     return f"/{_escaped_slashes(pattern)}/"
 
 
-def _without_line(beginning: str) -> str:
-    """Return a rule that matches any text without a line that begins so."""
-    return f"~/({_ANY}\\n)?[ \\t]*{escaped(beginning)}{_ANY}/"
+def _closed(closing: str) -> str:
+    """Return the expression of text up to a closing marker that is not just mentioned, as a reply's parser reads it.
+
+    The marker begins or ends its line, or comes after a word or, if it is a tag, after the space after a sentence.
+    """
+    close, is_tag = escaped(closing), closing.startswith("<")
+    word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
+    return rf"((({_ANY}\n)?[ \t]*|{_ANY}({word})){close}|{_ANY}{close}[ \t\r]*\n)"
 
 
 def _joined(rules: Sequence[str], grammars: Sequence[Grammar], by: str) -> Grammar:

@@ -113,7 +113,8 @@ class OrderMaker:
         for name in ("ignore_eos", "min_tokens"):
             if form is not None and getattr(body, name):
                 raise bad_request(f"{form.field} says where a reply ends; leave out {name}", name)
-        return replace(order, reading=self._reading(body, chosen), form=form)
+        reading = self._reading(body, chosen, is_held=form is not None)
+        return replace(order, reading=reading, form=form)
 
     def _read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool) -> Prompt:
         prompt = self._model.reader.read_chat(tenant, conversation, add_special_tokens=add_special_tokens)
@@ -178,7 +179,7 @@ class OrderMaker:
         """Return the tokens that end a reply because the request says so, each once."""
         return tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)]))
 
-    def _reading(self, body: ChatRequest, chosen: ChosenTools) -> ReplyReading | None:
+    def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
         """Return how the replies to messages are read; None if all of their text is content."""
         syntax = self._model.syntax
         calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
@@ -189,7 +190,7 @@ class OrderMaker:
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
             None if shows_all else self._tag_ids.keys(),
-            partial(syntax.parser, parameters if calls_tools else None),
+            partial(syntax.parser, parameters if calls_tools else None, is_held=is_held),
             {number: tag for tag, number in self._tag_ids.items()},
             most_calls=1 if body.parallel_tool_calls is False else None,
         )

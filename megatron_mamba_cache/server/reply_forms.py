@@ -27,14 +27,12 @@ class ReplyForm:
         grammar: Of what comes after reasoning.
         reasoning: None: the reply begins with what the grammar says.
         special_id: Returns the id of a tag that is a token.
-        call_markers: What tool calls begin with.
     """
 
     field: str
     grammar: Grammar
     reasoning: ReasoningForm | None
     special_id: SpecialId
-    call_markers: Sequence[str] = ()
 
     def grammar_after(self, prompt: Prompt) -> str:
         """Return the text of the grammar of replies to a prompt."""
@@ -42,10 +40,7 @@ class ReplyForm:
         if form is None:
             return self.grammar.text
         is_open = prompt.opens_reasoning
-        markers = self.call_markers
-        return after_reasoning(
-            self.grammar, form.open, form.close, self.special_id, is_open=is_open, call_markers=markers
-        ).text
+        return after_reasoning(self.grammar, form.open, form.close, self.special_id, is_open=is_open).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
         """Compile the grammars of replies to some prompts.
@@ -134,7 +129,7 @@ class FormMaker:
         return None if grammar is None else self._after_reasoning(_TOOLS, grammar)
 
     def _after_reasoning(self, field: str, grammar: Grammar) -> ReplyForm:
-        return ReplyForm(field, grammar, self._syntax.reasoning, self._tag_ids.get, self._syntax.call_markers)
+        return ReplyForm(field, grammar, self._syntax.reasoning, self._tag_ids.get)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...errors import GrammarError
 from ...grammars.forms import (
-    LINES,
     Grammar,
     SpecialId,
     any_of,
@@ -83,8 +82,9 @@ class MarkedCalls:
         begun = f"TEXT <[{number}]>"
         if number is None:
             marker = escaped(self.marker)
-            marked = [f"/{LINES}[ \\t]*{marker}/", f"~/(.|\\n)*{marker}(.|\\n)+/", *map(without, self.others)]
-            rules |= {"text_and_marker[lazy]": "TEXT_AND_MARKER", "TEXT_AND_MARKER": " & ".join(marked)}
+            marked = f"/((.|\\n)*\\n)?[ \\t]*{marker}/ & ~/(.|\\n)*{marker}(.|\\n)+/"
+            others = f" & {without(*self.others)}" if self.others else ""
+            rules |= {"text_and_marker[lazy]": "TEXT_AND_MARKER", "TEXT_AND_MARKER": marked + others}
             begun = "text_and_marker"
         rest = self.rest(tools, special_id, _MOST_CALLS)
         return Grammar(f"({begun} ({rest.rule}))* TEXT", rules | dict(rest.rules or {}), rest.parts)

@@ -7,6 +7,8 @@ from .mentions import LinePosition
 from .parts import Content, Parsing, Part, Reasoning
 from .text_feed import TextFeed
 
+_BLANK = " \t\r"
+
 Reading = Generator[Part | None, None, bool]
 """Parts as they become certain; returns whether what was asked for came."""
 
@@ -47,7 +49,7 @@ class Prose:
         self._close = close
         self._markers = (*([] if close is None else [close]), *(() if calls is None else calls.open))
         self._held = ""  # white space that may come right before a tag
-        self._position = LinePosition()
+        self._position = LinePosition(is_held=feed.is_held)
 
     def read(self) -> Generator[Part | None, None, str]:
         """Yield the text up to `close` or through the next calls; return the marker of either, "" at the end."""
@@ -55,7 +57,7 @@ class Prose:
             found = marker, self._feed.position - len(marker)
             self._feed.found.append(found)
             if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):
-                self._held, self._position = "", LinePosition()
+                self._held, self._position = "", LinePosition(is_held=self._feed.is_held)
                 return marker
             self._feed.found.remove(found)
             self._add(marker)
@@ -65,7 +67,7 @@ class Prose:
 
     def resume(self) -> None:
         """Go on after a marker with text on a line of its own."""
-        self._held, self._position = "\n", LinePosition()
+        self._held = "\n"
 
     def _text(self) -> Generator[Part | None, None, str]:
         """Yield the text before the next marker; return that marker, "" at the end of the reply."""
@@ -118,6 +120,6 @@ def text_and_calls(feed: TextFeed, calls: MarkedCalls) -> Parsing:
 
 def rest_is_blank(feed: TextFeed) -> Generator[None, None, bool]:
     """Consume white space up to the end of the line; return whether that is all that is left of it."""
-    while (character := (yield from feed.peek())) and character.isspace() and character != "\n":
+    while (character := (yield from feed.peek())) and character in _BLANK:
         feed.take()
     return character in ("", "\n")

@@ -1,6 +1,6 @@
 """Which parsers a model's replies need: by name, or by what its chat template writes."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,11 +62,6 @@ class ReplySyntax:
     tool_calls: str | None = None
     reasoning: ReasoningForm | None = None
 
-    @property
-    def call_markers(self) -> Sequence[str]:
-        """What tool calls begin with."""
-        return () if self.tool_calls is None else TOOL_CALL_PARSERS[self.tool_calls]({}).open
-
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
         """Return the tags of replies that are added tokens of a tokenizer, special or not, and their ids."""
         added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
@@ -74,7 +69,12 @@ class ReplySyntax:
         return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}
 
     def parser(
-        self, parameters: Parameters | None, is_open: bool = False, token_tags: Collection[str] = ()
+        self,
+        parameters: Parameters | None,
+        is_open: bool = False,
+        token_tags: Collection[str] = (),
+        *,
+        is_held: bool = False,
     ) -> ReplyParser:
         """Return a parser of one reply.
 
@@ -82,6 +82,7 @@ class ReplySyntax:
             parameters: None if the reply may not call tools.
             is_open: Whether the prompt ends within reasoning.
             token_tags: Tags that are tokens of the model.
+            is_held: Whether a grammar holds the reply; see `after_reasoning`. Then calls come after reasoning only.
         """
         name = self.tool_calls if parameters is not None else None
         calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
@@ -89,10 +90,10 @@ class ReplySyntax:
 
         def parse(feed: TextFeed) -> Parsing:
             if form is not None:
-                yield from form.parse(feed, is_open=is_open, calls=calls)
+                yield from form.parse(feed, is_open=is_open, calls=None if is_held else calls)
             yield from plain_text(feed) if calls is None else calls.parse(feed)
 
-        return ReplyParser(parse, token_tags)
+        return ReplyParser(parse, token_tags, is_held=is_held)
 
 
 def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplySyntax:

@@ -4,14 +4,20 @@ A tag that is a token of the model needs none of this: it counts where the token
 """
 
 _FENCE = "```"
+_SPACES = " \t"
 _SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
-_OPENING = frozenset("`'\"\u2018\u201c\u00ab\u300c([{<")
+_OPENING = frozenset("`'\"\u2018\u201c\u00ab\u300c([{<")  # as in `after_reasoning`
 
 
 class LinePosition:
-    """A position in text: what its line has before it, and if it is inside a fenced block of code."""
+    """A position in text: what its line has before it, and if it is inside a fenced block of code.
 
-    def __init__(self) -> None:
+    Args:
+        is_held: Whether a grammar holds the text. It knows neither fences nor which quotes belong together.
+    """
+
+    def __init__(self, *, is_held: bool = False) -> None:
+        self._is_held = is_held
         self._is_in_fence = False
         self._start_line()
 
@@ -20,7 +26,7 @@ class LinePosition:
         first, *others = text.split("\n")
         self._add_to_line(first)
         for line in others:
-            self._is_in_fence ^= self._beginning == _FENCE
+            self._is_in_fence ^= self._beginning == _FENCE and not self._is_held
             self._start_line()
             self._add_to_line(line)
 
@@ -42,21 +48,22 @@ class LinePosition:
             return False
         if not self._beginning or ends_line:
             return True
-        if self._num_backticks % 2 or self._num_quotes % 2 or self._last in _OPENING:
+        is_quoted = self._num_backticks % 2 or self._num_quotes % 2
+        last = self._end[-1:]
+        if last in _OPENING or (is_quoted and not self._is_held):
             return False
-        return not is_tag or not self._last.isspace() or self._last_visible in _SENTENCE_ENDS
+        return not (is_tag and last.isspace()) or (last in _SPACES and self._end[0] in _SENTENCE_ENDS)
 
     def _start_line(self) -> None:
         self._beginning = ""  # the first visible characters, as many as a fence has
-        self._last = self._last_visible = ""
+        self._end = ""  # the last two characters
         self._num_backticks = self._num_quotes = 0
 
     def _add_to_line(self, text: str) -> None:
         if not text:
             return
         if len(self._beginning) < len(_FENCE):
-            self._beginning = (self._beginning + (text if self._beginning else text.lstrip(" \t")))[: len(_FENCE)]
-        self._last = text[-1]
-        self._last_visible = text.rstrip()[-1:] or self._last_visible
+            self._beginning = (self._beginning + (text if self._beginning else text.lstrip(_SPACES)))[: len(_FENCE)]
+        self._end = (self._end + text)[-2:]
         self._num_backticks += text.count("`")
         self._num_quotes += text.count('"')

@@ -73,10 +73,13 @@ class ReplyParser:
     Args:
         parse: Reads the text and yields the parts.
         token_tags: Tags that count only where they were noted.
+        is_held: Whether a grammar holds the reply.
     """
 
-    def __init__(self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = ()) -> None:
-        self._feed = TextFeed(token_tags)
+    def __init__(
+        self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = (), *, is_held: bool = False
+    ) -> None:
+        self._feed = TextFeed(token_tags, is_held=is_held)
         self._parsing = parse(self._feed)
         self.num_calls = 0
         """Tool calls that have begun."""

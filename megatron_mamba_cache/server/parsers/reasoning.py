@@ -57,7 +57,7 @@ class ReasoningForm:
         yield from self._skip_openings(feed)
         while (ending := (yield from prose.read())) == self.close:
             yield from feed.space()
-            if not (yield from self._reopens(feed)):
+            if feed.is_held or not (yield from self._reopens(feed)):
                 break
             prose.resume()
             yield from self._skip_openings(feed)

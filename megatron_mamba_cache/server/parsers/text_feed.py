@@ -16,9 +16,11 @@ class TextFeed:
 
     Args:
         token_tags: Tags that are tokens of the model. Text that spells one is a tag only at a noted position.
+        is_held: Whether a grammar holds the reply, which says where its tags are.
     """
 
-    def __init__(self, token_tags: Collection[str] = ()) -> None:
+    def __init__(self, token_tags: Collection[str] = (), *, is_held: bool = False) -> None:
+        self.is_held = is_held
         self._token_tags = frozenset(token_tags)
         self._tag_positions: set[int] = set()
         self._num_dropped = 0  # characters of the reply before `_text`

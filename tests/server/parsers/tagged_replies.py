@@ -55,18 +55,31 @@ def reply_of(
     syntax: ReplySyntax,
     parameters: dict[str, Any] | None,
     pieces: Sequence[str],
+    **settings: Any,
+) -> Reply:
+    """Return a complete reply of some pieces; see `reply_of_tokens`."""
+    return reply_of_tokens(tokenizer, syntax, parameters, tokens_of(tokenizer, pieces), **settings)
+
+
+def reply_of_tokens(
+    tokenizer: HuggingFaceTokenizer,
+    syntax: ReplySyntax,
+    parameters: dict[str, Any] | None,
+    tokens: Sequence[int],
     *,
     is_open: bool = False,
     stops: Sequence[str] = (),
     num_at_once: int = 1,
+    is_held: bool = False,
 ) -> Reply:
     """Return a complete reply whose tokens arrived so many at once."""
     ids = syntax.tag_ids(tokenizer)
     reading = ReplyReading(
-        tokenizer.detokenizer(ids), partial(syntax.parser, parameters), {number: tag for tag, number in ids.items()}
+        tokenizer.detokenizer(ids),
+        partial(syntax.parser, parameters, is_held=is_held),
+        {number: tag for tag, number in ids.items()},
     )
     reply = Reply(tokenizer, stops, reading=reading, opens_reasoning=is_open)
-    tokens = tokens_of(tokenizer, pieces)
     for start in range(0, len(tokens), num_at_once):
         if reply.finish_reason is None:
             reply.take(Progress(tokens=tuple(tokens[start : start + num_at_once])))

@@ -1,0 +1,96 @@
+"""What a grammar allows is parsed as the grammar means it: reasoning, then calls or an answer."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.grammars.forms import json_grammar
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax
+from megatron_mamba_cache.server.prompts import Prompt
+from megatron_mamba_cache.server.reply_forms import FormMaker
+from tests.server.parsers.tagged_replies import KINDS, Tag, reply_of_tokens, tagged_tokenizer, tokens_of
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["count", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
+WORDS = ("\n", "\n", "```\n", "\n```\n", '"', "`", "x", "so. ", " ", "<", '{"count": ', "\n<function=f>\n", "{")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFaceTokenizer]:
+    folder = tmp_path_factory.mktemp("held")
+    return {kind: tagged_tokenizer(folder / kind, kind) for kind in KINDS}
+
+
+def random_tokens(
+    grammars: Grammars, grammar: str, tokenizer: HuggingFaceTokenizer, rng: random.Random, words: list[list[int]]
+) -> list[int]:
+    """Return tokens that a grammar allows, and the end token if they are complete."""
+    matcher, tokens = grammars.matcher(grammar), list[int]()
+    while len(tokens) < 300 and tokens[-1:] != [tokenizer.eod]:
+        if rng.random() < 0.6:
+            tokens += (word := rng.choice(words))[: matcher.try_consume_tokens(word)]
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(tokenizer.vocab_size) if mask[token // 8] >> token % 8 & 1]
+        assert allowed, tokenizer.detokenize(tokens)
+        tokens.append(tokenizer.eod if tokenizer.eod in allowed and rng.random() < 0.06 else rng.choice(allowed))
+        assert matcher.consume_token(tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("calls", "reasoning"),
+    [("hermes", "think"), ("qwen3_coder", "think"), ("nemotron_nano_v2", "deepseek_r1"), ("granite", "granite")],
+)
+@pytest.mark.parametrize("asks", ["required", "answer", "strict"])
+def test_what_a_grammar_allows_is_parsed_as_it_means(
+    tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
+) -> None:
+    tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
+    syntax, rng = ReplySyntax(calls, form), random.Random(f"{kind} {calls} {asks}")
+    answer = ("response_format", json_grammar(SCHEMA)) if asks == "answer" else None
+    held = FormMaker(syntax, tokenizer).chat(answer, TOOLS, "required" if asks == "required" else None, None)
+    assert held is not None
+    grammars, num_whole, num_calls = Grammars(tokenizer.vocab_size), 0, 0
+    markers = TOOL_CALL_PARSERS[calls]({}).open
+    grammars.read(tokenizer)
+    tags = [Tag(tag) for tag in (form.open, form.close, form.close, *markers)]
+    mentions = [str(tag) for tag in tags]
+    words = [tokens_of(tokenizer, [word]) for word in (*WORDS, *tags, *tags, *mentions)]
+    words += [tokens_of(tokenizer, ["\n", tag]) for tag in tags]
+    for _ in range(16):
+        is_open = rng.random() < 0.7
+        grammar = held.grammar_after(Prompt((1,), None, opens_reasoning=is_open))
+        tokens = random_tokens(grammars, grammar, tokenizer, rng, words)
+        if tokens[-1:] != [tokenizer.eod]:
+            continue
+        num_whole += 1
+        reply = reply_of_tokens(tokenizer, syntax, {"f": SCHEMA}, tokens[:-1], is_open=is_open, is_held=True)
+        found, text = reply.parsed(), reply.text
+        if asks != "strict":
+            assert bool(found.calls) is (asks == "required" or not found.content), text
+        for call in found.calls:
+            assert call.name == "f" and jsonschema_rs.is_valid(SCHEMA, json.loads(call.arguments)), text
+        if asks == "answer" and not found.calls:
+            assert jsonschema_rs.is_valid(SCHEMA, json.loads(found.content)), text
+        if asks == "required":
+            assert found.content == "", text
+        if asks == "strict":
+            assert not any(marker in found.content for marker in markers), text
+        num_calls += len(found.calls)
+    print(f"{num_whole} replies are whole, with {num_calls} calls")
+    assert num_whole > 2
+    assert num_calls or asks == "answer"
