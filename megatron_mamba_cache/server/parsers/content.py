@@ -92,12 +92,12 @@ class Prose:
         self._position.add(text)
 
     def _ends(self, marker: str) -> Generator[None, None, bool]:
-        if self._feed.is_token(marker):
+        if self._feed.is_token(marker) or self._position.ends_reasoning(is_tag=marker.startswith("<")):
             return True
         self._feed.mark()
         ends_line = yield from rest_is_blank(self._feed)
         self._feed.back_to_mark()
-        return self._position.ends_reasoning(is_tag=marker.startswith("<"), ends_line=ends_line)
+        return ends_line and not self._position.is_in_code
 
     def _calls_after(self, marker: str) -> Reading:
         """Parse calls after a marker, or leave the feed right after it; return which."""

@@ -18,7 +18,8 @@ class LinePosition:
 
     def __init__(self, *, is_held: bool = False) -> None:
         self._is_held = is_held
-        self._is_in_fence = False
+        self.is_in_code = False
+        """True within a fenced block."""
         self._start_line()
 
     def add(self, text: str) -> None:
@@ -26,27 +27,25 @@ class LinePosition:
         first, *others = text.split("\n")
         self._add_to_line(first)
         for line in others:
-            self._is_in_fence ^= self._beginning == _FENCE and not self._is_held
+            self.is_in_code ^= self._beginning == _FENCE and not self._is_held
             self._start_line()
             self._add_to_line(line)
 
     def begins_call(self) -> bool:
         """Return whether a tag here may begin a call: it begins its line, outside of code."""
-        return not self._is_in_fence and not self._beginning
+        return not self.is_in_code and not self._beginning
 
-    def ends_reasoning(self, *, is_tag: bool, ends_line: bool) -> bool:
-        """Return whether a closing marker here ends reasoning, outside of code.
+    def ends_reasoning(self, *, is_tag: bool) -> bool:
+        """Return whether a closing marker here ends reasoning, whatever comes after it.
 
-        It does if it begins or ends its line. Between other text of its line it does unless it is quoted or, for a tag,
-        is a word within a sentence.
+        Outside of code it does if it begins its line, or unless it is quoted or, for a tag, is a word of a sentence.
 
         Args:
             is_tag: False for a marker that is a sentence of its own.
-            ends_line: Whether its line ends after it.
         """
-        if self._is_in_fence:
+        if self.is_in_code:
             return False
-        if not self._beginning or ends_line:
+        if not self._beginning:
             return True
         is_quoted = self._num_backticks % 2 or self._num_quotes % 2
         last = self._end[-1:]

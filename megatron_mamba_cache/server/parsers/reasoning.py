@@ -56,9 +56,11 @@ class ReasoningForm:
         prose = Prose(feed, Reasoning, calls, self.close)
         yield from self._skip_openings(feed)
         while (ending := (yield from prose.read())) == self.close:
+            feed.is_reasoning = False
             yield from feed.space()
             if feed.is_held or not (yield from self._reopens(feed)):
                 break
+            feed.is_reasoning = True
             prose.resume()
             yield from self._skip_openings(feed)
         if not ending:
