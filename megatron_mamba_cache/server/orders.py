@@ -10,6 +10,7 @@ from fastapi import Request
 
 from ..models.tokenizers.token_reader import TokenReader
 from .backend import GenerationRequest
+from .conversation import Conversation
 from .errors import ApiError, bad_request
 from .job import Order
 from .limits import ServerLimits
