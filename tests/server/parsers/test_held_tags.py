@@ -13,6 +13,7 @@ from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import Huggin
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax
 from megatron_mamba_cache.server.prompts import Prompt
 from megatron_mamba_cache.server.reply_forms import FormMaker
+from megatron_mamba_cache.server.tool_schemas import chosen_tools
 from tests.server.parsers.tagged_replies import KINDS, Tag, reply_of_tokens, tagged_tokenizer, tokens_of
 
 SCHEMA: dict[str, Any] = {
@@ -62,7 +63,8 @@ def test_what_a_grammar_allows_is_parsed_as_it_means(
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
     syntax, rng = ReplySyntax(calls, form), random.Random(f"{kind} {calls} {asks}")
     answer = ("response_format", json_grammar(SCHEMA)) if asks == "answer" else None
-    held = FormMaker(syntax, tokenizer).chat(answer, TOOLS, "required" if asks == "required" else None, None)
+    chosen = chosen_tools("required" if asks == "required" else None, TOOLS)
+    held = FormMaker(syntax, tokenizer).chat(answer, chosen, None)
     assert held is not None
     grammars, num_whole, num_calls = Grammars(tokenizer.vocab_size), 0, 0
     markers = TOOL_CALL_PARSERS[calls]({}).open
