@@ -10,7 +10,7 @@ from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
-from megatron_mamba_cache.server.reply import Reply, ReplyReading
+from megatron_mamba_cache.server.reply import Reply, ReplyPrompt, ReplyReading
 
 KINDS = ("special", "added", "plain")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>")
@@ -75,11 +75,11 @@ def reply_of_tokens(
     """Return a complete reply whose tokens arrived so many at once."""
     ids = syntax.tag_ids(tokenizer)
     reading = ReplyReading(
-        tokenizer.detokenizer(ids),
+        ids.keys(),
         partial(syntax.parser, parameters, is_held=is_held),
         {number: tag for tag, number in ids.items()},
     )
-    reply = Reply(tokenizer, stops, reading=reading, opens_reasoning=is_open)
+    reply = Reply(tokenizer, stops, reading=reading, prompt=ReplyPrompt(opens_reasoning=is_open))
     for start in range(0, len(tokens), num_at_once):
         if reply.finish_reason is None:
             reply.take(Progress(tokens=tuple(tokens[start : start + num_at_once])))
