@@ -116,7 +116,7 @@ def test_replies_to_a_required_call_are_calls_of_the_tool(tokenizer: HuggingFace
     form = FormMaker(syntax, tokenizer).chat(None, ChosenTools("required", TOOLS), may_call_several=False)
     assert form is not None
     for reply in replies(tokenizer, form.grammar_after(""), 4):
-        parser = syntax.parser("", {"get_weather": CITY})
+        parser = syntax.parser({"get_weather": CITY})
         parser.push(reply)
         parser.finish()
         assert parser.num_calls == parser.num_complete_calls == 1, reply

@@ -4,6 +4,7 @@ import ast
 import math
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from ..strict_json import strict_text, strict_value
@@ -27,7 +28,7 @@ def json_of(text: str, types: Collection[str]) -> str:
 
 
 def _value(text: str, types: Collection[str]) -> Any:
-    """Return the first value of one of the types that a text can be read as.
+    """Return the first value of one of the types that a text can be read as, or what is in its quotes.
 
     Raises:
         ValueError: If there is none.
@@ -43,7 +44,9 @@ def _value(text: str, types: Collection[str]) -> Any:
         if not types or _is_of(value, types):
             return value
         if isinstance(value, str) and value != text:  # a number, a list or another value in quotes
-            return _value(value.strip(), types)
+            with suppress(ValueError):
+                return _value(value.strip(), types)
+            return value
     if "boolean" in types and not may_be_text and text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
     raise ValueError(f"{text:.100} is not of the types {types}")

@@ -46,7 +46,7 @@ def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: i
     for number in range(3):
         random = Random(f"{seed} {number}")
         reply = random_reply(grammars.matcher(grammar), random, TOKENIZER, random.choice([0, 60, 150]))
-        parser = ReplySyntax(family).parser("", {"save_all": schema})
+        parser = ReplySyntax(family).parser({"save_all": schema})
         (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
         assert call.name == "save_all"
         validator.validate(json.loads(call.arguments))

@@ -511,7 +511,7 @@ def test_xml_calls_have_the_parameters_of_schemas_that_are_put_together(name: st
         values = {key: json.dumps(value) for key, value in json.loads(arguments).items()}
         text = xml_of("f", json.dumps(values))
         assert is_of(grammar, text) is (arguments in good), arguments
-        parser = ReplySyntax("qwen3_coder").parser("", {"f": parameters})
+        parser = ReplySyntax("qwen3_coder").parser({"f": parameters})
         (call,) = assembled([*parser.push(text), *parser.finish()]).calls
         assert json.loads(call.arguments) == json.loads(arguments)
 
