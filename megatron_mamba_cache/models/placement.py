@@ -1,7 +1,7 @@
 """Where a checkpoint's tensors go in a Megatron model, and which part of each this tensor-parallel rank keeps."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,15 @@ class Placement:
 
 Placements = Mapping[str, tuple[Placement, ...]]
 """Checkpoint tensor name → its destinations."""
+
+
+def stacked(places: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Return the destinations of a tensor that stacks the tensors of these destinations, in this order."""
+
+    def entry(index: int) -> Callable[[Tensor], Tensor]:
+        return lambda stack: stack[index]
+
+    return tuple(replace(place, select=entry(index)) for index, place in enumerate(places))
 
 
 def _same_name(name: str) -> str:

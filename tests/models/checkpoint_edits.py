@@ -35,6 +35,19 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
 
+def write_shards(directory: Path, tensors: Mapping[str, Tensor], num_shards: int = 3) -> None:
+    """Write these tensors into several files with an index, in place of all that the checkpoint has."""
+    write_tensors(directory, {})
+    (directory / "model.safetensors").unlink()
+    names, files = sorted(tensors), {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        part = {name: tensors[name].contiguous() for name in names[shard::num_shards]}
+        save_file(part, directory / file)
+        files |= dict.fromkeys(part, file)
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
 def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Change a JSON object in place."""
     fields = json.loads(path.read_text())

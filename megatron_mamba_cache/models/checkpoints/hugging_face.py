@@ -1,10 +1,9 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from megatron.core import parallel_state
@@ -12,21 +11,17 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 
 from ...installation import install_command
 from ..architecture import HybridArchitecture
-from ..families import bamba, granite_hybrid, nemotron_h
 from ..hybrid_model import build_hybrid_model, check_buildable
 from ..parameter_shapes import filled_of
 from ..placement import ModelFiller, Placements, stored_shape
 from ..rank_part import EMBEDDINGS, RankPart
-from .checkpoint_config import CheckpointConfig
+from .checkpoint_family import CheckpointFamily
 from .loading_progress import loading_progress
-from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_mtp
+from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_left_out
 from .quantized_checkpoints import check_not_quantized
 from .safetensors_files import SafetensorsFiles
+from .stored_names import StoredTensors
 
-FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
-"""`model_type` of a config → the module that knows its architecture and tensor names."""
-
-_OUTPUT = "lm_head.weight"
 _NAMES_SHOWN = 8
 _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -46,9 +41,8 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
     Raises:
         ValueError: Naming the file and the field, if it is missing or not supported.
     """
-    config = CheckpointConfig.read(directory)
-    family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
-    return family.architecture_of(config), _stored_dtype(config)
+    family = CheckpointFamily.read(directory)
+    return family.architecture(), family.dtype
 
 
 def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
@@ -66,22 +60,17 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
         MemoryError: Naming the configuration, and the largest sizes in it, if the weights do not fit in memory.
     """
     directory = _directory_of(source)
-    config = CheckpointConfig.read(directory)
-    family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
+    family = CheckpointFamily.read(directory)
     check_not_quantized(directory)
     files = SafetensorsFiles(directory)
-    architecture = _with_own_output(family.architecture_of(config), files)
+    architecture = family.architecture(files.names.keys())
     with naming_source(directory / "config.json"):
         check_buildable(architecture)
-    placements = family.placements_of(architecture)
-    left_out = mtp_names(files.names.keys() - placements.keys(), placements.keys(), num_mtp_layers(config))
-    _check_names(directory, files.names.keys() - set(left_out), placements)
-    if left_out:
-        warn_of_mtp(directory, len(left_out))
+    placements = _placements(family, architecture, files, directory)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     _check_shapes(directory, files, placements, shapes)
     with naming_source(directory / "config.json"):
-        model = build_hybrid_model(architecture, dtype or _stored_dtype(config))
+        model = build_hybrid_model(architecture, dtype or family.dtype)
     filler = ModelFiller(
         model,
         placements,
@@ -116,23 +105,29 @@ def _directory_of(source: str | Path) -> Path:
         raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
 
 
-def _stored_dtype(config: CheckpointConfig) -> torch.dtype:
-    """Return bfloat16 if the configuration names it, under the newer or the older field; else float32."""
-    is_bfloat16 = any(config.equals(name, "bfloat16", None) for name in ("dtype", "torch_dtype"))
-    return torch.bfloat16 if is_bfloat16 else torch.float32
+def _placements(
+    family: CheckpointFamily, architecture: HybridArchitecture, files: SafetensorsFiles, directory: Path
+) -> Placements:
+    """Return the destinations of the files' tensors, checked to be the model's own and all of them."""
+    usual, names = family.module.placements_of(architecture), files.names.keys()
+    stored = StoredTensors.find(usual, names, family.other_names(architecture), directory)
+    unknown, known = names - stored.placements.keys(), stored.placements.keys()
+    mtp = mtp_names(unknown, known, num_mtp_layers(family.config))
+    other_parts = [name for name in unknown.difference(mtp) if family.is_other_part(name)]
+    _check_names(directory, sorted(unknown.difference(mtp, other_parts)), stored.missing)
+    warn_of_left_out(directory, len(mtp))
+    warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
+    return stored.placements
 
 
-def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
-    """Return the architecture, untied if the checkpoint has output weights anyway; transformers would use them."""
-    return replace(architecture, tie_embeddings=architecture.tie_embeddings and _OUTPUT not in files.names)
-
-
-def _check_names(directory: Path, names: Set[str], placements: Placements) -> None:
-    unknown, missing = sorted(names - placements.keys()), sorted(placements.keys() - names)
-    if unknown:
-        raise ValueError(f"{directory}: the checkpoint has {listed(unknown)}, which the model has no place for")
+def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, Sequence[str]]) -> None:
+    faults = [f"has {listed(unknown)}, which the model has no place for"] if unknown else []
     if missing:
-        raise ValueError(f"{directory}: the checkpoint lacks {listed(missing)}")
+        lacking = sorted(missing)
+        tried = shortened(missing[lacking[0]][1:])
+        faults.append(f"lacks {listed(lacking)}" + (f" (the first is also read as {tried})" if tried else ""))
+    if faults:
+        raise ValueError(f"{directory}: the checkpoint {', and '.join(faults)}")
 
 
 def _check_shapes(
@@ -174,5 +169,10 @@ def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) ->
 
 def listed(names: Sequence[str]) -> str:
     """Return the number of tensors and the names of the first few."""
+    return f"{len(names)} tensors: {shortened(names)}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the first few names and how many more there are."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"
+    return f"{', '.join(names[:_NAMES_SHOWN])}{more}"

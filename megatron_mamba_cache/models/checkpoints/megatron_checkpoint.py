@@ -29,7 +29,7 @@ from .checkpoint_iterations import weights_directory
 from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed, naming_source
-from .multi_token_prediction import mtp_names, warn_of_mtp
+from .multi_token_prediction import mtp_names, warn_of_left_out
 from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
 
@@ -210,8 +210,7 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
         if found != expected:  # Megatron would pad embeddings that are too small with zeros
             raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
-    if left_out:
-        warn_of_mtp(path, len(left_out))
+    warn_of_left_out(path, len(left_out))
 
 
 def _stacked_parts(model: MambaModel, wanted: Mapping[str, Any]) -> dict[str, Tensor]:

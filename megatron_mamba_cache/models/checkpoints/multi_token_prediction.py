@@ -9,6 +9,9 @@ import torch
 
 from .checkpoint_config import CheckpointConfig
 
+MTP_LAYERS = "layers for multi-token prediction (MTP), which is not used yet"
+"""What a warning says of them."""
+
 _LOG = logging.getLogger(__name__)
 _NAMED_SO = re.compile(r"(language_model\.|model\.|backbone\.)*(mtp|mtp_layers|mtp_block)\.")
 _LAYER = re.compile(r"(?:language_model\.|model\.|backbone\.)*layers\.(\d+)\.")
@@ -32,14 +35,11 @@ def num_mtp_layers(config: CheckpointConfig) -> int:
     return max(config.integer(name, 0, least=0) for name in _NUM_LAYERS_FIELDS)
 
 
-def warn_of_mtp(source: Path, num_tensors: int) -> None:
-    """Warn, on the first rank only, that the MTP layers of a checkpoint are left out."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        _LOG.warning(
-            "%s has layers for multi-token prediction (MTP), which is not used yet; their %d tensors are left out",
-            source,
-            num_tensors,
-        )
+def warn_of_left_out(source: Path, num_tensors: int, what: str = MTP_LAYERS) -> None:
+    """Warn, on the first rank only, if any tensors of a checkpoint are left out."""
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if num_tensors and is_first:
+        _LOG.warning("%s has %s; their %d tensors are left out", source, what, num_tensors)
 
 
 def _layer_of(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import MOST_LAYERS, CheckpointConfig
+from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .layer_placements import (
     Places,
@@ -12,6 +13,13 @@ from .layer_placements import (
     mlp_norm_place,
     up_half,
 )
+
+ENDS = {
+    "embeddings": "model.embed_tokens.weight",
+    "final_norm": "model.final_layernorm.weight",
+    "output": "lm_head.weight",
+}
+OTHER_NAMES = OtherNames(parts={"model.": ("",)})  # a model without its output layer
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
@@ -45,8 +53,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 def placements_of(architecture: HybridArchitecture) -> Places:
     """Return where each tensor of a Bamba checkpoint goes."""
-    names = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.final_layernorm.weight"}
-    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    places = ends_places(architecture, ENDS)
     for layer, mixer in enumerate(architecture.pattern[::2]):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"

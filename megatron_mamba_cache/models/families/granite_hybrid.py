@@ -1,15 +1,22 @@
 """GraniteMoeHybrid (Granite 4) checkpoints: a mixer, then experts and a shared MLP, with multipliers in between."""
 
-from collections.abc import Callable
-
-from torch import Tensor
-
 from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
-from ..placement import Placement, Split
+from ..checkpoints.stored_names import OtherNames
+from ..placement import Placement, Split, stacked
 from .bamba import mamba_shape, rotary_base
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+
+ENDS = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "output": "lm_head.weight"}
+OTHER_NAMES = OtherNames(
+    parts={
+        "model.": ("",),  # a model without its output layer
+        "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts.gate_up_proj",),
+        "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts.down_proj",),
+        "block_sparse_moe.router.layer.weight": ("block_sparse_moe.router.weight",),
+    }
+)
 
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
 
@@ -49,8 +56,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 def placements_of(architecture: HybridArchitecture) -> Places:
     """Return where each tensor of a GraniteMoeHybrid checkpoint goes."""
-    names = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
-    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    places = ends_places(architecture, ENDS)
     for layer, mixer in enumerate(architecture.pattern[::2]):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
@@ -84,20 +90,11 @@ def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> 
     }
     if experts is None:
         return places
-    stacked, each = f"{prefix}block_sparse_moe.", f"{mlp}experts.local_experts.{{}}."
-    gate_and_up = Split(0, (experts.hidden_size,) * 2)
+    mixture, gate_and_up = f"{prefix}block_sparse_moe.", Split(0, (experts.hidden_size,) * 2)
+    each = [f"{mlp}experts.local_experts.{index}." for index in range(experts.num_experts)]
     return {
         **places,
-        f"{stacked}router.layer.weight": (Placement(f"{mlp}router.weight"),),
-        f"{stacked}input_linear.weight": _each_expert(experts.num_experts, f"{each}linear_fc1.weight", gate_and_up),
-        f"{stacked}output_linear.weight": _each_expert(experts.num_experts, f"{each}linear_fc2.weight", Split(1)),
+        f"{mixture}router.layer.weight": (Placement(f"{mlp}router.weight"),),
+        f"{mixture}input_linear.weight": stacked(Placement(f"{one}linear_fc1.weight", gate_and_up) for one in each),
+        f"{mixture}output_linear.weight": stacked(Placement(f"{one}linear_fc2.weight", Split(1)) for one in each),
     }
-
-
-def _each_expert(num_experts: int, target: str, split: Split) -> tuple[Placement, ...]:
-    """Return one destination per expert for a tensor that stacks all experts."""
-
-    def expert(index: int) -> Callable[[Tensor], Tensor]:
-        return lambda stacked: stacked[index]
-
-    return tuple(Placement(target.format(index), split, select=expert(index)) for index in range(num_experts))

@@ -3,8 +3,19 @@
 from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
+from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+
+ENDS = {
+    "embeddings": "backbone.embeddings.weight",
+    "final_norm": "backbone.norm_f.weight",
+    "output": "lm_head.weight",
+}
+OTHER_NAMES = OtherNames(
+    parts={"backbone.": ("model.", ""), "embeddings.weight": ("embedding.weight",)},
+    stacks={f".experts.{{}}.{name}.weight": f".experts.{name}" for name in ("up_proj", "down_proj")},
+)
 
 _CHOICE = ChoiceFields("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
@@ -54,8 +65,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 def placements_of(architecture: HybridArchitecture) -> Places:
     """Return where each tensor of a NemotronH checkpoint goes."""
-    names = {"embeddings": "backbone.embeddings.weight", "final_norm": "backbone.norm_f.weight"}
-    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    places = ends_places(architecture, ENDS)
     for layer, symbol in enumerate(architecture.pattern):
         prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
         if symbol == "M":

@@ -1,0 +1,80 @@
+"""Find a family's tensors in checkpoint files, under the names that any version of transformers writes or reads."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..placement import Placement, Placements, stacked
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNames:
+    """Other names of tensors, as rules on the names that a family's placements have.
+
+    Args:
+        parts: Part of a name → what may replace it.
+        stacks: Part of the name of one expert's tensor, with `{}` for the expert's number → what replaces it in the
+            name of the tensor that stacks those of all experts.
+        prefixes: What may precede each of these names.
+    """
+
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ("",)
+
+    def of(self, name: str) -> list[str]:
+        """Return all names of a tensor, the usual one first."""
+        names = [name]
+        for part, others in self.parts.items():
+            names += [known.replace(part, other, 1) for known in names if part in known for other in others]
+        return [f"{prefix}{known}" for prefix in self.prefixes for known in dict.fromkeys(names)]
+
+    def of_stack(self, name: str) -> list[str]:
+        """Return all names of the stack that holds a tensor; empty if no such stack is known."""
+        for part, stack in self.stacks.items():
+            before, after = map(re.escape, part.split("{}"))
+            if one := re.search(rf"{before}\d+{after}", name):
+                return self.of(f"{name[: one.start()]}{stack}{name[one.end() :]}")
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """A family's tensors as checkpoint files have them.
+
+    Attributes:
+        placements: Name in the files → destinations.
+        missing: Usual name of each tensor that the files lack → all names that were tried.
+    """
+
+    placements: Placements
+    missing: Mapping[str, list[str]]
+
+    @staticmethod
+    def find(placements: Placements, names: Collection[str], others: OtherNames, directory: Path) -> "StoredTensors":
+        """Find tensors by name.
+
+        Args:
+            placements: By usual name.
+            names: Of all tensors in the files.
+            directory: Named in errors.
+
+        Raises:
+            ValueError: Naming both, if two tensors in the files are the same one of the model.
+        """
+        found: dict[str, tuple[Placement, ...]] = {}
+        stacks: dict[str, list[Placement]] = {}
+        missing: dict[str, list[str]] = {}
+        for usual, places in placements.items():
+            single, of_stack = others.of(usual), others.of_stack(usual)
+            present = [name for name in (*single, *of_stack) if name in names]
+            if len(present) > 1:
+                raise ValueError(f"{directory}: the checkpoint has {present[0]} and {present[1]}; remove one of them")
+            if not present:
+                missing[single[0]] = single + of_stack
+            elif present[0] in of_stack:
+                stacks.setdefault(present[0], []).extend(places)
+            else:
+                found[present[0]] = places
+        return StoredTensors(found | {name: stacked(places) for name, places in stacks.items()}, missing)

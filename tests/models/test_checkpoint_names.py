@@ -1,0 +1,284 @@
+"""A family's tensors load under every name that some version of transformers writes, into the same weights."""
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face, read_sizes
+from tests.models.checkpoint_edits import (
+    assert_refused,
+    copy_of,
+    edit_json,
+    set_fields,
+    tensors_of,
+    write_shards,
+    write_tensors,
+)
+from tests.models.served_run import full_sequence_logits
+from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
+from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
+
+TOLERANCE = 1e-4
+EMBEDDINGS = {"nemotron_h": "backbone.embeddings.weight", "bamba": "model.embed_tokens.weight"}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+
+Tensors = Mapping[str, Tensor]
+Scheme = Callable[[Tensors], Tensors]
+
+
+def replacing(*pairs: tuple[str, str]) -> Scheme:
+    """Return a scheme that replaces parts of names."""
+
+    def renamed(name: str) -> str:
+        for part, other in pairs:
+            name = name.replace(part, other, 1)
+        return name
+
+    return lambda tensors: {renamed(name): tensor for name, tensor in tensors.items()}
+
+
+def stacking(tensors: Tensors) -> Tensors:
+    """Replace the tensors of a layer's experts by one that stacks them."""
+    found = {name: tensor for name, tensor in tensors.items() if not EXPERT.match(name)}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.match(name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+    assert experts
+    return found | {name: torch.stack([each[index] for index in sorted(each)]) for name, each in experts.items()}
+
+
+NEMOTRON_SCHEMES: dict[str, Scheme] = {
+    "backbone.embedding": replacing(("backbone.embeddings.", "backbone.embedding.")),
+    "model": replacing(("backbone.", "model.")),
+    "model.embedding": replacing(("backbone.embeddings.", "model.embedding."), ("backbone.", "model.")),
+    "bare": replacing(("backbone.", "")),
+}
+GRANITE_EXPERTS = replacing(
+    ("moe.input_linear.weight", "moe.experts.gate_up_proj"),
+    ("moe.output_linear.weight", "moe.experts.down_proj"),
+    ("moe.router.layer.", "moe.router."),
+)
+SCHEMES: dict[str, dict[str, Scheme]] = {
+    "nemotron_h": NEMOTRON_SCHEMES,
+    "nemotron_h_moe": {
+        "backbone, stacked": stacking,
+        "model, stacked": lambda tensors: stacking(NEMOTRON_SCHEMES["model"](tensors)),
+        "bare, stacked": lambda tensors: stacking(NEMOTRON_SCHEMES["bare"](tensors)),
+    },
+    "bamba": {"bare": replacing(("model.", ""))},
+    "granite": {"bare": replacing(("model.", ""))},
+    "granite_moe": {
+        "experts": GRANITE_EXPERTS,
+        "bare": replacing(("model.", "")),
+        "bare, experts": lambda tensors: GRANITE_EXPERTS(replacing(("model.", ""))(tensors)),
+    },
+}
+CASES = [(family, scheme) for family, schemes in SCHEMES.items() for scheme in schemes]
+
+
+@pytest.fixture(scope="module")
+def usual(checkpoints: dict[str, Path]) -> dict[str, LoadedModel]:
+    """Load each family's checkpoint as the installed transformers writes it by default."""
+    return {family: load_hugging_face(checkpoints[family], torch.float32) for family in FAMILIES}
+
+
+def logits_of_transformers(directory: Path, vocab_size: int) -> Tensor:
+    """Return the logits of a directory, and assert that transformers found all its tensors."""
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, dtype=torch.float32)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.inference_mode():
+        return model.eval()(some_prompts(vocab_size)).logits
+
+
+def assert_same_logits(loaded: LoadedModel, reference: Path) -> None:
+    vocab_size = loaded.architecture.vocab_size
+    ours = full_sequence_logits(loaded, some_prompts(vocab_size))
+    torch.testing.assert_close(ours, logits_of_transformers(reference, vocab_size), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("write", [write_tensors, write_shards], ids=["one file", "shards"])
+@pytest.mark.parametrize(("family", "scheme"), CASES)
+def test_every_naming_scheme_gives_the_same_weights(
+    family: str,
+    scheme: str,
+    write: Callable[[Path, Tensors], None],
+    checkpoints: dict[str, Path],
+    usual: dict[str, LoadedModel],
+    tmp_path: Path,
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    renamed = SCHEMES[family][scheme](tensors)
+    assert renamed.keys() != tensors.keys()
+    write(directory, renamed)
+    assert_same_weights(usual[family], load_hugging_face(directory, torch.float32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_in_its_own_format_computes_the_same(family: str, tmp_path: Path) -> None:
+    model = tiny_checkpoint(f"{family}-1").model()
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = tensors_of(tmp_path).keys()
+    assert any(name.startswith("model.") for name in names) and not any(name.startswith("backbone.") for name in names)
+    assert any(name.endswith(".experts.down_proj") for name in names) is family.endswith("_moe")
+    assert_same_logits(load_hugging_face(tmp_path, torch.float32), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bamba", "granite", "granite_moe"])
+def test_a_tied_model_that_was_saved_without_its_output_layer_loads(family: str, tmp_path: Path) -> None:
+    case = tiny_checkpoint(f"{family}-0")
+    case.config.tie_word_embeddings = True
+    case.model().model.save_pretrained(tmp_path)
+    assert not any(name.startswith(("model.", "lm_head.")) for name in tensors_of(tmp_path))
+    loaded = load_hugging_face(tmp_path, torch.float32)
+    assert loaded.architecture.tie_embeddings
+    assert_same_logits(loaded, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bamba", "granite_moe"])
+def test_weights_of_tied_ends_may_have_the_name_of_the_output_layer(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    write_tensors(directory, tensors)
+    set_fields(directory, tie_word_embeddings=True)
+    loaded = load_hugging_face(directory, torch.float32)
+    assert loaded.architecture.tie_embeddings
+    assert_same_logits(loaded, directory)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", ["nemotron_h", "granite_moe"])
+def test_a_half_renamed_checkpoint_loads(
+    family: str, seed: int, checkpoints: dict[str, Path], usual: dict[str, LoadedModel], tmp_path: Path
+) -> None:
+    directory, rng = copy_of(checkpoints[family], tmp_path), random.Random(seed)
+    tensors, schemes = tensors_of(directory), [lambda tensors: tensors, *SCHEMES[family].values()]
+    mixed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        mixed |= rng.choice(schemes)({name: tensor})
+    assert len(mixed) == len(tensors) and 0 < len(mixed.keys() & tensors.keys()) < len(tensors)
+    write_tensors(directory, mixed)
+    assert_same_weights(usual[family], load_hugging_face(directory, torch.float32))
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+@pytest.mark.parametrize(
+    ("family", "end", "renaming"),
+    [
+        ("nemotron_h", "embeddings.weight", NEMOTRON_SCHEMES["model.embedding"]),
+        ("nemotron_h_moe", "experts.0.up_proj.weight", stacking),
+        ("bamba", "final_layernorm.weight", SCHEMES["bamba"]["bare"]),
+        ("granite_moe", "router.layer.weight", GRANITE_EXPERTS),
+    ],
+)
+def test_two_names_of_one_tensor_are_refused(
+    family: str, end: str, renaming: Scheme, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    name = next(name for name in tensors if name.endswith(end))
+    ((other, tensor),) = renaming({name: tensors[name]}).items()
+    write_tensors(directory, tensors | {other: tensor.clone()})
+    assert_refused(directory, f"{directory}: the checkpoint has {name} and {other}; remove one of them")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+@pytest.mark.parametrize(
+    ("family", "end", "tried"),
+    [
+        ("nemotron_h", "norm_f.weight", ["model.norm_f.weight", "norm_f.weight"]),
+        ("nemotron_h_moe", "embeddings.weight", ["model.embeddings.weight", "backbone.embedding.weight"]),
+        ("nemotron_h_moe", "experts.2.down_proj.weight", ["model.layers.", ".mixer.experts.down_proj"]),
+        ("granite_moe", "block_sparse_moe.output_linear.weight", ["block_sparse_moe.experts.down_proj"]),
+    ],
+)
+def test_a_missing_tensor_is_named_with_all_names_that_were_tried(
+    family: str, end: str, tried: list[str], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    dropped = next(name for name in tensors if name.endswith(end))
+    write_tensors(directory, {name: tensor for name, tensor in tensors.items() if name != dropped})
+    assert_refused(directory, f"lacks 1 tensors: {dropped} (the first is also read as ", *tried)
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_a_name_that_no_version_has_is_refused_with_what_is_missing(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints["nemotron_h"], tmp_path)
+    write_tensors(directory, replacing(("backbone.norm_f", "backbone.last_norm"))(tensors_of(directory)))
+    assert_refused(
+        directory,
+        "has 1 tensors: backbone.last_norm.weight, which the model has no place for, and lacks 1 tensors: "
+        "backbone.norm_f.weight (the first is also read as model.norm_f.weight, norm_f.weight)",
+    )
+
+
+WRAPPERS: dict[str, tuple[str, str, str, Scheme]] = {
+    # family, field of the text configuration, prefix, names below it
+    "Nemotron as transformers writes it": ("nemotron_h_moe", "text_config", "language_model.", dict),
+    "Nemotron as released": ("nemotron_h", "llm_config", "language_model.", dict),
+    "Nemotron, stacked": ("nemotron_h_moe", "text_config", "language_model.", stacking),
+    "Granite": ("granite_moe", "text_config", "model.language_model.", replacing(("model.", ""))),
+}
+
+
+def wrap(directory: Path, name: str) -> None:
+    """Make a checkpoint the language model of a larger one."""
+    _, field, prefix, scheme = WRAPPERS[name]
+    tensors = {f"{prefix}{name}": tensor for name, tensor in scheme(tensors_of(directory)).items()}
+    output = f"{prefix}lm_head.weight"
+    if prefix.startswith("model.") and output in tensors:  # the output layer is next to the rest there
+        tensors["lm_head.weight"] = tensors.pop(output)
+    write_tensors(directory, tensors | {"vision_model.patch.weight": torch.ones(4), "mlp1.0.bias": torch.ones(2)})
+
+    def nest(config: dict[str, Any]) -> None:
+        inner = dict(config)
+        config.clear()
+        config |= {field: inner, "model_type": "some_larger_model", "vision_config": {"hidden_size": 8}}
+
+    edit_json(directory / "config.json", nest)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_language_model_of_a_larger_model_loads_and_the_rest_is_left_out_with_one_line(
+    name: str,
+    checkpoints: dict[str, Path],
+    usual: dict[str, LoadedModel],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    family = WRAPPERS[name][0]
+    directory = copy_of(checkpoints[family], tmp_path)
+    wrap(directory, name)
+    assert read_sizes(directory) == read_sizes(checkpoints[family])
+    assert_same_weights(usual[family], load_hugging_face(directory, torch.float32))
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_mamba_cache")]
+    parts = "parts other than the language model, which are not used"
+    assert warning == f"{directory} has {parts}; their 2 tensors are left out"
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_unknown_tensors_and_families_inside_a_larger_model_are_refused(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints["nemotron_h"], tmp_path)
+    wrap(directory, "Nemotron as released")
+    extra = "language_model.backbone.layers.99.mixer.D"
+    write_tensors(directory, {**load_file(directory / "model.safetensors"), extra: torch.ones(4)})
+    assert_refused(directory, f"has 1 tensors: {extra}, which the model has no place for")
+    edit_json(directory / "config.json", lambda config: config["llm_config"].update(model_type="llama"))
+    assert_refused(directory, f"{directory / 'config.json'}: llm_config.model_type='llama' is not supported, only ")
