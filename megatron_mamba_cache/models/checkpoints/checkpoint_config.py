@@ -25,12 +25,16 @@ class CheckpointConfig:
     Args:
         source: The file that errors name.
         prefix: Prefix of field names in errors, for an object inside the file.
+        other_names: Other name of a field → its usual name. Errors have the name that the file has.
     """
 
-    def __init__(self, fields: Mapping[str, Any], source: str, prefix: str = "") -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], source: str, prefix: str = "", other_names: Mapping[str, str] | None = None
+    ) -> None:
         self._fields = fields
         self._source = source
         self._prefix = prefix
+        self._other_names = {usual: other for other, usual in (other_names or {}).items()}
 
     @staticmethod
     def read(directory: Path) -> "CheckpointConfig":
@@ -40,9 +44,13 @@ class CheckpointConfig:
             raise ValueError(f"cannot read {path}: No such file or directory; give a Hugging Face model directory")
         return CheckpointConfig(read_json_object(path), str(path))
 
+    def naming(self, other_names: Mapping[str, str]) -> "CheckpointConfig":
+        """Return the same fields, read under these other names too."""
+        return CheckpointConfig(self._fields, self._source, self._prefix, other_names)
+
     def has(self, name: str) -> bool:
         """Return whether a field is present and not null."""
-        return self._fields.get(name) is not None
+        return self._fields.get(self._name(name)) is not None
 
     def equals(self, name: str, value: Any, default: Any) -> bool:
         """Return whether a field, or its default if it is absent, equals `value`."""
@@ -89,7 +97,7 @@ class CheckpointConfig:
         if not isinstance(value, str) or not value:
             raise self._wrong(name, value, "a text")
         if len(value) > most:
-            raise self.error(f"{self._prefix}{name} has {len(value)} characters, but must have at most {most}")
+            raise self.error(f"{self._label(name)} has {len(value)} characters, but must have at most {most}")
         return value
 
     def section(self, *names: str) -> "CheckpointConfig":
@@ -98,8 +106,8 @@ class CheckpointConfig:
             value = self._get(name, {})
             if not isinstance(value, dict):
                 raise self._wrong(name, value, "an object")
-            return CheckpointConfig(value, self._source, f"{self._prefix}{name}.")
-        return CheckpointConfig({}, self._source, f"{self._prefix}{names[0]}.")
+            return CheckpointConfig(value, self._source, f"{self._label(name)}.")
+        return CheckpointConfig({}, self._source, f"{self._label(names[0])}.")
 
     def indices(self, name: str, end: int) -> list[int]:
         """Return a list of integers from 0 to `end`, exclusive."""
@@ -139,9 +147,9 @@ class CheckpointConfig:
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
             raise self._wrong(name, entries, f"a list of {sorted(known)}")
         if len(entries) > MOST_LAYERS:
-            raise self.error(f"{self._prefix}{name} has {len(entries)} entries, but must have at most {MOST_LAYERS}")
+            raise self.error(f"{self._label(name)} has {len(entries)} entries, but must have at most {MOST_LAYERS}")
         if unknown := sorted(set(entries) - known.keys()):
-            raise self.error(f"{self._prefix}{name} has unknown entries {_short(unknown)}; known are {sorted(known)}")
+            raise self.error(f"{self._label(name)} has unknown entries {_short(unknown)}; known are {sorted(known)}")
         return [known[entry] for entry in entries]
 
     def error(self, text: str) -> ValueError:
@@ -149,19 +157,27 @@ class CheckpointConfig:
         return ValueError(f"{self._source}: {text}")
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self._fields.get(name)
+        value = self._fields.get(self._name(name))
         if value is not None:
             return value
         if default is _REQUIRED:
             raise self.error(f"{self._prefix + name!r} is missing")
         return default
 
+    def _name(self, usual: str) -> str:
+        """Return the name that a field has in the file."""
+        other = self._other_names.get(usual)
+        return usual if other is None or self._fields.get(other) is None else other
+
+    def _label(self, usual: str) -> str:
+        return f"{self._prefix}{self._name(usual)}"
+
     def _wrong(self, name: str, value: Any, needed: str) -> ValueError:
         return self.error(f"{self.shown(name, value)}, but must be {needed}")
 
     def shown(self, name: str, value: Any) -> str:
         """Return a field with a value, as errors show it."""
-        return f"{self._prefix}{name}={_short(value)}"
+        return f"{self._label(name)}={_short(value)}"
 
 
 def _short(value: Any) -> str:

@@ -42,9 +42,8 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
             head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
             rotary_base=rotary_base(config),
-            rotary_percent=config.section("rope_parameters").number(
-                "partial_rotary_factor", config.number("partial_rotary_factor", 0.5)
-            ),
+            # transformers ignores this field elsewhere
+            rotary_percent=config.section("rope_parameters", "rope_scaling").number("partial_rotary_factor", 0.5),
         ),
         feed_forward=FeedForwardSizes(config.integer("intermediate_size"), "silu", gated=True),
         tie_embeddings=config.flag("tie_word_embeddings", False),

@@ -23,6 +23,7 @@ _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     """Return the architecture that a GraniteMoeHybrid configuration describes; one of its layers is two in Megatron."""
+    config = config.naming({"layers_block_type": "layer_types"})
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # also used by the mixers

@@ -17,12 +17,22 @@ OTHER_NAMES = OtherNames(
     stacks={f".experts.{{}}.{name}.weight": f".experts.{name}" for name in ("up_proj", "down_proj")},
 )
 
+_OTHER_FIELDS = {
+    "layer_types": "layers_block_type",
+    "num_local_experts": "n_routed_experts",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_chunk_size": "chunk_size",
+}
 _CHOICE = ChoiceFields("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     """Return the architecture that a NemotronH configuration describes."""
+    config = config.naming(_OTHER_FIELDS)
     for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("mamba_hidden_act", "silu", "silu")

@@ -1,0 +1,113 @@
+"""A configuration means the same under the field names of every version of transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megatron_mamba_cache.models.checkpoints.checkpoint_family import CheckpointFamily
+from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes
+from tests.models.checkpoint_edits import assert_refused, copy_of, edit_json
+
+OLDER_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def named(**names: str) -> Edit:
+    """Return an edit that gives fields other names."""
+    return lambda config: {names.get(name, name): value for name, value in config.items()}
+
+
+def older_kinds(field: str) -> Edit:
+    """Return an edit that gives kinds of layers their older names."""
+    return lambda config: config | {field: [OLDER_KINDS.get(kind, kind) for kind in config[field]]}
+
+
+def as_pattern(config: dict[str, Any]) -> dict[str, Any]:
+    kinds = config.pop("layers_block_type")
+    return config | {"hybrid_override_pattern": "".join(map(SYMBOLS.get, kinds)), "num_hidden_layers": len(kinds)}
+
+
+def theta_alone(**more: Any) -> Edit:
+    """Return an edit that has the base of the rotary embedding as version 4 does."""
+    return lambda config: config | {"rope_theta": config.pop("rope_parameters")["rope_theta"], **more}
+
+
+EDITS: dict[str, tuple[str, Edit]] = {
+    "layers as a pattern": ("nemotron_h", as_pattern),
+    "layers with experts as a pattern": ("nemotron_h_moe", as_pattern),
+    "older kinds of layers": ("nemotron_h", older_kinds("layers_block_type")),
+    "general names": ("nemotron_h_moe", named(layers_block_type="layer_types", n_routed_experts="num_local_experts")),
+    "Mamba sizes": (
+        "nemotron_h",
+        named(n_groups="mamba_n_groups", conv_kernel="mamba_d_conv", chunk_size="mamba_chunk_size"),
+    ),
+    "Mamba settings": ("nemotron_h", named(use_conv_bias="mamba_conv_bias", time_step_limit="mamba_dt_limit")),
+    "Granite's layers": ("granite", named(layer_types="layers_block_type")),
+    "Granite's older kinds of layers": ("granite_moe", older_kinds("layer_types")),
+    "Granite's rotary base": ("granite", theta_alone(rope_scaling=None)),
+    "Granite's rotary fields": ("granite_moe", named(rope_parameters="rope_scaling")),
+    "Bamba's rotary fields": ("bamba", named(rope_parameters="rope_scaling")),
+}
+
+
+def edited(directory: Path, edit: Edit) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    return directory
+
+
+@pytest.mark.parametrize(("family", "edit"), EDITS.values(), ids=EDITS)
+def test_field_names_of_other_versions_describe_the_same_model(
+    family: str, edit: Edit, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = edited(copy_of(checkpoints[family], tmp_path), edit)
+    assert (directory / "config.json").read_text() != (checkpoints[family] / "config.json").read_text()
+    assert read_sizes(directory) == read_sizes(checkpoints[family])
+    theirs, usual = (AutoConfig.from_pretrained(source).to_diff_dict() for source in (directory, checkpoints[family]))
+    assert {name: theirs.get(name) for name in usual} == usual  # the installed version reads it so too
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        theta_alone(),
+        theta_alone(rope_scaling=None, partial_rotary_factor=1.0),
+        lambda config: config | {"partial_rotary_factor": 0.25},
+        lambda config: config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        lambda config: config | {"rope_parameters": None, "rope_scaling": {"type": "default"}, "rope_theta": 2e4},
+    ],
+)
+def test_bamba_rotates_as_many_channels_by_the_same_base_as_in_transformers(
+    edit: Edit, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = edited(copy_of(checkpoints["bamba"], tmp_path), edit)
+    attention, theirs = read_sizes(directory)[0].attention, AutoConfig.from_pretrained(directory).rope_parameters
+    assert attention.rotary_base == theirs["rope_theta"]
+    assert attention.rotary_percent == theirs["partial_rotary_factor"]
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granite"])
+def test_the_dtype_of_the_weights_is_read_from_either_field(
+    family: str, field: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    def edit(config: dict[str, Any]) -> dict[str, Any]:
+        config.pop("dtype")
+        return config | {field: "bfloat16"}
+
+    assert CheckpointFamily.read(checkpoints[family]).dtype is torch.float32
+    assert CheckpointFamily.read(edited(copy_of(checkpoints[family], tmp_path), edit)).dtype is torch.bfloat16
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_errors_have_the_name_that_a_field_has_in_the_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(checkpoints["nemotron_h"], tmp_path)
+    edit_json(directory / "config.json", lambda config: config.update(mamba_n_groups="x"))
+    assert_refused(directory, f"{directory / 'config.json'}: mamba_n_groups='x', but must be an integer from 1")
