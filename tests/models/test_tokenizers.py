@@ -227,13 +227,13 @@ def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: 
 
 
 @pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True, VOCABULARY, [0, 10**12]])
-@pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config."])
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config.", "llm_config."])
 def test_an_end_of_text_that_is_no_token_id_is_refused_in_one_line(place: str, named: object, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     fields: dict[str, Any] = {"eos_token_id": named}
-    is_inner = place == "text_config."
+    is_inner = place.endswith("_config.")
     path = tmp_path / ("config.json" if is_inner else place)
-    path.write_text(json.dumps({"text_config": fields} if is_inner else fields))
+    path.write_text(json.dumps({place.removesuffix("."): fields} if is_inner else fields))
     with pytest.raises(ValueError) as raised:
         load_tokenizer(tmp_path, VOCABULARY)
     inner = place if is_inner else ""

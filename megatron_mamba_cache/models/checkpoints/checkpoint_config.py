@@ -16,6 +16,9 @@ _MOST = 2**24  # far above any model's sizes; a larger one would fail as an allo
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # beyond, float32 has no inverse of it, or a float none at all
 _LONGEST_SHOWN = 200
 
+TEXT_CONFIGS = ("text_config", "llm_config")
+"""Where the configuration of a larger model has that of its language model."""
+
 
 class CheckpointConfig:
     """The fields of a `config.json`; a missing, ill-typed or unsupported one is a `ValueError` that names it.

@@ -9,13 +9,12 @@ import torch
 
 from ..architecture import HybridArchitecture
 from ..families import bamba, granite_hybrid, nemotron_h
-from .checkpoint_config import CheckpointConfig
+from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
 from .stored_names import OtherNames
 
 FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
 """`model_type` of a config → the module that knows its architecture and tensor names."""
 
-_TEXT_CONFIGS = ("text_config", "llm_config")
 _TEXT_PREFIXES = ("language_model.", "model.language_model.", "")
 
 
@@ -44,7 +43,7 @@ class CheckpointFamily:
         """
         whole = CheckpointConfig.read(directory)
         is_own = any(whole.equals("model_type", name, "") for name in FAMILIES)
-        text = whole if is_own else whole.section(*_TEXT_CONFIGS)
+        text = whole if is_own else whole.section(*TEXT_CONFIGS)
         is_wrapped = not is_own and text.has("model_type")
         config = text if is_wrapped else whole
         module = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.checkpoint_config import TEXT_CONFIGS
 from ..checkpoints.json_file import read_json_object
 
 _FIELD = "eos_token_id"
@@ -19,7 +20,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
         ValueError: Naming the file and the field that holds anything but ids of the vocabulary.
     """
     from_generation = list(_named_in(directory / "generation_config.json", (), vocab_size))
-    from_model = list(_named_in(directory / "config.json", ("text_config",), vocab_size))
+    from_model = list(_named_in(directory / "config.json", TEXT_CONFIGS, vocab_size))
     own = [] if from_tokenizer is None else [from_tokenizer]
     return tuple(dict.fromkeys([*from_generation, *own, *from_model]))
 
