@@ -10,6 +10,7 @@ from .flag_parser import FlagParser, flags_of, placed
 from .flag_sources import SetFlag, misspelled_variables
 from .launch import Launch
 from .quick_end import QuickEnd
+from .quiet import quiet_libraries
 from .usage_error import UsageError
 
 EXIT_USAGE = 2
@@ -70,25 +71,29 @@ def _speaks_for_all() -> bool:
 
 
 def _generate(arguments: Namespace) -> int:
-    from .generate import generate
+    with quiet_libraries():
+        from .generate import generate
 
     return generate(arguments)
 
 
 def _serve(arguments: Namespace) -> int:
-    from .serve import serve
+    with quiet_libraries():
+        from .serve import serve
 
     return serve(arguments)
 
 
 def _doctor(arguments: Namespace) -> int:
-    from .doctor import print_diagnosis
+    with quiet_libraries():
+        from .doctor import print_diagnosis
 
     return 0 if print_diagnosis(arguments.hf_model, arguments.log_level) else 1
 
 
 def _plan(arguments: Namespace) -> int:
-    from .plan import print_plan
+    with quiet_libraries():
+        from .plan import print_plan
 
     print_plan(arguments)
     return 0

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 _OWN = "megatron_mamba_cache"
 _PROGRESS = f"{_OWN}.kernels.progress"
-_OTHERS = ("megatron", "torch")
+# Importing torch sets the level of its own logger, but not of those below it.
+_OTHERS = ("megatron", "torch", "torch.utils.cpp_extension")
 
 LEVELS = ("debug", "info", "warning", "error")
 """Values of --log-level."""

@@ -17,6 +17,7 @@ import torch
 from megatron.core.inference.engines import dynamic_engine
 
 from megatron_mamba_cache import build
+from megatron_mamba_cache.mcore import engine_loop
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
 from megatron_mamba_cache.step.shapes import StepShape
@@ -69,7 +70,8 @@ class Launches:
 @pytest.fixture(autouse=True)
 def one_loop_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines of several threads run in event loops of their own; Megatron keeps one for the process."""
-    monkeypatch.setattr(dynamic_engine, "get_asyncio_loop", lambda loop=None: loop or asyncio.get_event_loop())
+    for module in (dynamic_engine, engine_loop):
+        monkeypatch.setattr(module, "get_asyncio_loop", lambda loop=None: loop or asyncio.get_event_loop())
 
 
 def in_threads(num_ranks: int, serve_rank: Callable[[int], Any]) -> list[Any]:

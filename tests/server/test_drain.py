@@ -291,7 +291,7 @@ def test_a_signal_is_heard_from_the_moment_that_the_server_says_where_it_listens
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the server did not hear the signal"))
     try:
         server = scripted_server()
-        serving = SimpleNamespace(_first_line="", settings=server.settings)
+        serving = SimpleNamespace(_first_line="", _log_level="warning", settings=server.settings)
         assert Serving._serve(serving, server, bound_socket("127.0.0.1", 0)) == 0  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGTERM, before)
