@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config import CacheConfig
 from .chat_client import DEFAULT_URL
+from .completion import IN_WORDS as COMPLETION_IN_WORDS
 from .completion import SHELLS
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
@@ -167,8 +168,8 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
         _add_chat_arguments,
     ),
     "completion": (
-        "print a script that completes commands and flags in a shell",
-        "Print a script that completes commands and flags in a shell: source <(mamba-cache completion bash).",
+        "print a script that completes commands, flags and paths in a shell",
+        COMPLETION_IN_WORDS,
         _add_completion_arguments,
     ),
     "doctor": (

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -17,21 +18,30 @@ def test_the_script_of_a_shell_has_each_command_and_its_flags(shell: str, capsys
         assert word in script, word
 
 
-def test_the_script_of_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (("serve", "--served"), "--served-model-name"),
+        (("plan", "--cached-state-dtype", "in"), "int8"),
+        (("serve", "--config", "set"), "settings.yaml"),
+        (("plan", "--trace", "set"), "settings.yaml"),
+        (("generate", "--disk-cache-dir", "wei"), "weights"),
+    ],
+)
+def test_bash_completes_flags_choices_and_paths(
+    words: tuple[str, ...], completed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash")
+    (tmp_path / "settings.yaml").touch()
+    (tmp_path / "weights").mkdir()
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    complete = "\n".join(
-        [
-            script,
-            "COMP_WORDS=(mamba-cache serve --served); COMP_CWORD=2; COMP_LINE='mamba-cache serve --served'",
-            "_shtab_mamba_cache; printf '%s\\n' \"${COMPREPLY[@]}\"",
-        ]
-    )
-    done = subprocess.run([bash, "-c", complete], capture_output=True, text=True, timeout=30, check=False)
-    assert "--served-model-name" in done.stdout, done.stderr
+    typed = f"COMP_WORDS=(mamba-cache {' '.join(words)}); COMP_CWORD={len(words)}"
+    complete = f"{script}\n{typed}\n_shtab_mamba_cache; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run([bash, "-c", complete], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout.split() == [completed], done.stderr
 
 
 def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
