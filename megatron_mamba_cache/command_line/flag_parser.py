@@ -19,6 +19,7 @@ from .usage_error import UsageError
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
+
 class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
     """Parses flags; the command line overrides environment variables, which override the file of --config.
 
@@ -73,6 +74,8 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
             words[:1] = [self._first_word, words[0]]
         if not self._has_config():
             return super().parse_known_args(words, namespace, env_vars={})
+        if sum(word.split("=", 1)[0] == "--config" for word in words or ()) > 1:
+            raise UsageError("--config is given more than once; put everything into one file")
         self._of_file, self._of_environment = {}, self.settable.of_environment(os.environ)
         variables = {variable_of(name): _as_text(one.value) for name, one in self._of_environment.items()}
         config = variable_of("--config")
@@ -111,7 +114,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
         return any(action.dest == "config" for action in self._actions)
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        flag = next((word.split("=", 1)[0] for word in unknown if word.startswith("--")), None)
+        flag = next((word.split("=", 1)[0] for word in unknown if word.startswith("--") and word != "--"), None)
         if flag is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         self.error(unknown_flag(flag, flags_of(self) - {"--help"}, self.prog))

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from .suggestions import nearest
+from .suggestions import VLLM_FLAGS, nearest
 from .usage_error import UsageError
 
 PREFIX = "MAMBA_CACHE_"
@@ -70,11 +70,12 @@ class SettableFlags:
     def _in_file(self, path: Path) -> Iterator[SetFlag]:
         for key, node in _entries(path):
             place = f"{path}, line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise UsageError(f"{place}: a key must be a flag, found a {key.id}")
             name = str(key.value).removeprefix("--").replace("_", "-")
             if name not in self._actions:
-                found = nearest(name, self._actions.keys())
-                advice = "" if found is None else f": did you mean {found}?"
-                raise UsageError(f"{place}: unknown key {key.value!r}{advice}")
+                advice = _advice_on(name, self._actions.keys())
+                raise UsageError(f"{place}: unknown key {key.value!r}" + (f": {advice}" if advice else ""))
             value = _value_of(node, f"{place}: {key.value}")
             if value is not None:
                 yield self._checked(name, value, f"{place} ({key.value})")
@@ -120,9 +121,9 @@ def misspelled_variables(environment: Mapping[str, str], known: Collection[str])
     variables = {variable_of(flag) for flag in known}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in variables and not _OF_A_SERVICE.match(name):
-            found = nearest(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in variables])
-            if found is not None:
-                yield f"{name} sets no flag: did you mean {PREFIX}{found}?"
+            advice = _advice_on(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in variables], PREFIX)
+            if advice is not None:
+                yield f"{name} sets no flag: {advice}"
 
 
 def first_name(action: Action) -> str:
@@ -133,6 +134,19 @@ def first_name(action: Action) -> str:
 def variable_of(flag: str) -> str:
     """Return the environment variable of a flag, with or without its dashes."""
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | None:
+    """Return what to write instead of an unknown name; None if nothing is like it.
+
+    Args:
+        prefix: Put in front of a known name.
+    """
+    advice = VLLM_FLAGS.get("--" + name.replace("_", "-").lower())
+    if advice is not None:
+        return advice
+    found = nearest(name, known)
+    return None if found is None else f"did you mean {prefix}{found}?"
 
 
 def _is_settable(action: Action) -> bool:
@@ -153,9 +167,11 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         line = "" if mark is None else f", line {mark.line + 1}"
         raise UsageError(f"--config {path}{line}: not YAML: {problem}") from error
+    except RecursionError as error:
+        raise UsageError(f"--config {path}: nested too deeply") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
-    if root is None:
+    if root is None or (isinstance(root, yaml.ScalarNode) and _is_null(root)):
         return []
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"--config {path}: needs lines of FLAG: VALUE, found a {root.id}")

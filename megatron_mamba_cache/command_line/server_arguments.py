@@ -4,10 +4,21 @@ from argparse import ArgumentParser, Namespace
 from urllib.parse import urlsplit
 
 from ..installation import MissingExtraError, require_extra
+from ..server.limits import ServerLimits
 from ..server.parsers.families import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
+_MIB = 2**20
+_FLAGS_OF_LIMITS = {
+    "max_running": "--max-running-requests",
+    "max_queued": "--max-queued-requests",
+    "max_choices": "--max-choices",
+    "max_body_bytes": "--max-body-mb",
+    "drain_s": "--drain-seconds",
+    "transcript_bytes": "--transcript-mb",
+    "response_bytes": "--responses-mb",
+}
 _CORS_IN_WORDS = (
     "whose pages may call the API from a browser, such as https://chat.example; * for all; may be given several times "
     "(default: none)"
@@ -121,6 +132,28 @@ def _add_limits(parser: ArgumentParser) -> None:
     )
 
 
+def server_limits(arguments: Namespace, max_running: int) -> ServerLimits:
+    """Return the limits of the flags.
+
+    Raises:
+        UsageError: If one can never work.
+    """
+    max_body = int(arguments.max_body_mb * _MIB)
+    try:
+        return ServerLimits(
+            max_running=max_running,
+            max_queued=arguments.max_queued_requests,
+            max_choices=arguments.max_choices,
+            max_body_bytes=max_body,
+            max_buffered_bytes=max(16 * max_body, ServerLimits().max_buffered_bytes),
+            drain_s=arguments.drain_seconds,
+            transcript_bytes=int(arguments.transcript_mb * _MIB),
+            response_bytes=int(arguments.responses_mb * _MIB),
+        )
+    except ValueError as error:
+        raise UsageError(f"{_FLAGS_OF_LIMITS[str(error).split()[0]]}: {error}") from error
+
+
 def _check_traces(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -145,7 +178,7 @@ def _check_record(path: str) -> None:
 
 
 def check_server_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a value that can never work; `ServerLimits` checks the limits."""
+    """Raise `UsageError` for a value that can never work."""
     if not 0 <= arguments.port <= _LARGEST_PORT:
         raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
     if not 0 < arguments.memory_fraction <= 1:
@@ -163,6 +196,7 @@ def check_server_arguments(arguments: Namespace) -> None:
         if not 0 <= getattr(arguments, name) < 2**20:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be from 0 to below {2**20}")
+    server_limits(arguments, 1 if running is None else running)
 
 
 def _check_origin(origin: str) -> None:

@@ -20,7 +20,6 @@ from ..replicas.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
-from ..server.limits import ServerLimits
 from ..server.load_record import LoadFile, LoadRecord, NoLoadRecord
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.prompts import template_of
@@ -37,9 +36,9 @@ from .drafters import drafter_maker
 from .expected_memory import check_memory
 from .model_choice import ModelDirectory
 from .ready_model import engine_for, ready_model
+from .server_arguments import server_limits
 from .usage_error import UsageError
 
-_MIB = 2**20
 _JOIN_S = 60.0
 
 
@@ -77,7 +76,7 @@ class Serving:
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
             keys=keys,
-            limits=_limits_of(arguments, self._config.max_requests),
+            limits=server_limits(arguments, self._config.max_requests),
             versions={"version": __version__, **{name: version(name) for name in ("megatron-core", "torch")}},
             access_log=AccessLog(arguments.access_log),
             cors_origins=tuple(arguments.cors_origin),
@@ -239,20 +238,3 @@ def _traces_of(arguments: Namespace, model_name: str) -> Traces:
 
 def _name_of(directory: ModelDirectory | None) -> str:
     return "random" if directory is None else directory.path.resolve().name
-
-
-def _limits_of(arguments: Namespace, max_running: int) -> ServerLimits:
-    max_body = int(arguments.max_body_mb * _MIB)
-    try:
-        return ServerLimits(
-            max_running=max_running,
-            max_queued=arguments.max_queued_requests,
-            max_choices=arguments.max_choices,
-            max_body_bytes=max_body,
-            max_buffered_bytes=max(16 * max_body, ServerLimits().max_buffered_bytes),
-            drain_s=arguments.drain_seconds,
-            transcript_bytes=int(arguments.transcript_mb * _MIB),
-            response_bytes=int(arguments.responses_mb * _MIB),
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error

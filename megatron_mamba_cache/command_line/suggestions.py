@@ -53,8 +53,9 @@ def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
         known: The command's own flags.
         command: With the name of the program.
     """
-    if flag in VLLM_FLAGS:
-        return f"unknown flag {flag}: {VLLM_FLAGS[flag]}"
+    advice = VLLM_FLAGS.get(flag.replace("_", "-"))
+    if advice is not None:
+        return f"unknown flag {flag}: {advice}"
     found = nearest(flag, known)
     if found is None:
         return f"unknown flag {flag}; {command} --help lists those that there are"

@@ -146,6 +146,12 @@ BAD_FILES = [
     ("port", "needs lines of FLAG: VALUE, found a scalar"),
     ("port: 1\n  host: b", "line 2: not YAML: mapping values are not allowed here"),
     ("a: &x [*x", ": not YAML: "),
+    ("host: " + 2000 * "[" + 2000 * "]", ": nested too deeply"),
+    ("? [a, b]\n: 1", "line 1: a key must be a flag, found a sequence"),
+    ("gpu_memory_utilization: 0.5", "line 1: unknown key 'gpu_memory_utilization': use --memory-fraction"),
+    ("port: 1\ntensor-parallel-size: 2", "line 2: unknown key 'tensor-parallel-size': use torchrun"),
+    ("drain-seconds: 0", "line 1 (drain-seconds): --drain-seconds: drain_s is 0.0; it must be a positive"),
+    ("max-choices: 0", "line 1 (max-choices): --max-choices: max_choices is 0; it must be at least 1"),
 ]
 
 
@@ -158,6 +164,23 @@ def test_a_mistake_in_a_file_ends_with_one_line_that_names_it(
     assert main(["serve", "--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert f"{path}" in error and message in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "~"])
+def test_an_empty_file_sets_nothing(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    assert served("--config", str(path)).set_flags == ()
+
+
+def test_a_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 1\n")
+    for words in (["--config", str(path)], [f"--config={path}"]):
+        assert main(["serve", *words, "--config", str(path)]) == 2
+        assert capsys.readouterr().err == (
+            "mamba-cache: error: --config is given more than once; put everything into one file\n"
+        )
 
 
 @pytest.mark.parametrize(("name", "reason"), [("none.yaml", "No such file"), ("", "Is a directory"), ("b", "decode")])
@@ -177,6 +200,8 @@ BAD_VARIABLES = [
     ("CORS_ORIGIN", "[a, {b: c}]", "MAMBA_CACHE_CORS_ORIGIN is '[a, {b: c}]'; it must be words, or a list"),
     ("NO_PREFIX_CACHING", "2", "MAMBA_CACHE_NO_PREFIX_CACHING is '2'; it must be true or false"),
     ("CONFIG", "none.yaml", "--config none.yaml: No such file"),
+    ("MAX_QUEUED_REQUESTS", "-1", "MAMBA_CACHE_MAX_QUEUED_REQUESTS: --max-queued-requests: max_queued is -1"),
+    ("MAX_BODY_MB", "0", "MAMBA_CACHE_MAX_BODY_MB: --max-body-mb: max_body_bytes is 0; it must be at least 1024"),
 ]
 
 
@@ -213,13 +238,15 @@ def test_an_overridden_source_is_not_blamed(
 
 def test_a_misspelled_variable_is_noted_and_one_of_another_program_is_not(tmp_path: Path) -> None:
     code = (
-        "import os; os.environ |= {'MAMBA_CACHE_BLOCKSIZE': '1', 'MAMBA_CACHE_XYZ': '1', 'MAMBA_CACHE_PROMPTS': 'x'}\n"
+        "import os; names = ('BLOCKSIZE', 'MAX_NUM_SEQS', 'PROMPTS', 'XYZ')\n"
+        "os.environ |= {f'MAMBA_CACHE_{name}': '1' for name in names}\n"
         "from megatron_mamba_cache.command_line.main import main; raise SystemExit(main(['plan', '--trace', 'none']))"
     )
     finished = run_process("-c", code, cwd=tmp_path)
     assert finished.status == 2
-    note, error = finished.stderr.splitlines()
+    note, of_vllm, error = finished.stderr.splitlines()
     assert note == "note: MAMBA_CACHE_BLOCKSIZE sets no flag: did you mean MAMBA_CACHE_BLOCK_SIZE?"
+    assert of_vllm == "note: MAMBA_CACHE_MAX_NUM_SEQS sets no flag: use --max-running-requests"
     assert error.startswith("mamba-cache: error: --kv-bytes-per-token is missing")
 
 
@@ -231,6 +258,8 @@ UNKNOWN_FLAGS = [
     (["serve", "--zzz"], "unknown flag --zzz; mamba-cache serve --help lists those that there are"),
     (["serve", "--gpu-memory-utilization", "0.9"], "unknown flag --gpu-memory-utilization: use --memory-fraction"),
     (["serve", "--tensor-parallel-size=2"], "unknown flag --tensor-parallel-size: use torchrun --nproc-per-node N"),
+    (["serve", "--tensor_parallel_size", "2"], "unknown flag --tensor_parallel_size: use torchrun"),
+    (["serve", "--served-model-name", "a", "--", "b"], "unrecognized arguments: -- b"),
     (["serve", "--enable-prefix-caching"], "unknown flag --enable-prefix-caching: prefixes are cached by default"),
 ]
 
