@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from .usage_error import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:5000"
 _CONNECT_S = 600.0  # a first reply may wait for kernels to compile
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 Message = Mapping[str, str]
 
 
@@ -40,6 +42,8 @@ class Turn:
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         share = 100 * cached / prompt if prompt else 0.0
         first = "no token" if self.first_token_s is None else f"first token after {1000 * self.first_token_s:.0f} ms"
+        if not self.usage:  # it comes at the end of a stream
+            return f"[{first}, {self.finish_reason}]"
         rate = generated / self.seconds if self.seconds else 0.0
         return (
             f"[{cached} of {prompt} prompt tokens cached ({share:.0f} %), {first}, {generated} tokens at {rate:.0f}/s, "
@@ -52,11 +56,18 @@ class ChatClient:
 
     Args:
         url: With or without the /v1 at its end.
+
+    Raises:
+        UsageError: If no request can be made with them.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--url is {url!r}; it must begin with http:// or https://")
+        if not _names_a_host(url):
+            raise UsageError(f"--url is {url!r}; it must be http://HOST or http://HOST:PORT")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise UsageError("--api-key has characters that the header of a request cannot have")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
@@ -64,13 +75,18 @@ class ChatClient:
         """Return the name of the first model that the server has.
 
         Raises:
-            ChatError: If it cannot be reached, or refuses.
+            ChatError: If it cannot be reached, refuses, or is a server of something else.
         """
         with closing(self._open("/v1/models", None)) as reply:
-            models = json.load(reply).get("data") or []
+            try:
+                models = [str(model["id"]) for model in json.load(reply)["data"]]
+            except (OSError, HTTPException) as error:
+                raise ChatError(f"{self.url}: the connection broke: {error}") from error
+            except _UNREADABLE as error:
+                raise ChatError(f"{self.url} does not list models as OpenAI's API does") from error
         if not models:
             raise ChatError(f"{self.url} lists no model; name one with --model")
-        return str(models[0]["id"])
+        return models[0]
 
     def stream(
         self, turn: Turn, model: str, messages: Sequence[Message], settings: Mapping[str, Any]
@@ -90,6 +106,8 @@ class ChatClient:
                     yield text
             except (OSError, HTTPException) as error:
                 raise ChatError(f"{self.url}: the connection broke: {error}") from error
+            except _UNREADABLE as error:
+                raise ChatError(f"{self.url} does not reply as OpenAI's API does") from error
             finally:
                 turn.seconds = time.perf_counter() - start
 
@@ -115,7 +133,8 @@ def _events(reply: Any) -> Iterator[dict[str, Any]]:
 def _note(turn: Turn, event: Mapping[str, Any]) -> str:
     """Note what an event of the stream says; return its text."""
     if event.get("error"):
-        raise ChatError(str(event["error"].get("message", event["error"])))
+        error = event["error"]
+        raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))
     turn.usage = event.get("usage") or turn.usage
     shown = ""
     for choice in event.get("choices", ()):
@@ -127,8 +146,16 @@ def _note(turn: Turn, event: Mapping[str, Any]) -> str:
     return shown
 
 
+def _names_a_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def _message_of(error: HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError):
+    except (*_UNREADABLE, OSError, HTTPException):
         return error.reason

@@ -3,9 +3,11 @@
 import builtins
 import itertools
 import re
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -124,6 +126,80 @@ def test_an_endpoint_that_is_not_there_is_named(
     monkeypatch.setattr("megatron_mamba_cache.command_line.chat.DEFAULT_URL", "http://127.0.0.1:9")
     assert main(["chat", *flags]) == 1
     assert words.replace("5000", "9") in capsys.readouterr().err
+
+
+@contextmanager
+def foreign_server(body: bytes) -> Iterator[str]:
+    """Yield the URL of a server that answers everything with the same bytes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{served.server_port}"
+        finally:
+            served.shutdown()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", b"{}", b'{"data": ["a"]}', b"\xff"])
+def test_a_server_of_something_else_is_named(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with foreign_server(body) as url:
+        assert main(["chat", "--url", url, "--say", "a"]) == 1
+        assert capsys.readouterr().err == f"{url} does not list models as OpenAI's API does\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"data: {broken\n\n", "does not reply as OpenAI's API does"),
+        (b"data: \xff\n\n", "does not reply as OpenAI's API does"),
+        (b"data: 3\n\n", "does not reply as OpenAI's API does"),
+        (b'data: {"error": "out of memory"}\n\n', "out of memory"),
+    ],
+)
+def test_a_reply_that_cannot_be_read_is_one_line(
+    body: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with foreign_server(body) as url:
+        assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_turn_without_usage_shows_no_numbers_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    with foreign_server(b'data: {"choices": [{"delta": {"content": "b"}}]}\n\n') as url:
+        assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 0
+    assert re.fullmatch(r"b\n\[first token after \d+ ms, cut off\]\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--url", "http://[x"), "--url is 'http://[x'; it must be http://HOST or http://HOST:PORT"),
+        (("--url", "http://"), "--url is 'http://'; it must be"),
+        (("--url", "http://a:99999"), "--url is 'http://a:99999'; it must be"),
+        (("--api-key", "a\nb"), "--api-key has characters"),
+        (("--api-key", "ключ"), "--api-key has characters"),
+    ],
+)
+def test_flags_that_make_no_request_are_refused(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
