@@ -3,6 +3,9 @@
 import builtins
 import itertools
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
 from megatron_mamba_cache.command_line.chat_client import ChatClient
@@ -217,3 +221,17 @@ def test_a_chat_starts_a_server_for_a_model_and_ends_it(monkeypatch: pytest.Monk
     assert len(turns_in(done.stdout)) == 1 and done.stderr == ""
     bad = run_process("-m", "megatron_mamba_cache", "chat", "--model", "no-folder", "--say", "a", cwd=REPOSITORY)
     assert bad.status == 2 and "--hf-model: no-folder is no directory" in bad.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_chat_ends_its_server(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "megatron_mamba_cache", "chat", "--model", str(SHIPPED_MODEL), "--device", "cpu"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        found = next(filter(None, (re.search(r" at (http://\S+): ", line) for line in process.stdout)))
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{found[1]}/health")
