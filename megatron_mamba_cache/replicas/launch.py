@@ -13,7 +13,7 @@ from typing import Any
 
 from .settings import RoutingSettings
 
-_LOGGERS = ("megatron", "torch", "megatron_mamba_cache")
+_LOGGERS = ("megatron", "torch", "torch.utils.cpp_extension", "megatron_mamba_cache")
 
 
 @dataclass(frozen=True, slots=True)

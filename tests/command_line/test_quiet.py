@@ -69,7 +69,7 @@ def test_the_process_of_a_coordinator_hides_what_its_parent_hides() -> None:
     code = (
         "import warnings, logging, sys\n"
         "from megatron_mamba_cache.replicas.launch import _Quiet\n"
-        "quiet = _Quiet(hides_warnings=True, levels=(40, 40, 30))\n"
+        "quiet = _Quiet(hides_warnings=True, levels=(40, 40, 40, 30))\n"
         "quiet.apply()\n"
         "import megatron_mamba_cache.replicas.serving_coordinator\n"
         "warnings.warn('hidden')\n"
@@ -80,6 +80,6 @@ def test_the_process_of_a_coordinator_hides_what_its_parent_hides() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         with quiet_libraries():
-            assert _Quiet.of_this_process() == _Quiet(True, (40, 40, 30))
+            assert _Quiet.of_this_process() == _Quiet(True, (40, 40, 40, 30))
         with quiet_libraries("debug"):
-            assert _Quiet.of_this_process() == _Quiet(False, (10, 10, 10))
+            assert _Quiet.of_this_process() == _Quiet(False, (10, 10, 10, 10))
