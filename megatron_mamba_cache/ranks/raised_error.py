@@ -39,7 +39,9 @@ class RaisedError:
     def of(error: BaseException, most_causes: int = _MOST_CAUSES) -> "RaisedError":
         """Return an error as plain values, which can be pickled whatever the error holds."""
         kind, message = type(error), _text_of(error)
-        cause = RaisedError.of(error.__cause__, most_causes - 1) if error.__cause__ and most_causes else None
+        cause = None
+        if error.__cause__ is not None and most_causes:
+            cause = RaisedError.of(error.__cause__, most_causes - 1)
         return RaisedError(kind.__module__, kind.__qualname__, message, _content_of(error, message), cause)
 
     def rebuilt(self) -> Exception | None:

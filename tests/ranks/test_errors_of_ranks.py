@@ -109,6 +109,13 @@ class ForeignError(ValueError):
         super().__init__(f"{needed} needed, {found} found")
 
 
+class EmptyError(ValueError):
+    """One that is not true."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class UnprintableError(RuntimeError):
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -167,6 +174,8 @@ def test_causes_arrive_with_the_error() -> None:
         assert type(one.__cause__.__cause__) is KeyError
     for one in raised_by_one(from_cause(ValueError("outer"), ForeignError(2, 1))):
         assert str(one) == "outer" and "ForeignError" in repr(one.__cause__)
+    for one in raised_by_one(from_cause(ValueError("outer"), EmptyError("no entries"))):
+        assert "EmptyError" in repr(one.__cause__)
 
 
 @pytest.mark.parametrize(
