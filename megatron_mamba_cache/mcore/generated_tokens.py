@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest, ScoredToken
 from ..step.prompt_log_probs import alternatives_by_text, named_alternatives
-from .request_spec import PROMPT_SCORES, PROMPT_TOP_N, TOP_N_BY_ID
+from .request_spec import PROMPT_SCORES, PROMPT_TOP_N
 from .request_states import DraftCounts, RequestState
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
@@ -26,7 +26,7 @@ class Addition:
         request: Megatron's request, the newest of its record.
         tokens: All that the step generated, the last one included; none in mid-prefill.
         log_probs: Those of prompt tokens, if they are wanted, then those of `tokens`; None if none are wanted.
-        top_n: Likewise, the best tokens at each position; see `alternatives_by_text` and `TOP_N_BY_ID`.
+        top_n: Likewise, the best tokens at each position; see `alternatives_by_text` and `LogProbSettings.names_ids`.
         state: Counts the request's drafts.
         drafts_before, drafts_after: Those counts without and with the step's drafts.
         scored: The prompt's tokens from the second on, if they were scored and this step completes them.
@@ -127,7 +127,8 @@ def additions_of(
         if chosen is None and not drafts.drafted:
             continue
         request, state = entries[request_id].record.requests[-1], states[request_id]
-        text_of = str if getattr(request.sampling_params, TOP_N_BY_ID, False) else partial(_text_of, detokenize)
+        assert state.asked is not None  # it ran
+        text_of = str if state.asked.log_probs.names_ids else partial(_text_of, detokenize)
         best = None
         if index in top_n:
             best = [alternatives_by_text(ids.tolist(), values.tolist(), text_of) for values, ids in top_n[index]]

@@ -54,6 +54,7 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
             wanted=sampling.return_log_probs,
             skip_prompt=sampling.skip_prompt_log_probs,
             top_n=sampling.top_n_logprobs,
+            names_ids=bool(getattr(sampling, TOP_N_BY_ID, False)),
             prompt_top_n=getattr(sampling, PROMPT_TOP_N, None),
         ),
         breakpoints=tuple(PromptBreakpoint(*place) for place in getattr(sampling, BREAKPOINTS, ())),

@@ -54,12 +54,14 @@ class LogProbSettings:
     Args:
         top_n: The best tokens in the place of each, by text.
         prompt_top_n: Those in the place of each prompt token, by id and with ranks; None for no ranks.
+        names_ids: Whether the best tokens are named by the digits of their ids instead of by text.
     """
 
     wanted: bool = False
     skip_prompt: bool = False
     top_n: int = 0
     prompt_top_n: int | None = None
+    names_ids: bool = False
 
     @property
     def of_prompt(self) -> bool:

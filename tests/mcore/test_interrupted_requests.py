@@ -17,6 +17,7 @@ from megatron_mamba_cache.mcore.request_spec import (
     PROMPT_SCORES,
     PROMPT_TOP_N,
     STOP_TOKEN_IDS,
+    TOP_N_BY_ID,
 )
 from megatron_mamba_cache.policy.requests import RequestSpec
 from megatron_mamba_cache.step import runner as runner_module
@@ -109,6 +110,7 @@ def everything(grammar: str = "") -> SamplingParams:
     )
     logits = LOGITS_ASKED | ({"min_tokens": 0} if grammar else {})
     params.add_attributes({LOGITS: logits, GRAMMAR: grammar, STOP_TOKEN_IDS: [90, 91], PROMPT_TOP_N: 1})
+    params.add_attributes({TOP_N_BY_ID: True})
     params.add_attributes({BREAKPOINTS: [[SHARED + 3, 60], [20, 0]], ARRIVED: 1000})
     return params
 
@@ -182,6 +184,8 @@ def test_all_that_was_asked_for_stays_the_same(name: str, times: int, grammar: s
     request = run.finished[ASKED]
     for entries in (request.generated_log_probs, request.generated_top_n_logprobs):
         assert len(entries) == len(run.tokens(ASKED))
+    named = [*request.prompt_top_n_logprobs, *request.generated_top_n_logprobs]
+    assert all(name.isdecimal() for best in named for name in best)
     assert len(request.prompt_log_probs) == len(getattr(request.sampling_params, PROMPT_SCORES)) == SHARED + 9
 
 

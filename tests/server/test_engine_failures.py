@@ -15,15 +15,14 @@ from tests.server.running_server import RunningServer, running_server
 BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
 
-def fail_steps(server: RunningServer, error: Exception, count: int) -> None:
-    """Let the next steps raise."""
+def fail_steps(server: RunningServer, error: Exception, count: int, after: int = 0) -> None:
+    """Let the next steps raise, after some that do not."""
 
     def plant(engine: Any) -> None:
-        sample, left = engine.context.runner._sample, [count]
+        sample, left = engine.context.runner._sample, [*[False] * after, *[True] * count]
 
         def failing_sample(*arguments: Any, **settings: Any) -> Any:
-            if left[0]:
-                left[0] -= 1
+            if left and left.pop(0):
                 raise error
             return sample(*arguments, **settings)
 
@@ -38,6 +37,20 @@ def test_a_step_that_fails_is_tried_again_and_loses_no_token() -> None:
         fail_steps(server, RuntimeError("planted"), 1)
         assert http.post("/v1/completions", json=BODY).json()["choices"] == expected
         assert server.between_steps(lambda engine: engine.context.counters.steps_aborted) == 1
+        server.assert_nothing_held()
+
+
+def test_a_step_that_fails_within_a_reply_changes_none_of_its_log_probs() -> None:
+    body = BODY | {"logprobs": 3, "n": 2}
+    with running_server("--random-model") as server, server.client() as http:
+        expected = http.post("/v1/completions", json=body).json()["choices"]
+        fail_steps(server, RuntimeError("planted"), 1, after=5)
+        found = http.post("/v1/completions", json=body).json()["choices"]
+        assert server.between_steps(lambda engine: engine.context.counters.steps_aborted) == 1
+        for choice, other in zip(found, expected, strict=True):
+            scores, others = choice.pop("logprobs"), other.pop("logprobs")
+            assert choice == other and scores["tokens"] == others["tokens"]
+            assert [list(best) for best in scores["top_logprobs"]] == [list(best) for best in others["top_logprobs"]]
         server.assert_nothing_held()
 
 
