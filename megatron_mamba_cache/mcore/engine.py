@@ -24,7 +24,7 @@ from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
-from .generated_tokens import append_tokens, is_reported
+from .generated_tokens import append_tokens, is_reported, join_texts
 from .request_spec import (
     check_identity,
     contradiction_in,
@@ -279,6 +279,8 @@ class MambaCacheEngine(SuspendableEngine):
                 step_result = step.rest()
             self._before_report(step_result)
             report = await super().async_bookkeep(step_result, *args, **settings)
+            for record in () if self.use_coordinator else report["finished_request_records"]:
+                join_texts(record, self.controller.tokenizer.detokenize)
         except BaseException as error:
             for record in step.ended(None if self.use_coordinator else self.controller.tokenizer.detokenize):
                 self._unreported.append(record)

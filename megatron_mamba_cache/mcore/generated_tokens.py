@@ -1,6 +1,7 @@
 """What a step adds to Megatron's records: one value for each request, added as a whole or not at all."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..policy.requests import RunningRequest, ScoredToken
 from ..step.prompt_log_probs import alternatives_by_text, named_alternatives
 from .request_spec import PROMPT_SCORES, PROMPT_TOP_N
-from .request_states import DraftCounts, RequestState
+from .request_states import DraftCounts, RequestState, tokens_after
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
 _LOG_PROBS = ("prompt_log_probs", "generated_log_probs")
@@ -168,13 +169,26 @@ def take_back(request: Any, num_known: int) -> None:
 def complete_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
     """Add the texts that the parts of a record lack; a text that cannot be made is left out."""
     for request in record.requests:
-        try:
+        with suppress(Exception):  # it is being reported already, and the reply's tokens are there
             if request.prompt is None:
                 request.prompt = detokenize(request.prompt_tokens.tolist())
             if request.generated_text is None:
                 request.generated_text = detokenize(request.generated_tokens)
-        except Exception:  # it is being reported already, and the reply's tokens are there
-            continue
+    with suppress(Exception):
+        join_texts(record, detokenize)
+
+
+def join_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
+    """Give an interrupted request's reply the text of all its tokens, which merging the parts then gives.
+
+    Megatron makes the text of each part alone, where a character may begin in one part and end in the next. The first
+    part gets the whole text.
+    """
+    first, *others = record.requests
+    if others:
+        first.generated_text = detokenize(tokens_after(0, record.requests))
+        for request in others:
+            request.generated_text = ""
 
 
 def _list_of(request: Any, name: str) -> list[Any]:

@@ -15,6 +15,7 @@ import msgpack
 import zmq
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
+from typing_extensions import override
 
 from ..mcore.request_spec import ARRIVED
 from ..policy.routing import PromptBlocks, ReplicaName
@@ -75,6 +76,17 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         self.next_request_id = 0
         pipe_connection.send(self.addr)
         pipe_connection.close()
+
+    @override
+    def detokenize(self, finished_request_record: Any) -> None:
+        """Add the texts of a record's parts; an interrupted reply has its whole text in the first, see `join_texts`."""
+        super().detokenize(finished_request_record)
+        first, *others = finished_request_record["requests"]
+        if others:
+            tokens = [token for part in (first, *others) for token in part["generated_tokens"]]
+            first["generated_text"] = self.tokenizer.detokenize(tokens)
+            for part in others:
+                part["generated_text"] = ""
 
     def _probe(self) -> None:
         """Probe all connections; clients ignore a repeated answer."""

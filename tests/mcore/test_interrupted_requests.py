@@ -255,6 +255,33 @@ def test_whatever_ends_a_request_still_ends_it(name: str, num_generated: int) ->
         assert run.tokens(ASKED) == plain[:count], kind
 
 
+@pytest.mark.parametrize("name", INTERRUPTIONS)
+def test_a_character_whose_tokens_an_interruption_parts_is_in_the_text(name: str) -> None:
+    run, tokenizer = start_run(), PieceTokenizer()
+    params = greedy(40, termination_id=END)
+    params.add_attributes({GRAMMAR: regex_grammar("[ж-н]{9}").text})
+    run.add(ASKED, some_tokens(30), params)
+    step_until_generated(run, 3)  # two bytes a character
+    INTERRUPTIONS[name](run)
+    run.finish()
+    text = run.finished[ASKED].generated_text
+    assert text == tokenizer.detokenize(run.tokens(ASKED)) and len(text) == 9
+
+
+def test_a_late_report_of_an_interrupted_request_has_the_text_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    run.add(ASKED, some_tokens(30), 4)
+    step_until_generated(run, 2)
+    suspend(run)
+    step_until_generated(run, 3)
+    raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=5)  # two prompts, two parts, the whole
+    with pytest.raises(InjectedFault):
+        run.step()
+    run.finish()
+    run.step()
+    assert run.finished[ASKED].generated_text == PieceTokenizer().detokenize(run.tokens(ASKED))
+
+
 def is_new_pair(tokens: list[int], place: int) -> bool:
     pairs = list(pairwise(tokens))
     return pairs.index((tokens[place - 1], tokens[place])) == place - 1

@@ -24,6 +24,20 @@ def test_a_prompt_goes_to_the_replica_that_reports_its_prefix_and_the_reply_to_i
     assert first.hears_nothing() and other.hears_nothing()
 
 
+def test_the_parts_of_an_interrupted_reply_have_one_text(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    (replica,) = service.replicas("a")
+    client = service.client()
+    monkeypatch.setattr(
+        service.coordinator.tokenizer, "detokenize", lambda tokens: bytes(tokens).decode(errors="replace")
+    )
+    client.submit(7, TOKENS)
+    request_id, known = replica.take(), {"prompt": "1", "sampling_params": {}}
+    parts = [{"request_id": request_id, "generated_tokens": tokens} | known for tokens in ([0x61, 0xC3], [0xA9, 0x62])]
+    replica.send(Headers.ENGINE_REPLY, [{"requests": parts, "latency": None}])
+    _, _, record = client.receive()
+    assert "".join(part["generated_text"] for part in record["requests"]) == "aéb"
+
+
 def test_prompts_of_text_and_of_tenants_are_named_as_their_replica_does(service: Service) -> None:
     _, second, third = service.replicas("abc")
     second.report([KEYS[2]])
