@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.command_line.tiny_directories import END_OF_TEXT, VOCABULARY, save_tokenizer
+from tests.models.tokenizer_kinds import NOT_SPECIAL, THREE_KINDS, TURN_END, save_kind
 
 TEXTS = ["", "def f(x):\n\treturn x  # é", " ", "\r\n\r\n", "日本語 🙂", f"a{END_OF_TEXT}b", "\x00\x1b[31m" * 3]
 CHAT = [{"role": "user", "content": "May I pass?"}, {"role": "assistant", "content": "Yes."}]
@@ -106,6 +107,53 @@ def test_special_tokens_are_found_however_they_are_written(tmp_path: Path) -> No
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "c", "eos_token": "b"}))
     tokenizer = loaded(tmp_path)
     assert [tokenizer.bos, tokenizer.eod] == [*tokenizer.tokenize("a"), *tokenizer.tokenize("b")]
+
+
+def declared(content: str, **flags: bool) -> dict[str, object]:
+    usual = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
+    return {"content": content, **usual, **flags}
+
+
+def typed(content: str, **flags: bool) -> dict[str, object]:
+    """Return a token as transformers writes it outside `added_tokens_decoder`."""
+    return {"__type": "AddedToken", **declared(content, **flags)}
+
+
+DECLARED: dict[str, dict[str, Any]] = {
+    "by role": {"eos_token": "</s>", "bos_token": typed("<s>"), "extra_special_tokens": ["<|im_start|>", TURN_END]},
+    "by id": {"added_tokens_decoder": {"4": declared(TURN_END, special=True), "3": declared("<|im_start|>")}},
+    "without an id": {"eos_token": "<|new|>", "added_tokens_decoder": {"9999": declared("two words", rstrip=True)}},
+    "in a list": {"additional_special_tokens": [typed(TURN_END, lstrip=True, special=True), "<|new|>", "</s>"]},
+    "special where the vocabulary has text": {"pad_token": NOT_SPECIAL[0], "mask_token": None},
+}
+
+
+@pytest.mark.parametrize("kind", THREE_KINDS)
+@pytest.mark.parametrize("fields", DECLARED.values(), ids=DECLARED)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_tokens_that_only_the_configuration_declares_are_those_of_transformers(
+    fields: dict[str, Any], kind: str, keeps: bool, tmp_path: Path
+) -> None:
+    save_kind(tmp_path, kind)
+    if not keeps:
+        change_json(tmp_path / "tokenizer.json", added_tokens=[])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **fields}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), loaded(tmp_path, 2000)
+    text = f"a {TURN_END} b<s></s><|im_start|>{NOT_SPECIAL[0]}x<|new|> two words  c"
+    tokens = theirs(text)["input_ids"]
+    assert ours.tokenize(text) == tokens
+    for hides in (True, False):
+        assert ours.detokenize(tokens, skip_special_tokens=hides) == theirs.decode(tokens, skip_special_tokens=hides)
+    assert (ours.bos, None if ours.eod < 0 else ours.eod) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+def test_a_declared_token_that_the_model_has_no_id_for_is_left_out(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    change_json(tmp_path / "tokenizer_config.json", pad_token="[PAD]", added_tokens_decoder=[3, {"content": None}])
+    fitting, larger = loaded(tmp_path), loaded(tmp_path, VOCABULARY + 1)
+    assert (fitting.id_of("[PAD]"), larger.id_of("[PAD]")) == (None, VOCABULARY)
+    assert larger.tokenize("[PAD]") == [VOCABULARY] and fitting.detokenize(fitting.tokenize("[PAD]")) == "[PAD]"
 
 
 def test_settings_for_batches_cut_and_fill_no_prompt(tmp_path: Path) -> None:

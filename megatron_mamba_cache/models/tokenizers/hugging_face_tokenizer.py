@@ -35,8 +35,9 @@ class HuggingFaceTokenizer:
     """A directory's tokenizer with the interface of Megatron's controller.
 
     Args:
-        directory: Its chat templates, `config.json`, `generation_config.json` and `tokenizer_config.json` are read too.
+        directory: Its chat templates, `config.json` and `generation_config.json` are read too.
         vocab_size: The model's, which may be larger than the tokenizer's.
+        settings: Of `tokenizer_config.json`.
 
     Attributes:
         bos: The id of the token that begins a text; None without one.
@@ -47,10 +48,10 @@ class HuggingFaceTokenizer:
         other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
-    def __init__(self, codec: TextCodec, directory: Path, vocab_size: int) -> None:
+    def __init__(self, codec: TextCodec, directory: Path, vocab_size: int, settings: Mapping[str, Any]) -> None:
         self._codec = codec
         self._directory = directory
-        self._settings = _settings(directory)
+        self._settings = settings
         self._templates = ChatTemplates(directory, self._settings)
         self.vocab_size = vocab_size
         self.longest_token = codec.longest_token
@@ -246,14 +247,15 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokeniz
     if not has_tokenizer(directory):
         return None
     path, config = directory / _JSON, directory / "config.json"
-    codec: TextCodec = JsonCodec(path) if path.exists() else TransformersCodec(directory)
+    settings = _settings(directory)
+    codec: TextCodec = JsonCodec(path, settings, vocab_size) if path.exists() else TransformersCodec(directory)
     if codec.largest_id >= vocab_size:
         tokenizer_at, model_at = (named if named.exists() else directory for named in (path, config))
         raise ValueError(
             f"{tokenizer_at} has token ids up to {codec.largest_id}, but the model of {model_at} "
             f"has a vocabulary of {vocab_size}; the two do not belong together"
         )
-    return HuggingFaceTokenizer(codec, directory, vocab_size)
+    return HuggingFaceTokenizer(codec, directory, vocab_size, settings)
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -1,10 +1,15 @@
 """Text to token ids and back, as the tokenizer files of a directory say; torch is not needed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...installation import install_command
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class TextCodec(Protocol):
@@ -38,11 +43,16 @@ class TextCodec(Protocol):
 class JsonCodec:
     """A `tokenizer.json`, read by the small tokenizers package.
 
+    Args:
+        settings: Of `tokenizer_config.json`. Tokens that it declares are added tokens, as in transformers, even if
+            `tokenizer.json` has them as plain text or lacks them.
+        vocab_size: The model's. A declared token without an id gets the next one, unless the model has no such id.
+
     Raises:
         ValueError: Naming the file, if it is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], vocab_size: int) -> None:
         from tokenizers import Tokenizer
 
         try:
@@ -51,6 +61,7 @@ class JsonCodec:
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may hold batch settings, which are not meant for prompts
         self._tokenizer.no_padding()
+        _add_declared(self._tokenizer, settings, vocab_size)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.largest_id = max(vocabulary.values(), default=-1)
         self.longest_token = max(map(len, vocabulary), default=1)
@@ -76,6 +87,42 @@ class JsonCodec:
         """See `TextCodec`."""
         found: str | None = self._tokenizer.id_to_token(token_id)
         return found
+
+
+def _add_declared(tokenizer: Any, settings: Mapping[str, Any], vocab_size: int) -> None:
+    """Add the tokens that `tokenizer_config.json` declares, in the order in which transformers adds them."""
+    for token in _added_tokens(_listed(settings.get("added_tokens_decoder"))):
+        _add(tokenizer, token, vocab_size)
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    lists = [_listed(settings.get(name)) for name in _LISTED]
+    for token in _added_tokens([*map(settings.get, _NAMED), *chain.from_iterable(lists)]):
+        special = added.get(token.content, token)  # keeps its flags
+        special.special = True
+        _add(tokenizer, special, vocab_size)
+
+
+def _add(tokenizer: Any, token: Any, vocab_size: int) -> None:
+    if tokenizer.token_to_id(token.content) is not None or tokenizer.get_vocab_size() < vocab_size:
+        tokenizer.add_tokens([token])
+
+
+def _listed(declared: Any) -> list[Any]:
+    """Return the elements of a list or the values of an object; if its names are token ids, in their order."""
+    if isinstance(declared, Mapping):
+        has_ids = all(map(str.isdecimal, declared))
+        return [declared[name] for name in (sorted(declared, key=int) if has_ids else declared)]
+    return declared if isinstance(declared, list) else []
+
+
+def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tokens of texts, and of objects with a text and flags."""
+    from tokenizers import AddedToken
+
+    for found in declared:
+        fields = found if isinstance(found, Mapping) else {"content": found}
+        if isinstance(fields.get("content"), str):
+            flags = {name: fields[name] for name in _FLAGS if isinstance(fields.get(name), bool)}
+            yield AddedToken(fields["content"], **flags)
 
 
 class TransformersCodec:
