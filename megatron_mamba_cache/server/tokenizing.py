@@ -88,7 +88,9 @@ class TokenizingRoutes:
         add = body.add_special_tokens
         if body.messages is not None:
             return reader.read_chat(tenant, body.conversation_of(body.messages), add_special_tokens=bool(add)).token_ids
-        return reader.read(tenant, body.prompt, add).token_ids if body.prompt else ()
+        if not body.prompt:
+            return () if add is False else self.tokenizer.tokenize("")  # type: ignore[no-any-return]
+        return reader.read(tenant, body.prompt, add).token_ids
 
     def _text_of(self, tokens: Sequence[int]) -> DetokenizeReply:
         size = self.tokenizer.vocab_size
