@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +12,7 @@ from typing import Any, cast
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..errors import GrammarError
-from .schema_words import schemas_in, values_in
+from .schema_words import list_of, schemas_in
 
 _LONGEST_REASON = 400
 _MOST_THREADS = 8
@@ -21,7 +21,8 @@ _NO_TEXT = "NoExtension"
 _MOST_ITEMS = 16_000  # alternatives that are open at one place
 _MOST_ITEMS_A_STEP = 64_000
 _BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
-_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # a literal or an expression
+_MARKS = {"object": "{}", "array": "[]", "string": '""'}
 _BEFORE = ("", "\n", "a")  # texts before a text, so that it does not begin one; a token may span the end of any of them
 _FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # work on expressions: some seconds, and less than one
 
@@ -107,12 +108,12 @@ class Vocabulary:
 
     def check(self, grammar: str) -> None:
         """Raise `GrammarError` if a grammar's texts have a character that no token has."""
-        if self.characters is None or grammar.isascii():
+        if self.characters is None:
             return
         for text in _texts_of(json.loads(grammar)):
             missing = next((character for character in text if character not in self.characters), None)
             if missing is not None:
-                raise GrammarError(f"the model has no token for {missing!r}, which is in {text!r:.80}; leave it out")
+                raise GrammarError(f"the model has no token for {missing!r}, which the reply needs for {text!r:.80}")
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
@@ -198,15 +199,24 @@ def _characters_of(tokens: Sequence[bytes]) -> frozenset[str] | None:
 
 
 def _texts_of(grammar: Any) -> Iterator[str]:
-    """Yield the texts that a grammar says: literals, and values and required names of JSON schemas."""
+    """Yield the texts that a grammar says: literals, and what each JSON schema needs, as JSON writes it."""
     parts = grammar.get("grammars") if isinstance(grammar, dict) else None
     for part in filter(lambda part: isinstance(part, dict), parts or ()):
-        for literal in _LITERAL.findall(str(part.get("lark_grammar", ""))):
-            with suppress(ValueError):  # an escape that JSON does not have
-                yield json.loads(literal)
+        for quoted in _QUOTED.findall(str(part.get("lark_grammar", ""))):
+            with suppress(ValueError):  # an expression, or an escape that JSON does not have
+                yield json.loads(quoted)
         for schema in schemas_in(part.get("json_schema")):
-            said = [schema.get(word) for word in ("const", "enum", "required")]
-            yield from (value for value in values_in(said) if isinstance(value, str))
+            yield from _marks_of(schema)
+            values = [schema["const"]] if "const" in schema else list_of(schema.get("enum"))
+            yield from (json.dumps(value, ensure_ascii=False) for value in values)
+
+
+def _marks_of(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the marks and names that every value of a schema has."""
+    kind = schema.get("type")
+    yield _MARKS.get(kind, "") if isinstance(kind, str) else ""
+    required = [name for name in list_of(schema.get("required")) if isinstance(name, str)]
+    yield ",".join(f"{json.dumps(name, ensure_ascii=False)}:" for name in required)
 
 
 def _first_lines(reason: str) -> str:

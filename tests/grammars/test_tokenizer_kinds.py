@@ -180,6 +180,38 @@ def test_a_text_that_the_vocabulary_cannot_write_is_refused_before_a_reply(kind:
     assert replies(tokenizer, forms.json_grammar(described), 1) == ['"größe"']
 
 
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "null"}}, "required": ["q"]}
+
+
+@pytest.mark.parametrize(
+    ("missing", "refused"),
+    [
+        ("{", [forms.json_grammar(OBJECT)]),
+        ("]", [forms.json_grammar({"type": "array", "items": {"type": "integer"}})]),
+        (":", [forms.json_grammar(OBJECT)]),
+        ('"', [forms.json_grammar({"enum": ["a", "b"]}), forms.json_grammar({"type": "string"})]),
+        ("\n", [forms.choice_grammar(["a", "a\n"])]),
+        ("4", [forms.json_grammar({"const": 42})]),
+    ],
+)
+def test_a_mark_that_the_vocabulary_lacks_is_refused_before_a_reply(
+    missing: str, refused: list[forms.Grammar], tmp_path: Path
+) -> None:
+    backend = KINDS["unigram"].make()
+    state = json.loads(backend.to_str())
+    state["model"]["vocab"] = [scored for scored in state["model"]["vocab"] if missing not in scored[0]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[2]}))
+    tokenizer = load_tokenizer(tmp_path, 1000)
+    assert tokenizer is not None
+    for grammar in refused:
+        fault = grammars_of(tokenizer).fault_of(grammar.text)
+        assert fault is not None and f"the model has no token for {missing!r}" in fault and len(fault.splitlines()) == 1
+    assert set(replies(tokenizer, forms.choice_grammar(["a", "lazy dog"]), 8)) == {"a", "lazy dog"}
+    expression = forms.regex_grammar('("[^]{:\n4]|a)b')  # says what may be missing, but needs none of it
+    assert all(reply[-1] == "b" for reply in replies(tokenizer, expression, 4))
+
+
 def save_byt5(directory: Path) -> None:
     ByT5Tokenizer(extra_ids=0).save_pretrained(directory)
 
