@@ -1,6 +1,6 @@
 """The echo of a prompt before its reply, with its tokens' log-probs if requested."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,17 @@ def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_t
         text: The prompt's text; None uses the text of the token ids.
         has_tokens: Whether the echo has the prompt's tokens.
     """
-    reader, spelled = TokenReader(tokenizer), TokenReader(tokenizer, shown=None)
+    reader = TokenReader(tokenizer)
+    if not has_tokens:
+        return Echo(reader.text(token_ids) if text is None else text, reader)
+    find: Callable[..., list[int] | None] = getattr(tokenizer, "offsets", lambda _text, _tokens: None)
+    known = None if text is None else find(text, token_ids)
+    if known is not None:
+        return Echo(str(text), reader, token_ids, known)
     if text is None:
         text = reader.text(token_ids)
-    elif has_tokens and spelled.text(token_ids) == text:
+    elif (spelled := TokenReader(tokenizer, shown=None)).text(token_ids) == text:
         reader = spelled  # the client wrote special tokens
-    if not has_tokens:
-        return Echo(text, reader)
     stream, offsets = IncrementalText(reader), []
     for token in token_ids:
         offsets.append(min(stream.offset, len(text)))

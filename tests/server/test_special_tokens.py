@@ -11,7 +11,7 @@ from megatron_mamba_cache.server.errors import ApiError
 from megatron_mamba_cache.server.prompts import PromptReader
 from megatron_mamba_cache.server.tenants import Tenant
 from megatron_mamba_cache.server.transcripts import Transcripts
-from tests.models.tokenizer_kinds import BEGIN, CASES, END, SCRIPTS, THREE_KINDS, TURN_END, save_kind, size_of
+from tests.models.tokenizer_kinds import BEGIN, CASES, END, SCRIPTS, THREE_KINDS, TURN_END, UNKNOWN, save_kind, size_of
 from tests.server.front_end import front_end, request_bytes, wait_until
 
 TENANT = Tenant()
@@ -79,6 +79,26 @@ def test_a_texts_special_tokens_are_added_or_not_as_asked_for(saved: Saved, text
         assert list(read(TENANT, text, add).token_ids) == expected
     begin, added = saved.theirs.bos_token_id, saved.theirs(text)["input_ids"]
     assert list(read(TENANT, text).token_ids) == (added[1:] if added[:2] == [begin, begin] else added)
+
+
+ECHOED = ("The lazy dog", f"lazy{TURN_END}dog{TURN_END}", f"{BEGIN}x\n<tool_call>größe", "日本 x  y")
+
+
+@pytest.mark.parametrize("text", ECHOED)
+def test_offsets_of_an_echoed_text_are_where_its_tokens_begin(saved: Saved, text: str) -> None:
+    for add in (None, True, False):
+        prompt = reader_of(saved.ours).read_to_echo(TENANT, text, add, has_tokens=True)
+        assert prompt.echo is not None and prompt.echo.text == text
+        offsets = prompt.echo.offsets
+        assert len(offsets) == len(prompt.token_ids) and [*offsets] == sorted(offsets) and offsets[-1] <= len(text)
+        num_found = 0
+        for token, offset in zip(prompt.token_ids, offsets, strict=True):
+            name = prompt.echo.reader.text_of(token)
+            is_added = name in (BEGIN, END) and name not in text
+            if name.strip() and not is_added and "\ufffd" not in name and name != UNKNOWN:
+                num_found += 1
+                assert text[offset:].lstrip().startswith(name.strip()), (add, name, offset)
+        assert num_found >= 2
 
 
 def test_the_next_turn_of_a_chat_continues_the_exact_tokens(saved: Saved) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..checkpoints.json_file import read_json_object
 from .chat_templates import ChatTemplates
 from .end_tokens import end_ids_of
-from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
+from .text_codec import JsonCodec, Span, TextCodec, TransformersCodec, auto_tokenizer
 from .token_bytes import token_bytes
 
 _JSON = "tokenizer.json"
@@ -88,6 +88,14 @@ class HuggingFaceTokenizer:
         first = self._codec.encode(before, add_special_tokens=False)
         both = self._codec.encode(before + text, add_special_tokens=False)
         return both[len(first) :] if both[: len(first)] == first else None
+
+    def offsets(self, text: str, tokens: Sequence[int]) -> list[int] | None:
+        """Return the characters of a text before each of its tokens; None if `tokenize` gives it other tokens."""
+        added, plain = (self._codec.spans(text, add_special_tokens=add) for add in (True, False))
+        for spans in (added, added[1:], plain):  # `bos` comes once
+            if [span.token for span in spans] == list(tokens):
+                return _offsets_of(spans)
+        return None
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens; an id that stands for nothing gives no text."""
@@ -220,6 +228,15 @@ class HuggingFaceTokenizer:
         if isinstance(token, dict):  # an added token with its settings
             token = token.get("content")
         return self._codec.id_of(token) if isinstance(token, str) else None
+
+
+def _offsets_of(spans: Sequence[Span]) -> list[int]:
+    """Return where tokens begin: after the token before, unless both are part of a character; spans may lack spaces."""
+    offsets, end = [], 0
+    for span in spans:
+        offsets.append(end if span.start == span.end else min(span.start, end))
+        end = max(end, span.end)
+    return offsets
 
 
 def _reserved_values(tokenizer: type) -> frozenset[str]:

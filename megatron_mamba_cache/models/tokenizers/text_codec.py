@@ -3,13 +3,21 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...installation import install_command
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class Span(NamedTuple):
+    """A token of a text, and where its characters begin and end; a token that was put around the text has none."""
+
+    token: int
+    start: int
+    end: int
 
 
 class TextCodec(Protocol):
@@ -29,6 +37,9 @@ class TextCodec(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the text's ids, with the special tokens that the tokenizer's files put around a text or without."""
+
+    def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
+        """Return what `encode` returns, with the characters that each token stands for; [] if they are unknown."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of ids; an id that stands for nothing gives no text."""
@@ -72,6 +83,11 @@ class JsonCodec:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextCodec`."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
+        """See `TextCodec`."""
+        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return [Span(token, *span) for token, span in zip(found.ids, found.offsets, strict=True)]
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""
@@ -144,6 +160,10 @@ class TransformersCodec:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextCodec`."""
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
+        """See `TextCodec`."""
+        return []
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""
