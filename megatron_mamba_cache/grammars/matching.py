@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any, cast
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -152,13 +153,21 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_first_lines(matcher.get_error()))
-    matcher.compute_bitmask()
+    mask = matcher.compute_bitmask()
     if matcher.is_error():
         reason = matcher.get_error()
         if reason.startswith(_NO_TEXT):
             raise GrammarError("no text is of the grammar: its rules or references never come to an end")
         raise GrammarError(_first_lines(reason.partition("<state>")[0]))
+    if not _can_begin(matcher, mask):
+        raise GrammarError("the model has no token that begins a reply of this form")
     return matcher
+
+
+def _can_begin(matcher: LLMatcher, mask: bytes) -> bool:
+    """Return whether a token begins a text of the grammar; without one, the mask is of what follows forced bytes."""
+    allowed = (8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1)
+    return matcher.is_accepting() or any(matcher.validate_tokens([token]) for token in islice(allowed, 1))
 
 
 def schema_fault(schema: dict[str, Any]) -> str | None:

@@ -197,19 +197,34 @@ OBJECT: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "null"}
 def test_a_mark_that_the_vocabulary_lacks_is_refused_before_a_reply(
     missing: str, refused: list[forms.Grammar], tmp_path: Path
 ) -> None:
-    backend = KINDS["unigram"].make()
-    state = json.loads(backend.to_str())
-    state["model"]["vocab"] = [scored for scored in state["model"]["vocab"] if missing not in scored[0]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[2]}))
-    tokenizer = load_tokenizer(tmp_path, 1000)
-    assert tokenizer is not None
+    tokenizer = saved_without(tmp_path, missing)
     for grammar in refused:
         fault = grammars_of(tokenizer).fault_of(grammar.text)
         assert fault is not None and f"the model has no token for {missing!r}" in fault and len(fault.splitlines()) == 1
     assert set(replies(tokenizer, forms.choice_grammar(["a", "lazy dog"]), 8)) == {"a", "lazy dog"}
     expression = forms.regex_grammar('("[^]{:\n4]|a)b')  # says what may be missing, but needs none of it
     assert all(reply[-1] == "b" for reply in replies(tokenizer, expression, 4))
+
+
+def saved_without(directory: Path, missing: str, *added: str) -> HuggingFaceTokenizer:
+    """Return a unigram tokenizer without the pieces that have this in them, but with others."""
+    state = json.loads(KINDS["unigram"].make().to_str())
+    kept = [scored for scored in state["model"]["vocab"] if missing not in scored[0]]
+    state["model"]["vocab"] = kept + [[piece, -10.0] for piece in added]
+    (directory / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[2]}))
+    found = load_tokenizer(directory, 1000)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("piece", ["▁{", "a{", "}{"])
+def test_a_form_that_no_token_begins_is_refused_before_a_reply(piece: str, tmp_path: Path) -> None:
+    tokenizer = saved_without(tmp_path, "{", piece)
+    for grammar in (forms.json_grammar(OBJECT), forms.choice_grammar(["{a", "{b"])):
+        fault = grammars_of(tokenizer).fault_of(grammar.text)
+        assert fault == "the model has no token that begins a reply of this form"
+    assert set(replies(tokenizer, forms.choice_grammar(["a", ""]), 8)) == {"a", ""}
 
 
 def save_byt5(directory: Path) -> None:
