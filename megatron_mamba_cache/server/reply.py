@@ -104,7 +104,7 @@ class Reply:
 
     Args:
         stops: Stop strings; they are not part of the text.
-        end_ids: Tokens that end a reply and have no text of their own.
+        end_ids: Tokens that end a reply; the next turn does not continue them. Those that are special are not shown.
         prompt: None: an empty one.
         reading: None: all text is content.
     """
