@@ -16,7 +16,7 @@ from .schema_words import also, at_place, list_of, mapping_of, places_in, schema
 
 _MOST_EXACT = 2**53
 """Integers beyond it may have no float64, in which llguidance computes."""
-_LARGEST_INTEGER = 2**63 - 1024  # a float64; llguidance's own are of 64 bits
+_LARGEST_INTEGER = 2**63 - 1024  # a float64; llguidance's integers have 64 bits, and so do those in bounds of numbers
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 """Characters that JSON writes by their codes."""
@@ -27,7 +27,7 @@ _NO_CODES = 'nrbtf\\"'
 def narrow(schema: Any) -> None:
     """Narrow a JSON schema in place.
 
-    - Bounds beyond 2**53 move inward to the next float64.
+    - Bounds that are integers beyond 2**53 move inward to the next float64, and all bounds to within 2**63.
     - Classes of characters in patterns lose U+0001 if they lack a quote or a backslash: llguidance takes a class of all
       control characters for one of everything that is written with a backslash.
 
@@ -90,12 +90,15 @@ def guidance_for(schema: Any) -> dict[str, str]:
 
 
 def _narrow_bound(schema: dict[str, Any], word: str) -> None:
-    """Put the nearest float64 inside into the place of a bound beyond 2**53, whether it is exclusive or not."""
+    """Put the nearest float64 inside into the place of a bound beyond 2**53, or one within 2**63 beyond that."""
     inward = -math.inf if word == "maximum" else math.inf
+    outermost = _LARGEST_INTEGER if word == "maximum" else -_LARGEST_INTEGER
     exclusive_word = f"exclusive{word.capitalize()}"
     held = []
     for name in (word, exclusive_word):
         bound = schema.get(name)
+        if isinstance(bound, float) and (outermost < bound if inward < 0 else bound < outermost):
+            bound = outermost
         if isinstance(bound, bool) or not isinstance(bound, int) or abs(bound) <= _MOST_EXACT:
             continue
         nearest = _float_of(bound, name)
@@ -105,15 +108,20 @@ def _narrow_bound(schema: dict[str, Any], word: str) -> None:
         del schema[name]
     if not held:
         return
-    if schema.get("type") != "number":
-        held = [max(-_LARGEST_INTEGER, value) if inward > 0 else min(_LARGEST_INTEGER, value) for value in held]
+    held = [max(outermost, value) if inward > 0 else min(outermost, value) for value in held]
     if word in schema:
         held.append(schema[word])
     schema[word] = min(held) if inward < 0 else max(held)
 
 
 def _is_inside(value: float, bound: int, inward: float, *, is_exclusive: bool) -> bool:
-    """Return whether a float64 is inside a bound, both itself and by its shortest digits, which llguidance writes."""
+    """Return whether a float64 is inside a bound, both itself and by its shortest digits, which llguidance writes.
+
+    Raises:
+        GrammarError: If it is infinite.
+    """
+    if math.isinf(value):
+        raise GrammarError(f"no float64 is within the bound {bound:.6e}")
     for written in (int(value), int(Decimal(repr(value)))):
         gap = bound - written if inward < 0 else written - bound
         if gap < int(is_exclusive):

@@ -36,6 +36,7 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Schema intersection stack level exceeded.*", "allOf and $ref combine too many schemas; write fewer"),
     (r"recursion limit exceeded.*", "the schema is nested too deeply: recursion limit exceeded"),
     (r"regex parse error: ?(.*)", r"the pattern cannot be read: \1"),
+    (r"Failed to generate regex for (float|integer) range.*", "minimum or maximum is beyond 2**63; use one within it"),
     (r"Expected f64 for '(.*?)', got (.*)", r"\1 has to be a number, not \2"),
     (r"Expected positive integer for '(.*?)', got (.*)", r"\1 has to be an integer of 0 or more, not \2"),
     (r"Expected (\w+) for '(.*?)', got (.*)", r"\2 has to be of type \1, not \3"),

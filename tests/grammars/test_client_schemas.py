@@ -92,6 +92,9 @@ LIFTED: dict[str, dict[str, Any]] = {
     "look ahead": {"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{8,12}$"},
     "never": of("b", a={"not": {}}, b=ONE),
     "list of items": {"$schema": "http://json-schema.org/draft-07/schema#", "items": [ONE, TWO], "minItems": 2},
+    "float32": {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+    "float64 above": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1.7976931348623157e308},
+    "integers of floats": {"type": "integer", "minimum": -1e19, "maximum": 1e19},
     "one property at least": {**of(a=ONE, b=TWO, is_open=False), "minProperties": 1},
 }
 
@@ -126,6 +129,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "endless": (of("a", a={"$ref": "#"}), "references never come to an end"),
     "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
     "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum has to be a number"),
+    "far bound": (of(a={"type": "number", "minimum": 1e19}), "properties.a: minimum or maximum is beyond 2**63"),
+    "farthest bound": ({"type": "integer", "exclusiveMinimum": int(1.7976931348623157e308)}, "no float64 is within"),
     "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be held to"),
 }
 
