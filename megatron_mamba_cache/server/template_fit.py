@@ -44,7 +44,11 @@ _ORDER: tuple[Rewrite, ...] = (
 
 _SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
 _CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
-_SAYING = ((_USER, _SAYING_CALL, _RESULT, _REPLY, _USER), (_USER, _SAYING_CALL, _RESULT))
+_SAYING = (
+    (_USER, _SAYING_CALL, _RESULT, _REPLY, _USER),
+    (_USER, _SAYING_CALL, _RESULT),
+    (_USER, _SAYING_CALL, _RESULT, _REPLY, _USER, _SAYING_CALL, _RESULT),
+)
 _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
     (developer_as_system, ((_DEVELOPER, _USER), (_SYSTEM, _DEVELOPER, _USER))),
     (developer_as_system, ((_USER, _REPLY, _DEVELOPER, _USER),)),

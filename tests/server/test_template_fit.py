@@ -219,6 +219,30 @@ def test_results_that_a_template_drops_are_text_of_the_user(readers: dict[str, P
     assert text.endswith("<|user|>[Result of get_weather]\n5 degrees<|end|><|assistant|>")
 
 
+NO_CALLS = (  # as SmolLM3's: tools, results and text, but no calls
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}"
+    "{% elif m.role == 'tool' %}<user>{{ m.content }}{% endif %}{% endfor %}"
+)
+FIRST_CALLS = (  # as DeepSeek R1's: the text before a call is read in the first message with calls alone
+    "{% set ns = namespace(has_called=false) %}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}<assistant>{{ m.content if not ns.has_called }}{{ m.tool_calls | tojson }}"
+    "{% set ns.has_called = true %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [NO_CALLS, FIRST_CALLS])
+def test_calls_and_text_before_later_ones_are_read(tmp_path: Path, source: str) -> None:
+    reader = PromptReader(agent_tokenizer(tmp_path / "model", source), Transcripts(0), 4096)
+    first = [ASKED, calling("I look.", "Oslo"), result("5 degrees"), HELLO, AGAIN]
+    second = [*first, calling("I look again.", "Rome"), result("20 degrees")]
+    for messages in (first, second):
+        text = prompt_of(reader, messages, tools=[TOOL]).text or ""
+        words = [message["content"] for message in messages]
+        assert sorted(words, key=text.index) == words and all(text.count(word) == 1 for word in words)
+        assert "Oslo" in text.replace("in Oslo", "") and ("Rome" in text.replace("in Rome", "")) is (messages is second)
+
+
 EVERYWHERE = "{# developer #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 FIRST = "{% if messages[0].role in ('system', 'developer') %}<{{ messages[0].role }}>{{ messages[0].content }}"
 FIRST += "{% endif %}"
