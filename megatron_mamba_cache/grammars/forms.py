@@ -20,7 +20,7 @@ _WHITE_SPACE = r"( |\n {0,16})?"
 """Between JSON tokens: nothing, a space, or a line break and its indentation."""
 _GAP = "/[ \\n]{0,4}/"
 _ANY = r"(.|\n)*"
-_OPENING = r"""`'"\u2018\u201c\u00ab\u300c(\[{<"""
+_OPENING = r"""`'"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b(\[{<"""
 _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"

@@ -6,7 +6,9 @@ A tag that is a token of the model needs none of this: it counts where the token
 _FENCE = "```"
 _SPACES = " \t"
 _SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
-_OPENING = frozenset("`'\"\u2018\u201c\u00ab\u300c([{<")  # as in `after_reasoning`
+_OPENING = frozenset(  # as in `after_reasoning`
+    "`'\"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b([{<"
+)
 
 
 class LinePosition:

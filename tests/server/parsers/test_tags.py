@@ -26,6 +26,8 @@ SENTENCES = (
     "In quotes: \"{}\" is a tag.",
     "In code `{}` it is one too, and ({}) as well.",
     "- `{} and more`",
+    "Das Wort \u201e{}\u201c steht im Text, \u201a{}\u2018 auch, und \u2039{}\u203a.",
+    "\u300e{}\u300f\u3068\uff08{}\uff09\u3068\u3010{}\u3011\u306f\u5f15\u7528\u3067\u3059\u3002",
     "As code:\n```xml\n{}\n```\nThat is all.",
     "```\nA line\n{}\nas <parameter=text>\n```",
 )  # fmt: skip
