@@ -3,20 +3,24 @@
 import json
 import math
 import re
+import sys
 from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 
 
-def strict_value(text: str) -> Any:
+def strict_value(text: str, *, allows_controls: bool = False) -> Any:
     """Return the value of a JSON text, with U+FFFD for each lone surrogate.
+
+    Args:
+        allows_controls: Whether strings may have control characters, such as line ends, as they are.
 
     Raises:
         ValueError: If the text is not JSON, has a number that is not finite or is nested too deeply.
     """
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite, strict=not allows_controls)
         return json.loads(strict_text(value)) if "\\u" in text else value
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
@@ -50,6 +54,18 @@ def strict_scalar(text: str) -> str:
         return text if math.isfinite(float(text)) else json.dumps(text)
     except ValueError:
         return text
+
+
+def nearest_number(text: str) -> str:
+    """Return a JSON number, or a word, as it is, or with the nearest finite value if it is beyond float64."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if math.isfinite(number):
+        return text
+    largest = math.copysign(sys.float_info.max, number)
+    return repr(largest) if {*text} & {*".eE"} else str(int(largest))
 
 
 def _finite(text: str) -> float:

@@ -1,15 +1,15 @@
 """JSON read from a text feed: as far as it goes, whatever follows.
 
 Raw control characters inside strings, such as line ends, are escaped, since models forget to. What clients cannot read
-is replaced: a lone surrogate by U+FFFD, and a number that is not finite by its text. Everything else is passed on as
-written.
+is replaced: a lone surrogate by U+FFFD, and a number that is not finite by its text. Where a grammar holds the reply,
+such a number becomes the nearest finite one, which is of the same schema. Everything else is passed on as written.
 """
 
 import json
 import re
 from collections.abc import Generator
 
-from ..strict_json import strict_scalar
+from ..strict_json import nearest_number, strict_scalar
 from .text_feed import TextFeed, each, gathered
 
 _CLOSERS = {"{": "}", "[": "]"}
@@ -31,7 +31,8 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
             if not (yield from _string_text(feed)):
                 return False
         elif character in _OF_SCALARS:
-            yield strict_scalar((yield from _scalar(feed)))
+            scalar = yield from _scalar(feed)
+            yield nearest_number(scalar) if feed.is_held else strict_scalar(scalar)
         elif character in _CLOSERS:
             closers.append(_CLOSERS[character])
             yield feed.take()
@@ -46,9 +47,9 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
             return True
 
 
-def strict_json(text: str) -> str:
+def strict_json(text: str, *, is_held: bool = False) -> str:
     """Return a JSON text as `json_value` passes it on; what follows the value stays as it is."""
-    feed = TextFeed()
+    feed = TextFeed(is_held=is_held)
     feed.add(text)
     feed.end()
     pieces = [piece or "" for piece in json_value(feed)]

@@ -5,24 +5,29 @@ import math
 import warnings
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..strict_json import strict_text, strict_value
+from .json_values import strict_json
 from .parameter_types import JSON_TYPES, type_of_value
 
 _LONGEST_LITERAL = 64 * 1024
 _BOOLEANS = {"true": True, "false": False}
+_JSON_NAMES = {**_BOOLEANS, "null": None}
 
 
-def json_of(text: str, types: Collection[str]) -> str:
+def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
     """Return a parameter's text as JSON of one of its types; what fits none of them stays text.
 
     Args:
         types: JSON types; none if the schema does not say. Names that JSON Schema does not have say nothing.
+        is_held: Whether a grammar holds the text. Then numbers beyond float64 are replaced by the nearest in it.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
+    written = strict_json(text.strip(), is_held=True) if is_held else text.strip()
     try:
-        return strict_text(_value(text.strip(), known))
+        return strict_text(_value(written, known))
     except ValueError:
         return strict_text(text)
 
@@ -34,7 +39,7 @@ def _value(text: str, types: Collection[str]) -> Any:
         ValueError: If there is none.
     """
     may_be_text = not types or "string" in types
-    for read in (strict_value, _literal_value):
+    for read in (partial(strict_value, allows_controls=True), _literal_value):
         try:
             value = read(text)
         except ValueError:
@@ -59,7 +64,7 @@ def _is_of(value: Any, types: Collection[str]) -> bool:
 
 
 def _literal_value(text: str) -> Any:
-    """Return the value of a literal of Python that JSON can hold; nothing is executed.
+    """Return the value of a literal of Python that JSON can hold, with JSON's names or Python's; nothing is executed.
 
     Raises:
         ValueError: If the text is not one, or is too long or too deeply nested.
@@ -68,9 +73,16 @@ def _literal_value(text: str) -> Any:
         raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are read")
     try:
         with warnings.catch_warnings(action="ignore"):  # of unknown escapes
-            return _plain(ast.literal_eval(text))
+            return _plain(ast.literal_eval(_WithConstants().visit(ast.parse(text, mode="eval"))))
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(f"the text is not a literal: {error}") from error
+
+
+class _WithConstants(ast.NodeTransformer):
+    """Replaces JSON's names of constants by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _plain(value: Any) -> Any:

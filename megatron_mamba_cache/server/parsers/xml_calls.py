@@ -101,7 +101,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
         yield CallArguments('"' if end else "")
     else:
         text, end = yield from gathered(_value_text(feed))
-        yield CallArguments(json_of(text, types) if end else text)
+        yield CallArguments(json_of(text, types, is_held=feed.is_held) if end else text)
     return end.removeprefix("\n")
 
 

@@ -1,6 +1,7 @@
 """Tools whose parameters are as clients write them: calls have arguments of the schema, or the tool is refused."""
 
 import json
+import sys
 from random import Random
 from typing import Any
 
@@ -46,7 +47,7 @@ def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: i
     for number in range(3):
         random = Random(f"{seed} {number}")
         reply = random_reply(grammars.matcher(grammar), random, TOKENIZER, random.choice([0, 60, 150]))
-        parser = ReplySyntax(family).parser({"save_all": schema})
+        parser = ReplySyntax(family).parser({"save_all": schema}, is_held=True)
         (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
         assert call.name == "save_all"
         validator.validate(json.loads(call.arguments))
@@ -66,6 +67,24 @@ def check_many(family: str, kind: str, one_of: int, grammars: Grammars) -> None:
             raise
     print(f"{kind}: {num_held} of {len(seeds)} held")
     assert num_held >= 0.5 * len(seeds)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_beyond_float64_of_a_held_reply_stay_numbers(family: str, grammars: Grammars) -> None:
+    """A number may have any number of digits in a grammar."""
+    number, texts = {"type": "number"}, ["1e999", "-1E+400", "9" * 400, "1e2", "9" * 5000]
+    schema = {"type": "object", "properties": {"x": {"type": "array", "items": number}}, "required": ["x"]}
+    fault, grammar = fault_and_grammar(family, CallableTool("save_all", schema), grammars)
+    written = f"[{','.join(texts)}]"
+    reply = f'<tool_call>\n{{"name": "save_all", "arguments": {{"x":{written}}}}}\n</tool_call>'
+    if family == "qwen3_coder":
+        parameter = f"<parameter=x>\n{written}\n</parameter>\n"
+        reply = f"<tool_call>\n<function=save_all>\n{parameter}</function>\n</tool_call>"
+    assert fault is None and grammars.matcher(grammar).try_consume_tokens([*reply.encode()]) == len(reply)
+    parser = ReplySyntax(family).parser({"save_all": schema}, is_held=True)
+    (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
+    largest = sys.float_info.max
+    assert json.loads(call.arguments) == {"x": [largest, -largest, int(largest), 100, int(largest)]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
