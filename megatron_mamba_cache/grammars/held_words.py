@@ -55,13 +55,13 @@ def hold_words(root: Any, fault: Fault) -> None:
     """
     root.pop("$schema", None)
     hold_strings = partial(_hold_strings, fault=fault)
-    for step in (_drop_empty_words, _hold_names, hold_strings, _hold_unique, _refuse_others):
+    for step in (drop_empty_words, _hold_names, hold_strings, _hold_unique, _refuse_others):
         for place, found in places_in(root).items():
             with at_place(place):
                 step(found, root)
 
 
-def _drop_empty_words(schema: Schema, _root: Any) -> None:
+def drop_empty_words(schema: Schema, _root: Any = None) -> None:
     """Take out words that allow everything, and write those of older drafts as today's."""
     for word, values in _NO_WORDS.items():
         if word in schema and any(is_same(schema[word], value) for value in values):

@@ -1,26 +1,31 @@
 """The objects that a schema allows, as alternatives of plain properties: for calls that write each parameter alone."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
 
 from ..errors import GrammarError
 from .exclusive_branches import exclude_branches
+from .held_words import UNHELD, drop_empty_words
 from .schema_words import list_of, mapping_of, target_of, without_notes
 
 _MOST_ALTERNATIVES = 32
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
+_OF_OTHERS = {"contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"}
+"""Words about arrays, or about properties that a schema does not name, which calls never have."""
 
 
 def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the properties that an object may have and those that it must have, for each way to choose alternatives.
 
     Raises:
-        GrammarError: If there are too many ways, or none; or a property that is required is not allowed.
+        GrammarError: If there are too many ways, or none; a property that is required is not allowed; or a word about
+            the whole object cannot be held to.
     """
     if not any(word in schema for word in _COMBINED):
-        found = [_plain(schema)]
+        found = [_merged([schema])]
     else:
         whole = without_notes(schema)
         exclude_branches(whole)
@@ -48,7 +53,7 @@ def _ways(schema: Any, root: Any, depth: int) -> list[list[dict[str, Any]]]:
     return [[part for way in ways for part in way] for ways in product(*groups)]
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     plain = [_plain(part) for part in parts]
     properties: dict[str, Any] = {}
     for part in plain:
@@ -61,6 +66,8 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         if any(name not in own for own in closed):
             properties[name] = False
     required = [name for part in plain for name in part["required"]]
+    for schema in parts:
+        _check_words(schema, {*required, *properties}, len(set(required)))
     others = next((part["others"] for part in plain if part["others"] is not True), True)
     return {"properties": properties, "required": required, "others": others}
 
@@ -69,6 +76,27 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
     required = [name for name in list_of(schema.get("required")) if isinstance(name, str)]
     others = schema.get("additionalProperties", True)
     return {"properties": dict(mapping_of(schema.get("properties"))), "required": required, "others": others}
+
+
+def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) -> None:
+    """Raise `GrammarError` for a word that says more of an object than which properties it has."""
+    words = dict(schema)
+    drop_empty_words(words)
+    unheld = {word for word in UNHELD - _OF_OTHERS if word in words}
+    least, most = words.get("minProperties"), words.get("maxProperties")
+    unheld |= {"minProperties"} if isinstance(least, int) and least > num_required else set()
+    unheld |= {"maxProperties"} if isinstance(most, int) and most < len(names) else set()
+    patterns = mapping_of(words.get("patternProperties"))
+    unheld |= {"patternProperties"} if any(_may_match(pattern, names) for pattern in patterns) else set()
+    if unheld:
+        raise GrammarError(f"{min(unheld)} cannot be held to; leave it out")
+
+
+def _may_match(pattern: str, names: set[str]) -> bool:
+    try:
+        return any(re.search(pattern, name) for name in names)
+    except re.error:
+        return bool(names)
 
 
 def _without_false(alternative: dict[str, Any]) -> dict[str, Any] | None:

@@ -69,6 +69,31 @@ def check_many(family: str, kind: str, one_of: int, grammars: Grammars) -> None:
     assert num_held >= 0.5 * len(seeds)
 
 
+AB = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
+    "if": {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "not": {"not": {"required": ["a"]}},
+    "dependentRequired": {"dependentRequired": {"a": ["b"]}},
+    "dependencies": {"allOf": [{"dependencies": {"a": ["b"]}}]},
+    "minProperties": {"minProperties": 1},
+    "maxProperties": {"anyOf": [{"maxProperties": 1}]},
+    "patternProperties": {"patternProperties": {"^a": {"minimum": 5}}},
+}
+
+
+@pytest.mark.parametrize("word", WHOLE_OBJECTS)
+def test_words_about_all_parameters_are_refused_where_each_is_written_alone(word: str, grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
+    fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    assert fault == f"the parameters of save_all: {word} cannot be held to; leave it out"
+
+
+def test_words_about_all_parameters_that_say_nothing_are_taken(grammars: Grammars) -> None:
+    words = {"if": {}, "dependencies": {}, "unevaluatedProperties": False, "minProperties": 1, "maxProperties": 2}
+    schema = {"type": "object", "properties": AB, "required": ["b"], "patternProperties": {"^x-": {}}, **words}
+    assert check_calls("qwen3_coder", schema, grammars, 0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_beyond_float64_of_a_held_reply_stay_numbers(family: str, grammars: Grammars) -> None:
     """A number may have any number of digits in a grammar."""
