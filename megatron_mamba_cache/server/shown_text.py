@@ -37,11 +37,14 @@ def omitted(kind: str) -> str:
 
 
 def text_instead(part: Any) -> Any:
-    """Return a text part that says what is left out; return a part of text as it is."""
+    """Return a text part that says what is left out, or that has the text of a document; others as they are."""
     kind = _OMITTED.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     if kind is None:
         return part
-    return {"type": "text", "text": omitted(kind)} | {name: part[name] for name in _MARKS if name in part}
+    source = part.get("source")
+    is_text = isinstance(source, Mapping) and source.get("type") == "text" and isinstance(source.get("data"), str)
+    text = source["data"] if is_text else omitted(kind)
+    return {"type": "text", "text": text} | {name: part[name] for name in _MARKS if name in part}
 
 
 def is_foreign_call(kind: str) -> bool:

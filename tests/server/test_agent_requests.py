@@ -484,6 +484,14 @@ def test_an_image_in_a_result_is_a_line_that_says_so(agent: Agent, path: str, fi
     assert f"tool\nA map:\n{line}<|im_end|>" in prompt_after(agent, path, **fields)
 
 
+def test_a_document_of_text_in_a_result_is_its_text(agent: Agent) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "Oslo is cold."}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document", "source": source}]}
+    call = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    assert "tool\nOslo is cold.<|im_end|>" in prompt_after(agent, MESSAGES, messages=messages)
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
