@@ -32,13 +32,13 @@ _ORDER: tuple[Rewrite, ...] = (
     instructions_in_users,
     later_instructions_in_users,
     short_ids,
+    joined_replies,
     text_before_calls,
     single_calls,
     text_in_results,
     user_text_in_results,
     calls_as_text,
     joined_users,
-    joined_replies,
 )
 """All rewrites in the order in which they are applied, the later ones to what the earlier ones leave."""
 

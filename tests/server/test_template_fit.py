@@ -55,6 +55,7 @@ CALLING_TALKS: dict[str, list[dict[str, Any]]] = {
     "a call and its answer": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), HELLO, AGAIN],
     "text after a result": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), AGAIN],
     "two calls": [ASKED, calling("", "Oslo", "Rome"), result("5 degrees"), result("20 degrees", 1), HELLO, AGAIN],
+    "a reply and a call": [ASKED, HELLO, calling("", "Oslo"), result("5 degrees"), said("assistant", "Cold."), AGAIN],
     "instructions before a result": [ASKED, calling("", "Oslo"), KIND, result("5 degrees")],
     "instructions after a result": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), KIND, AGAIN],
 }
