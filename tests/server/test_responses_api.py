@@ -69,6 +69,30 @@ def test_a_streamed_response_is_the_whole_one(agent: Agent) -> None:
     assert "".join(texts) == "I look."
 
 
+SUMMARY_EVENTS = ["part.added", "text.delta", "text.done", "part.done"]
+
+
+@pytest.mark.parametrize(("summary", "is_given"), [("auto", True), ("detailed", True), ("none", False), (None, False)])
+def test_reasoning_is_a_summary_too_where_the_client_asks_for_one(
+    agent: Agent, summary: str | None, is_given: bool
+) -> None:
+    fields: Any = {"model": "scripted", "input": "Weather?", "tools": TOOLS, "reasoning": {"summary": summary}}
+    whole = asked(agent, REPLY, **fields)
+    assert whole.output[0].content[0].text == "Hm." and whole.reasoning.summary == summary
+    assert [part.text for part in whole.output[0].summary] == ["Hm."] * is_given
+    with agent.saying(REPLY), agent.client.responses.stream(**fields) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert [described(item) for item in streamed.output] == [described(item) for item in whole.output]
+    prefix = "response.reasoning_summary_"
+    summaries = [event for event in events if event.type.startswith(prefix)]
+    kinds = dict.fromkeys(event.type.removeprefix(prefix) for event in summaries)  # in order, each once
+    assert list(kinds) == SUMMARY_EVENTS * is_given
+    assert "".join(event.delta for event in summaries if event.type.endswith("delta")) == "Hm." * is_given
+    (added,) = [event for event in events if event.type == "response.output_item.added" and event.output_index == 0]
+    assert {event.item_id for event in summaries} <= {added.item.id}
+
+
 @pytest.mark.parametrize("remembers", [False, True])
 def test_each_turn_begins_with_the_tokens_of_all_turns_before(agent: Agent, remembers: bool) -> None:
     told: list[Any] = [{"role": "user", "content": f"Remembers {remembers}."}]

@@ -22,10 +22,16 @@ class ResponsesFormat:
     Args:
         settings: Fields of the request that the response repeats.
         keep: Called with the reply as a message, and the body of a response that is complete.
+        summarizes: Whether reasoning is a summary too.
     """
 
     def __init__(
-        self, model: str, settings: Mapping[str, Any], keep: Callable[[ChatMessage, dict[str, Any]], None]
+        self,
+        model: str,
+        settings: Mapping[str, Any],
+        keep: Callable[[ChatMessage, dict[str, Any]], None],
+        *,
+        summarizes: bool = False,
     ) -> None:
         created = int(time.time())
         self._common = {
@@ -37,7 +43,7 @@ class ResponsesFormat:
         }
         self._keep = keep
         self._events = ResponseEvents()
-        self._output = ResponseOutput(self._events)
+        self._output = ResponseOutput(self._events, summarizes=summarizes)
 
     def opening(self, _job: Job) -> list[Event]:
         """See `Format`."""

@@ -26,20 +26,24 @@ class ResponseEvents:
 class ResponseOutput:
     """The output of one response.
 
+    Args:
+        summarizes: Whether reasoning is the summary of its item too: many clients show only the summary.
+
     Attributes:
         items: Items so far; the last one may still grow.
     """
 
-    def __init__(self, events: ResponseEvents) -> None:
+    def __init__(self, events: ResponseEvents, *, summarizes: bool = False) -> None:
         self.items: list[Item] = []
         self._events = events
+        self._summarizes = summarizes
         self._open: Item | None = None
 
     def add(self, part: Part) -> list[Event]:
         """Add a part, and return its events."""
         match part:
             case Reasoning(text):
-                return [*self._ensure("reasoning"), self._grow_text(text)]
+                return [*self._ensure("reasoning"), self._grow_text(text), *self._grow_summary(text)]
             case Content(text):
                 return [*self._ensure("message"), self._grow_text(text)]
             case CallBegin(name):
@@ -68,6 +72,7 @@ class ResponseOutput:
             name = _NAMES[item["type"]]
             text = {"text": content["text"], **_log_probs(item)}
             done = [
+                *self._end_summary(item),
                 self._event(f"response.{name}.done", **place, content_index=0, **text),
                 self._event("response.content_part.done", **place, content_index=0, part=dict(content)),
             ]
@@ -104,7 +109,32 @@ class ResponseOutput:
             return [added]
         item["content"].append(_text_part(item["type"]))
         place, part = self._place(item), dict(item["content"][0])
-        return [added, self._event("response.content_part.added", **place, content_index=0, part=part)]
+        begun = [added, self._event("response.content_part.added", **place, content_index=0, part=part)]
+        return begun + (self._begin_summary(item) if item["type"] == "reasoning" and self._summarizes else [])
+
+    def _begin_summary(self, item: Item) -> list[Event]:
+        item["summary"].append({"type": "summary_text", "text": ""})
+        part = dict(item["summary"][0])
+        return [self._event("response.reasoning_summary_part.added", **self._place(item), summary_index=0, part=part)]
+
+    def _grow_summary(self, text: str) -> list[Event]:
+        assert self._open is not None
+        if not self._open["summary"]:
+            return []
+        self._open["summary"][0]["text"] += text
+        place = self._place(self._open)
+        return [self._event("response.reasoning_summary_text.delta", **place, summary_index=0, delta=text)]
+
+    def _end_summary(self, item: Item) -> list[Event]:
+        place = self._place(item) | {"summary_index": 0}
+        return [
+            event
+            for part in item.get("summary", ())
+            for event in (
+                self._event("response.reasoning_summary_text.done", **place, text=part["text"]),
+                self._event("response.reasoning_summary_part.done", **place, part=dict(part)),
+            )
+        ]
 
     def _grow_text(self, text: str) -> Event:
         assert self._open is not None
@@ -150,7 +180,8 @@ def _log_probs(item: Item) -> dict[str, Any]:
 
 
 def _copy(item: Item) -> Item:
-    return item | ({"content": [dict(part) for part in item["content"]]} if "content" in item else {})
+    lists = {name: [dict(part) for part in item[name]] for name in ("content", "summary") if name in item}
+    return item | lists
 
 
 def _unique() -> str:

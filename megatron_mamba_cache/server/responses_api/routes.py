@@ -31,7 +31,8 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
                 stored.keep(owner, [*messages, reply], response)
 
         order = orders.chat(chat, tenant_of(request, chat), "text.format")
-        form = ResponsesFormat(model.name, body.settings(), keep)
+        summarizes = body.reasoning is not None and body.reasoning.summarizes
+        form = ResponsesFormat(model.name, body.settings(), keep, summarizes=summarizes)
         return reply_to(rules, order, form, streams=bool(body.stream))
 
     @router.get("/{response_id}")

@@ -78,9 +78,18 @@ class ResponsesTool(BaseModel):
 
 
 class ReasoningSettings(BaseModel):
-    """How hard the model thinks; templates read `reasoning_effort`. Summaries are not made: reasoning comes whole."""
+    """How hard the model thinks; templates read `reasoning_effort`.
+
+    With a `summary`, of any length, all of the reasoning is the summary too.
+    """
 
     effort: Name | None = None
+    summary: Name | None = None
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether reasoning items get a summary."""
+        return self.summary not in (None, "none")
 
 
 class TextFormat(NamedSchema):
@@ -205,7 +214,7 @@ class ResponsesRequest(PartlySupported):
             "tools": [tool.model_dump() for tool in own_tools(self.tools)],
             "tool_choice": flat_choice(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
+            "reasoning": (self.reasoning or ReasoningSettings()).model_dump(),
             "text": {"format": {"type": "text"}} | text,
             "store": self.store is not False,
             "metadata": self.metadata or {},
