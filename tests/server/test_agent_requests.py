@@ -9,6 +9,7 @@ import pytest
 
 from megatron_mamba_cache.server import ignored
 from megatron_mamba_cache.server.ignored import note_ignored
+from tests.server.clients.codex_bodies import CODEX, HOSTED_TOOLS, LATER, SHOWN
 from tests.server.family_templates import FAMILIES
 from tests.server.front_end import BLUE, RED, front_end
 from tests.server.scripted_agent import TEMPLATES, TOOL, WRITTEN, Agent, agent_of, agent_tokenizer
@@ -128,13 +129,7 @@ FOREIGN: dict[str, list[dict[str, Any]]] = {
         {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}},
         {"type": "web_search_preview"},
     ],
-    RESPONSES: [
-        {"type": "web_search", "external_web_access": False},
-        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
-        {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "inner", "parameters": {}}]},
-        {"type": "local_shell"},
-        {"type": "file_search", "vector_store_ids": ["v"]},
-    ],
+    RESPONSES: HOSTED_TOOLS,
     MESSAGES: [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
         {"type": "bash_20250124", "name": "bash"},
@@ -221,111 +216,6 @@ def test_only_allowed_tools_may_be_called_and_the_prompt_shows_all(agent: Agent,
     if path == RESPONSES:
         choice = allowed("auto", "get_time", is_nested=False)
         assert posted(agent, path, tools=tools, tool_choice=choice).json()["tool_choice"] == choice
-
-
-# A first and a later turn of Codex: its fields and kinds of items, with texts of our own.
-CODEX: dict[str, Any] = {
-    "model": "scripted",
-    "instructions": "You write code in a terminal.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask before you delete."}]},
-        {
-            "type": "message",
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "Notes: none."},
-                {"type": "input_text", "text": "Directory: /a"},
-            ],
-        },
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which files are there?"}]},
-    ],
-    "tools": [
-        {
-            "type": "function",
-            "name": "exec_command",
-            "description": "Runs a command.",
-            "strict": False,
-            "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
-        },
-        *FOREIGN[RESPONSES],
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "0199-ab",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"x-installation": "0199"},
-    "service_tier": "default",
-}
-LATER: list[dict[str, Any]] = [
-    {
-        "type": "reasoning",
-        "id": "rs_1",
-        "summary": [{"type": "summary_text", "text": "I list the files."}],
-        "content": None,
-        "encrypted_content": "gAAAA",
-    },
-    {
-        "type": "function_call",
-        "id": "fc_1",
-        "name": "exec_command",
-        "arguments": '{"cmd": "ls"}',
-        "call_id": "c1",
-        "status": "completed",
-    },
-    {"type": "function_call_output", "call_id": "c1", "output": "a.py b.py"},
-    {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "gAAAA"},
-    {
-        "type": "message",
-        "role": "assistant",
-        "id": "msg_1",
-        "phase": "commentary",
-        "content": [{"type": "output_text", "text": "There are two.", "annotations": []}],
-    },
-    {
-        "type": "custom_tool_call",
-        "id": "ctc_1",
-        "call_id": "c2",
-        "name": "patch",
-        "input": "*** Begin\n+x = \"1\"\n*** End",
-        "status": "completed",
-    },
-    {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "pwd"}', "call_id": "c3"},
-    {"type": "custom_tool_call_output", "call_id": "c2", "output": "Patched."},
-    {
-        "type": "function_call_output",
-        "call_id": "c3",
-        "output": [
-            {"type": "input_text", "text": "/a"},
-            {"type": "input_image", "image_url": "data:image/png;base64,AA"},
-        ],
-    },
-    {
-        "type": "local_shell_call",
-        "id": "lsh_1",
-        "call_id": "c4",
-        "status": "completed",
-        "action": {"type": "exec", "command": ["bash", "-lc", "date"], "env": {}},
-    },
-    {"type": "local_shell_call_output", "id": "lsh_1", "call_id": "c4", "output": "Friday"},
-    {
-        "type": "web_search_call",
-        "id": "ws_1",
-        "status": "completed",
-        "action": {"type": "search", "query": "python lists"},
-    },
-    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief from now on."}]},
-    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Thanks. And now?"}]},
-]
-SHOWN = [
-    *("You write code in a terminal.", "Ask before you delete.", "Notes: none.\nDirectory: /a"),
-    *("Which files are there?",),
-    *("a.py b.py", "There are two.", '*** Begin\n+x = "1"\n*** End', "Patched.", "bash", "Friday", "python lists"),
-    *("/a\n[image omitted: this model reads text only]", "Be brief from now on.", "Thanks. And now?"),
-]
 
 
 def codex_prompt(agent: Agent, body: dict[str, Any]) -> str:
