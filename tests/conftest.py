@@ -44,6 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=f"{marker}; --run-{marker} runs it"))
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the clients that ran and their releases."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for script, versions in (value for name, value in report.user_properties if name == "client"):
+                terminalreporter.write_line(f"{outcome:8}{script:28}{versions}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Spread tests over workers by file."""

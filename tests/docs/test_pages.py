@@ -28,6 +28,7 @@ FOREIGN = {
     "kubectl": {"--filename", "--from-file"},
     "vLLM": set(VLLM_FLAGS),
     "lm_eval": {"--tasks"},
+    "pytest": {"--run-clients"},
     "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
     "the scripts in benchmarks/": {
         "--loads",

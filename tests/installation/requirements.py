@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.installation.imports import Sources
+from tests.server.client_environments import CLIENTS, SCRIPTS
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = "megatron_mamba_cache"
@@ -63,14 +64,11 @@ class Environment:
     followed: tuple[str, ...] = ()
 
 
-CLIENTS = "tests/server/clients"
-CLIENT_SCRIPTS = {
-    "client-anthropic": ("with_anthropic",),
-    "client-instructor": ("with_instructor",),
-    "client-langchain": ("with_langchain_agents", "with_langchain_openai"),
-    "client-openai": ("with_openai", "with_openai_agents"),
-}
-"""Extras and the scripts that run in an environment of each."""
+CLIENT_NAMES = {"agents": "openai-agents", "aider": "aider-chat", "pydantic_ai": "pydantic-ai-slim"}
+"""Distributions of clients whose modules have other names; the tests' environment lacks them."""
+THROUGH_CLIENTS = {"with_lm_eval.py": "transformers"}
+"""What a client imports for its script, which names a tokenizer, and does not declare."""
+_RUNS_MODULE = re.compile(r'sys\.executable, "-m", "(\w+)"')
 BASE_FACES = ("mcore", "models", "speculation")
 """Parts of the package whose public names need the base install only."""
 
@@ -81,7 +79,7 @@ def sources() -> Sources:
     roots = {PACKAGE: REPOSITORY / PACKAGE, "tests": REPOSITORY / "tests"}
     examples = {f"example_{file.stem}": file for file in (REPOSITORY / "examples").glob("*.py")}
     benchmarks = {file.stem: file for file in (REPOSITORY / "benchmarks").glob("*.py")}
-    clients = {file.stem: file for file in (REPOSITORY / CLIENTS).glob("*.py")}
+    clients = {file.stem: file for file in SCRIPTS.glob("*.py")}
     return Sources(roots | examples | benchmarks | clients)
 
 
@@ -100,8 +98,17 @@ def environments() -> dict[str, Environment]:
             ("server", "hf"), (*command, *public, *_public_homes("replicas"), f"{PACKAGE}.server.app"), ("server", "hf")
         ),
         "test": Environment(("test",), (*command, *tests), ("server", "hf", "test")),
-        **{extra: Environment((extra,), scripts) for extra, scripts in CLIENT_SCRIPTS.items()},
+        **_client_environments(),
     }
+
+
+def _client_environments() -> dict[str, Environment]:
+    """Return the environment of each extra for clients: its scripts."""
+    scripts: dict[str, list[str]] = {}
+    for name, client in CLIENTS.items():
+        if client.environment.startswith("client-"):
+            scripts.setdefault(client.environment, []).append(name.removesuffix(".py"))
+    return {extra: Environment((extra,), tuple(names)) for extra, names in scripts.items()}
 
 
 def declared(without: tuple[str, str] = ("", "")) -> dict[str, frozenset[str]]:
@@ -165,7 +172,7 @@ def missing(found: Declared) -> list[str]:
 
 def distributions_of(top: str) -> set[str]:
     """Return the distributions that a top-level package comes from."""
-    found = _distributions_by_package().get(top, [top])
+    found = [CLIENT_NAMES[top]] if top in CLIENT_NAMES else _distributions_by_package().get(top, [top])
     return {str(canonicalize_name(name)) for name in found}
 
 
@@ -179,6 +186,11 @@ def _needed(environment: Environment) -> dict[str, str]:
     """Return the top-level packages, or distributions, that an environment needs, and what needs each."""
     found = sources().third_parties(environment.entries, environment.followed)
     found = {top: module for top, module in found.items() if not top.startswith("example_")}
+    for script in CLIENTS.keys() & {f"{entry}.py" for entry in environment.entries}:
+        for top in _RUNS_MODULE.findall((SCRIPTS / script).read_text()):
+            found.setdefault(top, script)
+        if script in THROUGH_CLIENTS:
+            found.setdefault(THROUGH_CLIENTS[script], script)
     for top, file in THROUGH_MEGATRON.items():
         assert re.search(rf"^\s*import {top}\b", (_megatron() / file).read_text(), re.M), (top, file)
         found.setdefault(top, f"megatron.core ({file})")

@@ -8,6 +8,7 @@ from megatron_mamba_cache.installation import EXTRAS
 from megatron_mamba_cache.kernels.attention.flashinfer import OLDEST
 from tests.installation.imports import Import, Sources
 from tests.installation.requirements import declared, missing, own_requirements, requirements_of
+from tests.server.client_environments import CLIENTS, NODE, SCRIPTS
 
 
 def test_nothing_is_missing() -> None:
@@ -23,6 +24,12 @@ def test_each_requirement_is_missed_where_it_is_taken_out(extra: str, name: str)
 
 def test_doctor_names_each_extra_that_is_not_for_clients_of_the_server() -> None:
     assert set(EXTRAS) == {extra for extra in declared() if extra and not extra.startswith("client-")}
+
+
+def test_each_script_of_a_client_has_an_environment() -> None:
+    assert {path.name for path in SCRIPTS.glob("with_*")} == set(CLIENTS)
+    extras = {client.environment for client in CLIENTS.values()} - {NODE, ""}
+    assert extras == {extra for extra in declared() if extra.startswith("client-")}
 
 
 def test_the_gpu_extra_begins_at_the_oldest_release_that_the_backend_takes() -> None:

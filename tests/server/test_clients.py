@@ -1,46 +1,32 @@
 """Other projects' clients run unchanged against the server: each in a process of its own, which checks what it gets.
 
-They run with --run-clients, each where it is installed: in the environment of CLIENTS_PYTHON (default: this one), and
-for Node in NODE_PATH. The scripts in clients/ run alone as well, against any server.
+They run with --run-clients, each in the environment that `client_environments` makes for it; a table of their releases
+ends the output. The scripts in clients/ run alone as well, against any server, or one of `scripted_model_server`.
 """
 
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from starlette.types import Message, Receive, Scope, Send
 
+from megatron_mamba_cache.server.app import Server
 from tests.oracle import HybridOracle
+from tests.server.client_environments import CLIENTS, NotHere, environment_of
 from tests.server.front_end import is_listening, listening, wait_until
 from tests.server.running_server import KEYS, RED, RunningServer, made_server
+from tests.server.scripted_model import scripted_model_server
 
 pytestmark = pytest.mark.clients
 
-SCRIPTS = Path(__file__).with_name("clients")
-PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
-# By what each script imports or runs.
-CLIENTS = {
-    "with_openai.py": "openai",
-    "with_openai.mjs": "openai",
-    "with_litellm.py": "litellm",
-    "with_langchain_openai.py": "langchain_openai",
-    "with_llm.py": "llm",
-    "with_guidellm.py": "guidellm",
-    "with_lm_eval.py": "lm_eval",
-    "with_anthropic.py": "anthropic",
-    "with_instructor.py": "instructor",
-    "with_langchain_agents.py": "langchain_openai",
-    "with_openai_agents.py": "openai",
-}
 _ALONE = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OMP_NUM_THREADS": "1"}
 _LIMIT_S = 600
 
@@ -71,19 +57,36 @@ class Spoiled:
         await self.app(scope, receive, send if is_plain else spoiling_send)
 
 
-@pytest.fixture(scope="module")
-def spoiled_url() -> Iterator[str]:
-    """Run a server whose replies are spoiled."""
-    server = made_server(*KEYS)
-    server.app = Spoiled(server.app)  # type: ignore[assignment]
+@contextmanager
+def url_of(server: Server, change: Callable[[Any], Any] = lambda app: app) -> Iterator[str]:
+    """Run a server until the block ends, its application changed."""
+    server.app = change(server.app)
     with listening(server) as found:
-        wait_until(lambda: is_listening(found.url), 60)
+        wait_until(lambda: is_listening(found.url) and httpx.get(f"{found.url}/health").status_code == 200, 60)
         yield found.url
 
 
+@pytest.fixture(scope="module")
+def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a server in which conversations say what the model replies."""
+    with url_of(scripted_model_server(tmp_path_factory.mktemp("scripted") / "model", *KEYS)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def spoiled_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool, str]]:
+    """Run a server whose replies are spoiled, and a scripted one."""
+    scripted = scripted_model_server(tmp_path_factory.mktemp("spoiled") / "model", *KEYS)
+    with url_of(made_server(*KEYS), Spoiled) as plain, url_of(scripted, Spoiled) as other:
+        yield {False: plain, True: other}
+
+
 @pytest.mark.parametrize("script", CLIENTS)
-def test_a_client_runs_unchanged(script: str, server: RunningServer) -> None:
-    done = run_script(script, server.url)
+def test_a_client_runs_unchanged(
+    script: str, server: RunningServer, scripted_url: str, record_property: Callable[[str, object], None]
+) -> None:
+    done = run_script(script, scripted_url if CLIENTS[script].is_scripted else server.url)
+    record_property("client", (script, environment_of(CLIENTS[script]).versions))
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "holds: " in done.stdout
@@ -92,16 +95,19 @@ def test_a_client_runs_unchanged(script: str, server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("script", CLIENTS)
-def test_its_script_fails_where_replies_are_false(script: str, spoiled_url: str) -> None:
-    done = run_script(script, spoiled_url)
+def test_its_script_fails_where_replies_are_false(script: str, spoiled_urls: dict[bool, str]) -> None:
+    done = run_script(script, spoiled_urls[CLIENTS[script].is_scripted])
     assert done.returncode != 0, done.stdout
     assert "not so: " in done.stderr or "spoiled" in done.stderr, done.stderr  # what does not parse raises in a client
 
 
 def run_script(script: str, url: str) -> "subprocess.CompletedProcess[str]":
-    """Run a client's script against a server, or skip the test where the client is not installed."""
-    command = _command(script, CLIENTS[script])
-    words = [*command, str(SCRIPTS / script), url, RED]
+    """Run a client's script against a server, or skip the test where this machine cannot."""
+    try:
+        where = environment_of(CLIENTS[script])
+    except NotHere as error:
+        pytest.skip(str(error))
+    words = [where.command, str(where.folder / script), url, RED]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _ALONE
     return subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
 
@@ -120,26 +126,8 @@ def assert_log_likelihoods(server: RunningServer, scored: list[list]) -> None:
             assert (is_greedy == "True") == bool((log_probs.argmax(1) == tokens[num_context:]).all())
 
 
-def _command(script: str, package: str) -> list[str]:
-    if script.endswith(".mjs"):
-        node = shutil.which("node")
-        if node is None:
-            pytest.skip("node is not installed")
-        if _fails([node, "-e", f"require.resolve('{package}')"]):
-            pytest.skip(f"node does not find {package}; name its node_modules in NODE_PATH")
-        return [node]
-    found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
-    if _fails([PYTHON, "-c", found]):
-        pytest.skip(f"{PYTHON} does not have {package}; name an environment's python in CLIENTS_PYTHON")
-    return [PYTHON]
-
-
-def _fails(command: list[str]) -> bool:
-    return subprocess.run(command, capture_output=True).returncode != 0
-
-
 def _spoiled(body: bytes) -> bytes:
-    body = re.sub(rb'"(text|content)":"', rb'"\1":"spoiled', body)
+    body = re.sub(rb'"(text|content|delta)":"', rb'"\1":"spoiled', body)
     return re.sub(rb'"completion_tokens":(\d+)', lambda found: b'"completion_tokens":1' + found[1], body)
 
 

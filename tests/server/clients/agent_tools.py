@@ -28,6 +28,7 @@ class Weather(BaseModel):
 
 
 QUESTION = "How is the weather?"
+OSLO = '{"name": "Oslo", "size": "large", "districts": [3, 14]}'
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "Weather", "description": Weather.__doc__, "parameters": Weather.model_json_schema()},

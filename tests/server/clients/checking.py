@@ -1,6 +1,7 @@
 """What the client scripts share: arguments, the server's replies without any client, and checks, which are printed.
 
 The scripts run alone too, against any server: python with_litellm.py http://127.0.0.1:5000 [KEY [MODEL_DIRECTORY]].
+Those with `replies` need that of tests/server/scripted_model.py.
 """
 
 import json
@@ -65,3 +66,18 @@ def check(what: str, found: Any, wanted: Any = True) -> None:
     if found != wanted:
         sys.exit(f"not so: {what}\n  found  {found!r}\n  wanted {wanted!r}")
     print("holds:", what)
+
+
+def replies(*texts: str) -> str:
+    """Return a message that makes the server of tests/server/scripted_model.py reply with these texts, one a turn."""
+    return "Replies: " + json.dumps(texts).replace("<", "\\u003c")
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    """Return the text by which that server's model calls a tool."""
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
+
+
+def thought(text: str) -> str:
+    """Return the text by which that server's model reasons before it replies."""
+    return f"<think>\n{text}\n</think>\n\n"

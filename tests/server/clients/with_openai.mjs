@@ -1,36 +1,11 @@
 // OpenAI's Node client: completions, chats, streams, models, errors, time limits. node with_openai.mjs URL [KEY]
 
-import { createRequire } from 'node:module';
-import { isDeepStrictEqual } from 'node:util';
+import OpenAI from 'openai';
+import { answer, check, errorOf, key, model, url } from './checking.mjs';
 
-const OpenAI = createRequire(import.meta.url)('openai'); // as NODE_PATH has it, which import does not read
-
-const [url, key = 'no-key'] = process.argv.slice(2);
 const prompt = 'import os\n\n\ndef main';
 const messages = [{ role: 'user', content: prompt }];
 const greedy = { temperature: 0, max_tokens: 12 };
-
-async function answer(path, body) {
-  const headers = { Authorization: `Bearer ${key}`, 'Content-Type': 'application/json', 'User-Agent': 'plain HTTP' };
-  const reply = await fetch(url + path, { method: body ? 'POST' : 'GET', headers, body: body && JSON.stringify(body) });
-  return reply.json();
-}
-
-function check(what, found, wanted) {
-  if (!isDeepStrictEqual(found, wanted)) {
-    console.error(`not so: ${what}\n  found  ${JSON.stringify(found)}\n  wanted ${JSON.stringify(wanted)}`);
-    process.exit(1);
-  }
-  console.log('holds:', what);
-}
-
-async function errorOf(promise) {
-  try {
-    await promise;
-  } catch (error) {
-    return error;
-  }
-}
 
 async function joined(stream, part) {
   let text = '';
@@ -38,7 +13,6 @@ async function joined(stream, part) {
   return text;
 }
 
-const model = (await answer('/v1/models')).data[0].id;
 const text = (await answer('/v1/completions', { prompt, ...greedy })).choices[0].text;
 const chat = (await answer('/v1/chat/completions', { messages, ...greedy })).choices[0].message.content;
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
