@@ -113,6 +113,22 @@ def test_rows_without_numbers_draw_some_token_and_barred_tokens_are_never_drawn(
 
 
 @needs_kernels
+@pytest.mark.parametrize("top_k", [2, 7, 50])
+@pytest.mark.parametrize("logits", [(1.3,), (-0.7,), (0.0,), (3e30,), (2.1, 2.1, 2.1), (2.1, -4.0), (5.5, 1e-3, 1e-3)])
+def test_a_row_with_fewer_tokens_than_top_k_keeps_all_of_them(logits: Sequence[float], top_k: int) -> None:
+    """As where a grammar allows a single token: which logits equal the largest one must not matter."""
+    places = torch.tensor([4099, 17, 4095][: len(logits)])
+    row = torch.full((1, 4100), -torch.inf)
+    row[0, places] = torch.tensor(logits)
+    for setting in ((1.5, top_k, 0.0), (0.3, top_k, 0.95)):
+        rows = rows_of(row.expand(len(UNIFORMS), -1).contiguous(), [setting] * len(UNIFORMS))
+        uniforms = uniforms_of(len(UNIFORMS))
+        tokens = drawn_by_kernels(rows, uniforms)
+        on_cpu = SamplingRows(*(getattr(rows, name).cpu() for name in ("logits", "temperature", "top_k", "top_p")))
+        assert tokens == sample_tokens_ref(on_cpu, uniforms.cpu()).tolist() and set(tokens) <= set(places.tolist())
+
+
+@needs_kernels
 def test_a_greedy_row_without_numbers_takes_the_same_token_in_any_step() -> None:
     logits = torch.full((4, 8200), -torch.inf)
     logits[1], logits[2, 4100] = torch.nan, torch.nan

@@ -78,7 +78,9 @@ def _narrow(
         target = tl.load(top_k + row).to(tl.float64)
     if round > 0:
         upper, above, target = tl.load(search + UPPER), tl.load(search + ABOVE), tl.load(search + TARGET)
-    first = tl.min(tl.where(reached >= target, pivot, PIVOTS - 1), axis=0)
+    # Where top-k keeps all tokens that are not -inf, the cut is at the least of them, which several pivots may equal.
+    least = tl.sum(tl.where(pivot == PIVOTS - 1, levels, 0.0), axis=0)
+    first = tl.min(tl.where((reached >= target) | (levels <= least), pivot, PIVOTS - 1), axis=0)
     lower = tl.sum(tl.where(pivot == first, levels, 0.0), axis=0)
     if first > 0:
         upper = tl.sum(tl.where(pivot == first - 1, levels, 0.0), axis=0).to(tl.float64)
