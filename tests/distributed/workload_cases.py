@@ -160,14 +160,14 @@ class SharedSteps:
                 self._any_busy(True)
             return step(run)
 
-        check = EngineRun.assert_matches_oracle
+        check = random_workloads.assert_replies_are_the_oracles
 
-        def checked_alone(run: EngineRun, *args: Any) -> OracleTally:
+        def checked_alone(work: Workload, run: EngineRun) -> OracleTally:
             self._wait_for_others()  # the device may wait for their part of a step that was launched early
-            return check(run, *args)
+            return check(work, run)
 
         patch.setattr(EngineRun, "step", announced)
-        patch.setattr(EngineRun, "assert_matches_oracle", checked_alone)
+        patch.setattr(random_workloads, "assert_replies_are_the_oracles", checked_alone)
 
     def _wait_for_others(self) -> None:
         """Run dummy steps until no replica has a request; what is cached stays as it is."""

@@ -551,7 +551,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     elif work.config.rounds_states:
         tally = run.assert_near_oracle(_greedy_ones(work), ROUNDING_MARGIN)
     else:
-        tally = _assert_replies_are_the_oracles(work, run)
+        tally = assert_replies_are_the_oracles(work, run)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
     assert run.context.runner._changes.masks._rows == {} and run.context.runner._changes._seen.is_empty
     seen["ended by a grammar"] = sum(
@@ -657,7 +657,7 @@ def _greedy_ones(work: Workload) -> list[int]:
     return [request_id for request_id, arrival in enumerate(work.arrivals) if arrival.is_greedy]
 
 
-def _assert_replies_are_the_oracles(work: Workload, run: EngineRun) -> OracleTally:
+def assert_replies_are_the_oracles(work: Workload, run: EngineRun) -> OracleTally:
     """Assert that all tokens and log-probs are those of whole sequences in fp64, without a cache."""
     tally, oracle = OracleTally(), run.subject.oracle
     for request_id, arrival in enumerate(work.arrivals):
