@@ -1,4 +1,4 @@
-"""What a model directory's configuration says that its cache needs. Imports torch."""
+"""Cache facts in a model directory's configuration. Imports torch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What to write instead of a flag that does not exist: the nearest one, or what vLLM's flag is called here."""
+"""Suggestions for unknown flags: the nearest flag, or the counterpart of a flag of vLLM."""
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches

@@ -104,7 +104,7 @@ class PromptBreakpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
-    """What a request asks for. It stays the same for the request's life; what runs is made from it, see `continued`.
+    """The settings of a request, fixed for its life. After an interruption, `continued` makes what runs from them.
 
     Args:
         prompt: [prompt_len] int64 token ids, never empty.

@@ -12,7 +12,7 @@ _MOST_CAUSES = 8
 
 
 class _Content(NamedTuple):
-    """What an error is rebuilt from: the arguments of its builtin base class, and its attributes."""
+    """The parts that an error is rebuilt from: the arguments of its builtin base class, and its attributes."""
 
     args: tuple[Any, ...]
     attributes: dict[str, Any]

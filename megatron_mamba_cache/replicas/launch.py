@@ -79,7 +79,7 @@ def launch_coordinator(
 
 @dataclass(frozen=True, slots=True)
 class _Quiet:
-    """What a process leaves out of what libraries print."""
+    """The warnings and log levels that a process hides from its terminal."""
 
     hides_warnings: bool
     levels: tuple[int, ...]

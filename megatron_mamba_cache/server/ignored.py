@@ -1,4 +1,4 @@
-"""What requests have that has no effect: counted, and logged in one line at the first time and at each power of ten."""
+"""Count parts of requests that have no effect; log a part when its count is 1, 10, 100 and so on."""
 
 import logging
 import threading
@@ -29,5 +29,5 @@ def note_ignored(reason: str, names: Iterable[str]) -> None:
             counts[key[1]] = _counts[key]
     due = {name: count for name, count in counts.items() if str(count).strip("0") == "1"}
     if due:
-        told = ", ".join(f"{name!r} ({count:,} so far)" for name, count in due.items())
-        logger.warning("ignored in requests: %s: %s", told, reason)
+        shown = ", ".join(f"{name!r} ({count:,} so far)" for name, count in due.items())
+        logger.warning("ignored in requests: %s: %s", shown, reason)

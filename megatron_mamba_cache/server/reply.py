@@ -85,7 +85,7 @@ def scored_token(
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrompt:
-    """What a reply follows.
+    """The rules that a reply follows.
 
     Args:
         opens_reasoning: Whether the prompt ends within reasoning.

@@ -73,7 +73,7 @@ Render = Callable[[Conversation], str]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a template reads of a conversation.
+    """Result of rendering a conversation: the messages that the template leaves out.
 
     Args:
         is_refused: Whether the template raises.
@@ -129,9 +129,9 @@ class TemplateFit:
                 return found
         if reading.unread:  # of the conversation as it is, the last choice
             message = conversation.messages[reading.unread[0]]
-            told = f"begins with {message['content'][:60]!r}" if message["content"] else "calls tools"
+            shown = f"begins with {message['content'][:60]!r}" if message["content"] else "calls tools"
             raise bad_request(
-                f"the model's chat template leaves out the message of role {message['role']} that {told}; "
+                f"the model's chat template leaves out the message of role {message['role']} that {shown}; "
                 "move it, or leave it out",
                 "messages",
             )

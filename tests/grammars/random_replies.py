@@ -51,7 +51,7 @@ class _Reply:
 
     @property
     def ends_with_number(self) -> bool:
-        """Whether the last byte is a digit outside of strings."""
+        """True if the last byte is a digit outside of strings."""
         return not self.is_in_string and self.data[-1:].isdigit()
 
     def add(self, data: bytes) -> None:

@@ -67,7 +67,7 @@ class Environment:
 CLIENT_NAMES = {"agents": "openai-agents", "aider": "aider-chat", "pydantic_ai": "pydantic-ai-slim"}
 """Distributions of clients whose modules have other names; the tests' environment lacks them."""
 THROUGH_CLIENTS = {"with_lm_eval.py": "transformers"}
-"""What a client imports for its script, which names a tokenizer, and does not declare."""
+"""Packages that a client imports for its script but does not declare."""
 _RUNS_MODULE = re.compile(r'sys\.executable, "-m", "(\w+)"')
 BASE_FACES = ("mcore", "models", "speculation")
 """Parts of the package whose public names need the base install only."""

@@ -1,4 +1,4 @@
-"""What each token of a reply has to be, in fp64 and without a cache, whatever the request asked for.
+"""An fp64 oracle without a cache for each token of a reply, with every setting of a request.
 
 Written token by token from the definitions of the settings. It shares two things with the package: a random number is a
 function of a request's seed and the token's position, and a grammar allows what its matcher says.
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asked for, as a test knows it.
+    """The settings of a request, as a test knows them.
 
     Args:
         logits: Keys as in `LogitsSettings`.

@@ -1,4 +1,4 @@
-"""What a request was given survives whatever interrupts it: all settings, its breakpoints and their time."""
+"""Every setting of a request, its breakpoints and their time survive every interruption."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -192,7 +192,7 @@ def test_all_that_was_asked_for_stays_the_same(name: str, times: int, grammar: s
 @pytest.mark.parametrize("num_generated", [0, 1, 5])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
 def test_a_breakpoint_and_its_time_survive(name: str, num_generated: int) -> None:
-    """What the cache held before is flushed, so that only the second prefill can have left a state."""
+    """Flush the cache first, so that only the second prefill can have left a state."""
     run = start_run(cached_states=60)
     params = greedy(12)
     params.add_attributes({BREAKPOINTS: [[SHARED + 3, 60], [2 * BLOCK, 0]], ARRIVED: 1000})

@@ -20,7 +20,7 @@ TEXTS = (
     "Falsches Üben von Xylophonmusik quält jeden größeren Zwerg. Ça été, où? Señor, mañana.",
     "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
 )
-"""What the vocabularies are trained on: characters of other scripts are bytes, or unknown."""
+"""Training text of the vocabularies; characters of other scripts become bytes, or unknown."""
 SCRIPTS = {
     "Latin": "The lazy dog déjà vu, naïve!",
     "Greek": "Ξεσκεπάζω την ψυχή",

@@ -23,7 +23,7 @@ EXAMPLES = {"float": 1.5, "int": 3, "str": "text", "bool": True}
 
 
 class Exchange:
-    """What threads that act as ranks hand to each other, pickled as between processes."""
+    """Values that threads acting as ranks exchange, pickled as between processes."""
 
     def __init__(self) -> None:
         self.values: list[bytes] = [b""] * NUM_RANKS

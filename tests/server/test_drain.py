@@ -95,7 +95,7 @@ CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5}
 
 @dataclass(slots=True)
 class Answers:
-    """What a client saw, with times of the monotonic clock."""
+    """A client's view of a request, with times of the monotonic clock."""
 
     seen: list[tuple[float, int, str]] = field(default_factory=list)
 

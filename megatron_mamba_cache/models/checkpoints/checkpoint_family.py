@@ -20,7 +20,7 @@ _TEXT_PREFIXES = ("language_model.", "model.language_model.", "")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFamily:
-    """What a directory's config.json says about its language model.
+    """The language model that a directory's config.json describes.
 
     Attributes:
         module: The module of `FAMILIES`.

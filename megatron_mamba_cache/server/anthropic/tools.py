@@ -41,7 +41,7 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class MessagesToolChoice(BaseModel):
-    """Whether tools may or must be called; "any" asks for a call, "tool" for one of the tool with this name."""
+    """Choice of tools: "any" asks for a call, "tool" for a call of the tool with this name."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None

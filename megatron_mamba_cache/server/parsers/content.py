@@ -14,7 +14,7 @@ Reading = Generator[Part | None, None, bool]
 
 
 class MarkedCalls(Protocol):
-    """How a family of models writes tool calls after a marker."""
+    """The syntax of a family's tool calls, which begin with a marker."""
 
     @property
     def open(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Tags in plain text, told from mentions of them by the line that they are in.
+"""Distinguish tags in plain text from mentions of them, by the line that they are in.
 
 A tag that is a token of the model needs none of this: it counts where the token is, and nowhere else.
 """

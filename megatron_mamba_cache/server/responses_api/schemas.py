@@ -43,7 +43,7 @@ _NEVER_INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-"""What replies of this server never have, because it encrypts nothing and runs no tools."""
+"""Parts that replies of this server never have, because it encrypts nothing and runs no tools."""
 _UNSUPPORTED: Table = {
     "background": Unsupported((False,)),
     "background_options": Unsupported(({},)),
@@ -78,7 +78,7 @@ class ResponsesTool(BaseModel):
 
 
 class ReasoningSettings(BaseModel):
-    """How hard the model thinks; templates read `reasoning_effort`.
+    """Settings of reasoning; templates read `reasoning_effort`.
 
     With a `summary`, of any length, all of the reasoning is the summary too.
     """
@@ -88,7 +88,7 @@ class ReasoningSettings(BaseModel):
 
     @property
     def summarizes(self) -> bool:
-        """Whether reasoning items get a summary."""
+        """True if reasoning items get a summary."""
         return self.summary not in (None, "none")
 
 

@@ -1,4 +1,4 @@
-"""What a grammar allows is parsed as the grammar means it: reasoning, then calls or an answer."""
+"""Replies that a grammar allows parse into reasoning, then calls or an answer."""
 
 import json
 import random
