@@ -54,6 +54,12 @@ def own_or_foreign(*own: str) -> Discriminator:
     return Discriminator(tag)
 
 
+OwnOrForeign = Annotated[
+    Annotated[_Own, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")], own_or_foreign("function")
+]
+"""A function of the request, or a tool of another type."""
+
+
 def counted_foreign(tools: list[Any]) -> list[Any]:
     """Count the tools of other types in a list, for which there is a warning in the log."""
     foreign = [tool for tool in tools if isinstance(tool, ForeignTool)]
@@ -122,13 +128,7 @@ def _distinct(tools: list[Tool | ForeignTool]) -> list[Tool | ForeignTool]:
 
 
 Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[Tool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
-            own_or_foreign("function"),
-            BeforeValidator(_nested),
-        ]
-    ],
+    list[Annotated[OwnOrForeign[Tool], BeforeValidator(_nested)]],
     Field(fail_fast=True, max_length=MOST_TOOLS),
     AfterValidator(counted_foreign),
     AfterValidator(_distinct),
@@ -154,13 +154,7 @@ class AllowedTools(BaseModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[
-            Annotated[
-                Annotated[NamedTool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
-                own_or_foreign("function"),
-                BeforeValidator(_nested),
-            ]
-        ],
+        list[Annotated[OwnOrForeign[NamedTool], BeforeValidator(_nested)]],
         Field(fail_fast=True, max_length=MOST_TOOLS),
         AfterValidator(counted_foreign),
     ]

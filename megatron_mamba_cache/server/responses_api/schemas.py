@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..answer_fields import NamedSchema
 from ..field_types import (
@@ -21,13 +21,12 @@ from ..field_types import (
 from ..schemas import ChatRequest
 from ..tool_schemas import (
     MOST_TOOLS,
-    ForeignTool,
     FunctionKind,
     FunctionName,
+    OwnOrForeign,
     ToolChoice,
     counted_foreign,
     flat_choice,
-    own_or_foreign,
     own_tools,
 )
 from ..unsupported import LABELS, Table, Unsupported
@@ -121,13 +120,7 @@ def _flat(tool: Any) -> Any:
 
 
 ResponsesTools = Annotated[
-    list[
-        Annotated[
-            Annotated[ResponsesTool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
-            own_or_foreign("function"),
-            BeforeValidator(_flat),
-        ]
-    ],
+    list[Annotated[OwnOrForeign[ResponsesTool], BeforeValidator(_flat)]],
     Field(fail_fast=True, max_length=MOST_TOOLS),
     AfterValidator(counted_foreign),
 ]
