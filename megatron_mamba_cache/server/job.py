@@ -178,7 +178,7 @@ class Job:
         """Yield the choices' pieces until all have ended; empty pieces are left out.
 
         Raises:
-            ApiError: 500 if one of them fails.
+            ApiError: 500 if one of them fails, 503 if the server's end cuts it off.
         """
         num_open = len(self.choices)
         while num_open:
@@ -186,6 +186,8 @@ class Job:
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
                 continue  # progress that was sent before a stop string was found
+            if progress.end == "error" and self._rules.is_over:
+                raise unavailable(f"the request failed: {progress.error}", "shutting_down")
             piece = choice.reply.take(progress)
             choice.prompt_scores = choice.prompt_scores or progress.prompt_scores
             echo, choice.echo = choice.echo, None

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from http.client import HTTPException, HTTPResponse
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from megatron_mamba_cache.server.limits import ServerLimits
 from tests.command_line.command_runs import REPOSITORY
 from tests.server.front_end import LongTokens, front_end, request_bytes, scripted_server, status_of, wait_until
 from tests.server.running_server import running_server
+from tests.server.scripted_agent import TEMPLATES, agent_tokenizer
 
 
 @contextmanager
@@ -266,6 +268,28 @@ def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> No
         server.listening.thread.join(30)
         assert not server.listening.thread.is_alive()
     assert len(events) < 4000 and "server was stopped" in json.loads(events[-1])["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/completions", ASKED | {"n": 2}, "server_error"),
+        ("/v1/chat/completions", CHAT, "server_error"),
+        ("/v1/responses", {"input": "abc"}, "server_error"),
+        ("/v1/messages", CHAT | {"model": "scripted"}, "overloaded_error"),
+    ],
+)
+def test_a_request_without_a_token_at_the_drain_limit_may_be_sent_again(
+    path: str, body: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    tokenizer = agent_tokenizer(tmp_path, TEMPLATES["hermes"])
+    with front_end(drain_s=0.1, tokenizer=tokenizer) as server, server.client() as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, path, json=body)
+        wait_until(lambda: server.backend.running)
+        server.listening.drain()
+        found = answer.result(30)
+        assert (found.status_code, found.headers.get("Retry-After")) == (503, "1")
+        assert found.json()["error"]["type"] == kind and "server was stopped" in found.text
 
 
 def test_a_second_signal_ends_everything_at_once() -> None:
