@@ -104,10 +104,14 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
 
 def _random(dtype: str) -> ReadyModel:
     shape = RandomHybridConfig(dtype=DTYPES[dtype])
+    try:
+        model = random_hybrid_model(shape)
+    except ValueError as error:  # ranks that cannot share it
+        raise UsageError(f"--random-model: {error}") from error
     description = (
         f"built-in random hybrid model, {_layers(shape.pattern)}, vocabulary of {shape.vocab_size} bytes, {dtype}"
     )
-    return ReadyModel(random_hybrid_model(shape), ByteTokenizer(shape.vocab_size), description, dtype)
+    return ReadyModel(model, ByteTokenizer(shape.vocab_size), description, dtype)
 
 
 def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:

@@ -7,8 +7,23 @@ from megatron.core import parallel_state
 
 from megatron_mamba_cache.command_line.launch import Launch
 from megatron_mamba_cache.command_line.processes import SeveralProcesses
+from megatron_mamba_cache.command_line.ready_model import ready_model
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from tests.distributed.rank_process import has_devices
+
+
+def error_of_the_random_model(kind: str) -> str:
+    """Return the error of a random model that the processes cannot share."""
+    size = dist.get_world_size()
+    sizes = {f"{one}_model_parallel_size": size if one == kind else 1 for one in ("tensor", "pipeline", "expert")}
+    try:
+        SeveralProcesses(Launch(dist.get_rank(), size, dist.get_rank()), Namespace(**sizes), "cpu")
+        ready_model(None, None, "cpu")
+    except UsageError as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+    return "none"
 
 
 def error_of_one_process() -> str:

@@ -68,3 +68,9 @@ def test_ranks_write_once_what_one_process_writes(flags: tuple, prompts: Path, b
 def test_a_mistake_that_one_process_finds_ends_them_all(worlds: Worlds) -> None:
     errors = worlds.of(2).run(generate_cases.error_of_one_process)
     assert errors == ["this process cannot"] * 2
+
+
+@pytest.mark.parametrize(("kind", "size"), [("expert", 2), ("tensor", 3)])
+def test_a_random_model_that_ranks_cannot_share_is_refused_in_a_line(worlds: Worlds, kind: str, size: int) -> None:
+    for error in worlds.of(size).run(generate_cases.error_of_the_random_model, kind):
+        assert error.startswith("--random-model: ") and f"--{kind}-model-parallel-size" in error
