@@ -95,11 +95,15 @@ def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None
     try:
         yield
     except CacheBudgetError as error:
-        raise UsageError(f"{prefix}{error.of_whole(share, is_draft=is_draft)}") from error
+        raise UsageError(f"{prefix}{error.of_whole(share, is_draft=is_draft)}{_notes_of(error)}") from error
     except ValueError as error:
-        raise UsageError(prefix + name_flag(str(error))) from error
+        raise UsageError(f"{prefix}{name_flag(str(error))}{_notes_of(error)}") from error
     except CacheError as error:
-        raise UsageError(f"{prefix}{error}") from error
+        raise UsageError(f"{prefix}{error}{_notes_of(error)}") from error
+
+
+def _notes_of(error: Exception) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 class _Refused(NamedTuple):

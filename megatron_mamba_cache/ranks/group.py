@@ -69,8 +69,9 @@ def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
     """Return what each rank computes for itself; if one fails, raise the same error on all, so that no rank waits.
 
     Raises:
-        Exception: What the first failed rank raised, with a note of its number. An error of a type that is neither a
-            builtin nor this package's, or that another rank cannot make, is a `RuntimeError` that names the type.
+        Exception: What the first failed rank raised, with a note of its number unless all raised the same. An error of
+            a type that is neither a builtin nor this package's, or that another rank cannot make, is a `RuntimeError`
+            that names the type.
     """
     error: Exception | None = None
     try:
@@ -85,7 +86,10 @@ def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
     failed = next((rank for rank, found in enumerate(raised) if found is not None), None)
     if failed is None:
         return result
-    raise _shared_error(ranks, failed, raised[failed], error)
+    shared = _shared_error(ranks, failed, raised[failed], error)
+    if any(found != raised[failed] for found in raised):
+        shared.add_note(f"raised on rank {failed} of the model")
+    raise shared
 
 
 def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exception | None) -> Exception:
@@ -99,5 +103,4 @@ def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exceptio
             shared = mine
         else:
             shared.__cause__ = mine
-    shared.add_note(f"raised on rank {failed} of the model")
     return shared

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache import errors
+from megatron_mamba_cache.command_line.expected_memory import errors_of_settings
+from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.errors import CacheBudgetError, CacheCapacityError, HostBudgetError
 from megatron_mamba_cache.installation import MissingExtraError
 from megatron_mamba_cache.ranks.group import OneRank, on_all_ranks
@@ -144,6 +146,21 @@ def test_each_own_error_is_the_same_on_all_ranks(kind: type[Exception]) -> None:
     assert attributes == [attributes[FAILING]] * NUM_RANKS and str(error)
     assert all(one.__notes__ == [f"raised on rank {FAILING} of the model"] for one in found)
     assert found[FAILING] is error
+
+
+def test_an_error_that_all_ranks_raise_names_none_of_them() -> None:
+    same = raised_by_all(*(CacheBudgetError(1.0, 2.0, 3) for _ in range(NUM_RANKS)))
+    assert not any(hasattr(one, "__notes__") for one in same)
+    differ = raised_by_all(*(CacheBudgetError(1.0, 2.0 + index, 3) for index in range(NUM_RANKS)))
+    assert all(one.__notes__ == ["raised on rank 0 of the model"] for one in differ)
+
+
+def test_a_line_of_a_command_says_which_rank_the_error_is_of() -> None:
+    for error in (CacheBudgetError(1.0, 2.0, 3), CacheCapacityError("no room"), ValueError("cache_gb is bad")):
+        for one in raised_by_one(error):
+            with pytest.raises(UsageError) as found, errors_of_settings(0.5):
+                raise one
+            assert str(found.value).endswith(" (raised on rank 1 of the model)")
 
 
 def test_an_error_of_a_part_of_a_budget_can_be_said_of_the_whole_on_each_rank() -> None:
