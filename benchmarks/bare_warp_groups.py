@@ -37,7 +37,7 @@ def _bare_kernel(out, value, other, ROUNDS: gl.constexpr):
 def write_in_two_groups(num_programs: int, rounds: int) -> Tensor:
     """Run the kernel: [num_programs, 160] int32."""
     out = torch.zeros(num_programs, 160, dtype=torch.int32, device="cuda")
-    _bare_kernel[(num_programs,)](out, 1000, 5000, rounds, num_warps=4)
+    _bare_kernel[(num_programs,)](out, 1000, 5000, rounds, num_warps=4, enable_fp_fusion=True)
     return out
 
 
