@@ -12,6 +12,7 @@ from .field_types import (
     INT32_MAX,
     Flag,
     Int,
+    JsonObject,
     Metadata,
     Name,
     Number,
@@ -89,6 +90,7 @@ class GenerationFields(AnswerFields):
     store: Flag | None = None
     service_tier: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
     safety_identifier: Name | None = None
 
     @property
@@ -178,6 +180,7 @@ class ChatRequest(GenerationFields, Templated):
     reasoning_effort: Name | None = None
     verbosity: Name | None = None
     include_reasoning: Flag | None = None
+    prediction: JsonObject | None = None  # accepted, without effect
 
     def conversation(self) -> Conversation:
         """Return what the template reads."""

@@ -1,7 +1,7 @@
 """Fields of OpenAI's and vLLM's requests that this server does not support, and the values that ask for nothing.
 
-To support a field, remove its entry here and add it to a schema. Fields that name a client, a user or a session, and so
-cannot change a reply, are ignored and counted.
+To support a field, remove its entry here and add it to a schema. Fields that cannot change a reply are ignored and
+counted: those that name a client, a user or a session, and those that only ask for speed.
 """
 
 import json
@@ -96,7 +96,6 @@ _SERVING: Table = {
     "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
     "kv_transfer_params": _NOTHING,
     "vllm_xargs": _NO_ENTRIES,
-    "prompt_cache_retention": Unsupported(("in_memory", "in-memory")),
 }
 
 _TEMPLATE = Unsupported(instead="leave it out: the chat template is the model directory's")
@@ -127,7 +126,6 @@ CHAT: Table = {
     "function_call": Unsupported(("none", "auto")),
     "modalities": Unsupported((["text"],)),
     "audio": _NOTHING,
-    "prediction": _NOTHING,
     "web_search_options": _NOTHING,
     "moderation": _NOTHING,
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
@@ -139,6 +137,7 @@ LABELS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"),
         *("client_metadata", "session_id", "trace", "trace_id", "user_id", "tags"),
+        *("prompt_cache_retention", "prediction"),
     }
 )
 """Fields that do not change a reply; so do all others whose names end with "metadata"."""

@@ -58,6 +58,8 @@ def prompt_after(agent: Agent, path: str, **fields: Any) -> str:
 LABELS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"client_metadata": {"a": "b"}, "user": "me", "session_id": "s"}),
     (CHAT, {"litellm_metadata": {"a": [1]}, "prompt_cache_key": "k", "tags": ["a"]}),
+    (CHAT, {"prediction": {"type": "content", "content": "Yes."}, "prompt_cache_retention": "24h"}),
+    (RESPONSES, {"prompt_cache_retention": "24h"}),
     (RESPONSES, {"client_metadata": {"a": "b"}, "safety_identifier": "s", "service_tier": "auto"}),
     (MESSAGES, {"anthropic_version": "v", "betas": ["b"], "metadata": {"user_id": "u"}}),
 ]

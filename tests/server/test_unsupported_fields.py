@@ -46,7 +46,6 @@ BOTH: dict[str, Any] = {  # what asks for something, of vLLM's and OpenAI's fiel
     "vllm_xargs": {"a": 1},
     "repetition_detection": {"max_pattern_size": 3},
     "thinking_token_budget": 5,
-    "prompt_cache_retention": "24h",
 }
 ASKING: dict[str, dict[str, Any]] = {
     COMPLETIONS: BOTH | {"suffix": "x", "prompt_embeds": "x"},
@@ -61,7 +60,6 @@ ASKING: dict[str, dict[str, Any]] = {
         "function_call": {"name": "f"},
         "modalities": ["text", "audio"],
         "audio": {"voice": "alloy", "format": "wav"},
-        "prediction": {"type": "content", "content": "x"},
         "web_search_options": {},
         "moderation": {"model": "x"},
         "prompt_cache_options": {"mode": "explicit"},

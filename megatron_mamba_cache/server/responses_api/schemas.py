@@ -52,7 +52,6 @@ _UNSUPPORTED: Table = {
     "moderation": Unsupported(),
     "prompt": Unsupported(instead="leave it out, or send instructions"),
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
-    "prompt_cache_retention": Unsupported(("in_memory", "in-memory")),
     "access_programs": Unsupported(({},)),
     "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
     "truncation": Unsupported(("disabled", "auto")),  # what does not fit is refused, as "auto" allows too
@@ -154,6 +153,7 @@ class ResponsesRequest(PartlySupported):
     user: Name | None = None
     service_tier: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
     safety_identifier: Name | None = None
 
     def messages(self, find: Callable[[str], Item]) -> list[ChatMessage]:
