@@ -12,7 +12,7 @@ from .launch import Launch
 from .model_choice import chosen_directory, require_token_ids
 from .output_file import check_writable
 from .prompts import read_prompts
-from .quiet import quiet_libraries
+from .quiet import hide_stacks_of_signals, quiet_libraries
 from .tier_arguments import check_tiers
 
 
@@ -40,6 +40,7 @@ def generate(arguments: Namespace) -> int:
     with quiet_libraries(arguments.log_level):
         device = select_device(arguments.device)
         # These import torch, which fixes the device.
+        hide_stacks_of_signals()
         from .generation import Generation
         from .own_process_groups import own_process_groups
         from .processes import OneModel, SeveralProcesses, speaking_for_all

@@ -1,6 +1,8 @@
 """Keep the warnings of megatron-core and torch off the terminal, and this package's own warnings on it."""
 
+import faulthandler
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -39,6 +41,14 @@ def quiet_libraries(level: str = "warning") -> Iterator[None]:
             logger.setLevel(before)
         own.removeHandler(handler)
         own.propagate = propagate
+
+
+def hide_stacks_of_signals() -> None:
+    """Import the module of megatron-core that prints a stack at SIGTERM and SIGINT, and unregister that."""
+    import megatron.core.inference.data_parallel_inference_coordinator  # noqa: F401  # imports torch
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        faulthandler.unregister(number)
 
 
 class _StderrHandler(logging.Handler):

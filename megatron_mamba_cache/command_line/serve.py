@@ -13,7 +13,7 @@ from .coordinator_access import routing_settings
 from .device import select_device
 from .launch import Launch
 from .model_choice import chosen_directory
-from .quiet import quiet_libraries
+from .quiet import hide_stacks_of_signals, quiet_libraries
 from .server_arguments import check_server_arguments
 from .tier_arguments import check_tiers
 from .usage_error import UsageError
@@ -43,6 +43,7 @@ def serve(arguments: Namespace) -> int:
         if not fills_card(directory, device):
             check_engine_arguments(arguments)
         # These import torch, which fixes the device.
+        hide_stacks_of_signals()
         from .own_process_groups import own_process_groups
         from .processes import OneModel, SeveralProcesses, speaking_for_all
         from .serving import Serving

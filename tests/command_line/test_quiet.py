@@ -1,6 +1,9 @@
 """What the command keeps off the terminal, and what it leaves there."""
 
+import faulthandler
 import logging
+import signal
+import sys
 import warnings
 
 import pytest
@@ -10,7 +13,7 @@ from megatron_mamba_cache.command_line.processes import speaking_for_all
 from megatron_mamba_cache.command_line.quiet import LEVELS, own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.kernels import progress
 from megatron_mamba_cache.replicas.launch import _Quiet
-from tests.command_line.command_runs import REPOSITORY, run_process
+from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 
 
 def test_what_takes_long_is_said_where_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,3 +86,12 @@ def test_the_process_of_a_coordinator_hides_what_its_parent_hides() -> None:
             assert _Quiet.of_this_process() == _Quiet(True, (40, 40, 40, 30))
         with quiet_libraries("debug"):
             assert _Quiet.of_this_process() == _Quiet(False, (10, 10, 10, 10))
+
+
+def test_a_signal_that_ends_a_command_prints_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:  # as megatron's import does
+        faulthandler.register(number, file=sys.__stderr__, all_threads=False, chain=True)
+    assert run_here(capsys, "--random-model", "--num-tokens-to-generate", 1).status == 0
+    assert not any([faulthandler.unregister(number) for number in numbers])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
