@@ -24,6 +24,8 @@ class ReplicaThread:
         self._engine = engine
         self._routing = routing
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._is_warm = threading.Event()
+        self._may_join = threading.Event()
         self._has_begun = threading.Event()
         self._address: str | None = None
         self._error: BaseException | None = None
@@ -32,12 +34,17 @@ class ReplicaThread:
     def start(self) -> str:
         """Start, and return the coordinator's address once all replicas have joined.
 
+        A SIGTERM ends the process as usual until the engine is warm, which may take minutes, and is ignored after that.
+
         Raises:
             RuntimeError: If the engine fails first.
         """
-        with _signals_ignored():  # the coordinator inherits this, so it ends with the engines, not before
+        with _ignored(signal.SIGINT):  # the coordinator inherits both, so it ends with the engines, not before
             self._thread.start()
-            self._has_begun.wait()
+            self._is_warm.wait()
+            with _ignored(signal.SIGTERM):
+                self._may_join.set()
+                self._has_begun.wait()
         if self._address is None:
             raise RuntimeError("the engine could not join a coordinator") from self._error
         return self._address
@@ -51,11 +58,16 @@ class ReplicaThread:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            asyncio.run(_serve(self._engine, self._routing, self._note))
+            asyncio.run(_serve(self._engine, self._routing, self._wait_to_join, self._note))
         except BaseException as error:  # Megatron turns its loop's errors into SystemExit
             self._error = error
         finally:
+            self._is_warm.set()
             self._has_begun.set()
+
+    def _wait_to_join(self) -> None:
+        self._is_warm.set()
+        self._may_join.wait()
 
     def _note(self, address: str) -> None:
         self._address = address
@@ -63,22 +75,29 @@ class ReplicaThread:
 
 
 def serve_replica(engine: MambaCacheEngine, routing: RoutingSettings) -> None:
-    """Serve the first process's coordinator until it stops the engines; signals are left to the first process."""
-    with _signals_ignored():
-        asyncio.run(_serve(engine, routing, lambda _address: None))
+    """Serve the first process's coordinator until it stops the engines.
+
+    Signals are left to the first process, but until the engine is warm, a SIGTERM ends this process as usual.
+    """
+    with _ignored(signal.SIGINT), contextlib.ExitStack() as stack:
+        asyncio.run(
+            _serve(engine, routing, lambda: stack.enter_context(_ignored(signal.SIGTERM)), lambda _address: None)
+        )
 
 
-async def _serve(engine: MambaCacheEngine, routing: RoutingSettings, note: Callable[[str], None]) -> None:
+async def _serve(
+    engine: MambaCacheEngine, routing: RoutingSettings, on_warm: Callable[[], None], note: Callable[[str], None]
+) -> None:
     engine.warmup()
+    on_warm()
     note(await engine.start_listening_to_data_parallel_coordinator(routing=routing))
     await engine.engine_loop_task
 
 
 @contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+def _ignored(number: signal.Signals) -> Iterator[None]:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(number, before)
