@@ -1,11 +1,13 @@
 """Schemas that refer to themselves without an end: no JSON value is of them, and a reply that begins one never ends."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from ..errors import GrammarError
 from .schema_words import at_place, held_by, list_of, mapping_of, path_of, places_in, target_of, types_of
 
+_MEMBER_OF_ALL = re.compile(r"\.?allOf\.\d+$")
 _SCALARS = {"null", "boolean", "integer", "number", "string"}
 
 
@@ -41,6 +43,8 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
             break
         step, found = lacking[0]
         path = path_of(step) if step.startswith("#") else f"{path}.{step}".lstrip(".")
+    if found is False:
+        path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` writes `not: {}` as one
     with at_place(path):
         reason = "a value is required where it is false" if found is False else "references never come to an end"
         raise GrammarError(f"no JSON value is of the schema: {reason}")

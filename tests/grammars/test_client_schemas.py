@@ -127,6 +127,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing in common": ({"allOf": [{"enum": ["a"]}, {"enum": ["b"]}]}, "no "),
     "control character": (of("a", a={"const": "\x01"}), "properties.a: const has control characters"),
     "endless": (of("a", a={"$ref": "#"}), "references never come to an end"),
+    "never": (of("a", a={"not": {}}), "properties.a: no JSON value is of the schema"),
+    "never within all": (of("a", a={"allOf": [TEXT, {"not": {}}]}), "properties.a.allOf.1: no JSON value"),
     "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
     "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum has to be a number"),
     "far bound": (of(a={"type": "number", "minimum": 1e19}), "properties.a: minimum or maximum is beyond 2**63"),
