@@ -49,11 +49,14 @@ def name_flag(message: str) -> str:
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Return the message with the alias of each flag whose alias is among the words."""
+    """Return the message with the alias of each flag whose alias is among the words.
+
+    Names that argparse joins, as in "--hf-model/--model", become the one that was typed.
+    """
     typed = {word.split("=", 1)[0] for word in words}
     for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
-            message = re.sub(rf"(?<![\w-]){flag}(?![\w-])", alias, message)
+            message = re.sub(rf"(?<![\w-])(--[\w-]+/)*{flag}(/--[\w-]+)*(?![\w-])", alias, message)
     return message
 
 

@@ -175,6 +175,12 @@ def test_a_message_names_the_flag_that_was_typed_and_the_values_in_force(
     assert finished.status == 2 and told in finished.stderr and "--inference" not in finished.stderr
 
 
+@pytest.mark.parametrize("command", ["generate", "plan"])  # plan names the flag in the other order
+def test_a_flag_of_two_names_is_named_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--model"]) == 2
+    assert capsys.readouterr().err == "mamba-cache: error: --model: expected one argument\n"
+
+
 def test_limits_that_do_not_fit_the_sizes_of_the_model_are_named_with_these(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, "--max-tokens-per-step", "8", "--random-model")
     assert finished.status == 2 and "max_tokens is 8; it must be at least max_requests=16" in finished.stderr

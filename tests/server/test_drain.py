@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from http.client import HTTPException, HTTPResponse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
