@@ -3,7 +3,7 @@
 import json
 from collections import OrderedDict
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import islice
 from threading import Lock
 from types import ModuleType
@@ -126,6 +126,13 @@ class Grammars:
                     raise GrammarError("replies of a given form need a tokenizer, and this engine has none")
                 self._vocabulary = _llguidance().read_vocabulary(self._tokenizer, self.vocab_size)
             return self._vocabulary
+
+
+@lru_cache(maxsize=4096)
+def has_text(terminal: str) -> bool:
+    """Return whether there is a text of a terminal, given by its right-hand side; True if it cannot be compiled."""
+    found: bool = _llguidance().has_text(terminal)
+    return found
 
 
 def _parsed(grammar: str) -> Any:

@@ -77,9 +77,10 @@ def drop_empty_words(schema: Schema, _root: Any = None) -> None:
         exclusive = f"exclusive{word.capitalize()}"
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and word in schema:
             schema[exclusive] = schema.pop(word)
+    others = schema.pop("additionalItems", True)  # means something next to a list of items only
     if isinstance(schema.get("items"), list):
         schema["prefixItems"] = schema.pop("items")
-        schema |= {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
+        schema["items"] = others
     is_alone = not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref", "if", "additionalProperties"}
     if is_alone and schema.get("unevaluatedProperties") is False:
         schema["additionalProperties"] = schema.pop("unevaluatedProperties")
@@ -213,7 +214,7 @@ def _refuse_others(schema: Schema, _root: Any) -> None:
     named = schema.get("type")
     for name in named if isinstance(named, list) else [named] if "type" in schema else []:
         if name not in TYPES:
-            raise GrammarError(f"{json.dumps(name)} is not a type of JSON Schema; use one of {', '.join(TYPES)}")
+            raise GrammarError(f"{json.dumps(name):.100} is not a type of JSON Schema; use one of {', '.join(TYPES)}")
 
 
 def _take_out(schema: Schema, *words: str) -> None:

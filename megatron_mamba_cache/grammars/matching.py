@@ -186,6 +186,15 @@ def goes_on(schema: dict[str, Any], text: str) -> bool:
     return not matcher.is_error() and bool(mask[_QUOTE >> 3] >> (_QUOTE & 7) & 1)
 
 
+def has_text(terminal: str) -> bool:
+    """Return whether there is a text of a terminal, given by its right-hand side; True if it cannot be compiled."""
+    lark = f"start: TEXT\nTEXT: {terminal}"
+    matcher = LLMatcher(_bytes(), json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return not matcher.get_error().startswith(_NO_TEXT)
+
+
 def _byte_matcher(schema: dict[str, Any]) -> LLMatcher:
     return LLMatcher(_bytes(), json.dumps({"grammars": [{"json_schema": schema}]}), log_level=0)
 

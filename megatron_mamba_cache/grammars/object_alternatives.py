@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import GrammarError
 from .exclusive_branches import exclude_branches
 from .held_words import UNHELD, drop_empty_words
+from .patterns import pattern_of_names
 from .schema_words import list_of, mapping_of, target_of, without_notes
 
 _MOST_ALTERNATIVES = 32
@@ -68,7 +69,8 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     required = [name for part in plain for name in part["required"]]
     for schema in parts:
         _check_words(schema, {*required, *properties}, len(set(required)))
-    others = next((part["others"] for part in plain if part["others"] is not True), True)
+    is_open = all(part.get("unevaluatedProperties") is not False for part in parts)
+    others = next((part["others"] for part in plain if part["others"] is not True), is_open)
     return {"properties": properties, "required": required, "others": others}
 
 
@@ -86,10 +88,21 @@ def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) 
     least, most = words.get("minProperties"), words.get("maxProperties")
     unheld |= {"minProperties"} if isinstance(least, int) and least > num_required else set()
     unheld |= {"maxProperties"} if isinstance(most, int) and most < len(names) else set()
+    unheld |= {"propertyNames"} if not _may_have(words.get("propertyNames", {}), names) else set()
     patterns = mapping_of(words.get("patternProperties"))
     unheld |= {"patternProperties"} if any(_may_match(pattern, names) for pattern in patterns) else set()
     if unheld:
         raise GrammarError(f"{min(unheld)} cannot be held to; leave it out")
+
+
+def _may_have(schema: Any, names: set[str]) -> bool:
+    """Return whether a schema of names allows all of these."""
+    if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
+        return names.issubset(map(str, schema["enum"]))
+    try:
+        return not schema or not names or all(re.search(pattern_of_names(schema), name) for name in names)
+    except (GrammarError, re.error):
+        return False
 
 
 def _may_match(pattern: str, names: set[str]) -> bool:

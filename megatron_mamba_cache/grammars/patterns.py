@@ -12,8 +12,15 @@ from ..errors import GrammarError
 CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 """An escape, or a class of characters."""
 _TOKEN = re.compile(r"\\u\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\c[A-Za-z]|\\.|\[\^?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
+_CLASS_ESCAPE = re.compile(r"(-?)\\([sS])(-?)|\\u\{?[0-9a-fA-F]+\}?|\\c[A-Za-z]|\\.", re.DOTALL)
+_OTHER_CLASS = re.compile(r"(?<!\\)(?:\[:\^?[a-z]+:\]?|&&(?=\[))")
+"""Words of classes that Rust, POSIX and Java know: `[:alpha:]` and intersections."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 _AHEAD = "(?="
+_FLAGS = re.compile(r"\(\?[a-z]+\)")
+_GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>|(?!\?))")
+"""The beginning of a group, named or not."""
+_ANYTHING = r"(.|\n)*"
 _ANY_CHARACTER = r"[^\n\r\x{2028}\x{2029}]"
 _EMAIL = (
     r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,19}(\.[A-Za-z0-9_+-]{1,20}){0,2}@"
@@ -21,7 +28,19 @@ _EMAIL = (
 )
 _ANY_EMAIL = {"format": "email", "pattern": r"^[^@]{1,64}@([^.]{1,63}\.)*[^.]{1,63}$", "maxLength": 254}
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
-_POINTER = r"(/([^/~]|~[01])*)*$"
+_SPACES = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+_VISIBLE = (
+    r"\x{0}-\x{8}\x{e}-\x{1f}!-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}"
+    r"\x{2060}-\x{2fff}\x{3001}-\x{fefe}\x{ff00}-\x{10ffff}"
+)
+"""All characters but `_SPACES`."""
+_DASH = r"\-"
+_ESCAPES = {
+    **{r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"},
+    **{r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"},
+}
+"""Escapes of ECMA-262 in Rust's dialect, where they differ."""
+_POINTER = "(/([^/~]|~[01])*)*"
 _FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"format": name} for name in ("date", "duration", "hostname", "ipv4", "ipv6", "uri", "uuid")},
     "date-time": {"format": "date-time", "pattern": "^[^t]*T[0-9]{2}:[0-9]{2}:[0-5][^z]*$"},
@@ -29,8 +48,8 @@ _FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: _ANY_EMAIL for name in ("email", "idn-email")},
     **{name: {"format": "uri"} for name in ("uri-reference", "iri", "iri-reference", "uri-template")},
     "idn-hostname": {"format": "hostname"},
-    "json-pointer": {"pattern": f"^{_POINTER}"},
-    "relative-json-pointer": {"pattern": f"^(0|[1-9][0-9]{{0,8}})(#$|{_POINTER})"},
+    "json-pointer": {"pattern": f"^{_POINTER}$"},
+    "relative-json-pointer": {"pattern": f"^(0|[1-9][0-9]{{0,8}})(#|{_POINTER})$"},
 }
 """Words for each format that JSON Schema defines, which allow only texts that every validator takes."""
 _EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -142,13 +161,28 @@ def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
 
 def _whole(pattern: str) -> str:
     """Return an expression of the texts in which a pattern is found; its ends may be anchored."""
+    flags = _FLAGS.match(pattern)
+    inner = pattern if flags is None else pattern[flags.end() :]
+    found = f"{'' if flags is None else flags[0]}{_in_text(inner, is_start=False, is_end=False)}"
+    return _TOKEN.sub(lambda token: _ascii(token[0]), f"({found})")
+
+
+def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
+    """Return an expression of the texts in which a pattern is found, at their start or end if that is asked for."""
     branches = []
     for branch in _branches(pattern):
-        start = "" if branch.startswith("^") else r"(.|\n)*"
         is_anchored = re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None
         inner = branch.removeprefix("^")
-        branches.append(f"{start}({inner[:-1]})" if is_anchored else rf"{start}({inner})(.|\n)*")
-    return _TOKEN.sub(lambda found: _ascii(found[0]), f"({'|'.join(branches)})")
+        inner = inner[:-1] if is_anchored else inner
+        at_start, at_end = is_start or branch.startswith("^"), is_end or is_anchored
+        group = _GROUP.match(inner)
+        if group is not None and _end_of_group(inner) == len(inner):
+            branches.append(_in_text(inner[group.end() : -1], is_start=at_start, is_end=at_end))
+            continue
+        if any(sign in CLASS.sub("", inner) for sign in "^$"):
+            raise GrammarError(f"the pattern {pattern!r:.100} has `^` or `$` inside of it; write it without")
+        branches.append(f"{'' if at_start else _ANYTHING}({inner}){'' if at_end else _ANYTHING}")
+    return f"({'|'.join(branches)})"
 
 
 def _ascii(token: str) -> str:
@@ -175,23 +209,33 @@ def _translated_token(token: str) -> str:
         return _character(int(token[2:].strip("{}"), 16))
     if token.startswith("\\c") and len(token) == 3:
         return _character(ord(token[2].upper()) - ord("@"))
-    return {r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"}.get(token, token)
+    return _ESCAPES.get(token, token)
 
 
 def _translated_class(text: str) -> str:
-    """Return a class in which `[` and doubled signs stand for themselves, unless it is one of Rust's own."""
+    """Return a class in which `[` and doubled signs stand for themselves.
+
+    Raises:
+        GrammarError: If it is of another dialect, and of other characters in ECMA-262.
+    """
     if text in ("[]", "[^]"):
         return r"[\s\S]" if text == "[^]" else r"[^\s\S]"
-    if "[:" in text or "&&" in text:
-        return text
+    other = _OTHER_CLASS.search(text)
+    if other is not None:
+        raise GrammarError(
+            f"the pattern has {other[0]!r}, which JSON Schema reads as single characters; list those that are meant"
+        )
     start = 2 if text.startswith("[^") else 1
-    inner = re.sub(r"\\u\{?[0-9a-fA-F]+\}?|\\c[A-Za-z]|\\.", lambda found: _in_class(found[0]), text[start:-1])
-    inner = re.sub(r"(\\.)|\[|(?<=~)~", lambda found: found[0] if found[1] else f"\\{found[0]}", inner)
+    inner = re.sub(r"(\\.)|\[|(?<=[~&])[~&]", lambda found: found[0] if found[1] else f"\\{found[0]}", text[start:-1])
+    inner = _CLASS_ESCAPE.sub(_in_class, inner)
     return f"{text[:start]}{inner}]"
 
 
-def _in_class(escape: str) -> str:
-    return r"\x08" if escape == r"\b" else _translated_token(escape)
+def _in_class(escape: re.Match[str]) -> str:
+    if escape[2] is not None:  # white space or not; a `-` next to it is itself
+        characters = _SPACES if escape[2] == "s" else _VISIBLE
+        return f"{escape[1] and _DASH}{characters}{escape[3] and _DASH}"
+    return r"\x08" if escape[0] == r"\b" else _translated_token(escape[0])
 
 
 def _character(code: int) -> str:
@@ -237,6 +281,14 @@ def _branches(text: str) -> list[str]:
 def _looks_around(pattern: str) -> bool:
     bare = CLASS.sub(lambda found: found[0] if found[0] in (r"\b", r"\B") else "", pattern)
     return _LOOK_AROUND.search(bare) is not None
+
+
+def is_found(pattern: str, text: str) -> bool:
+    """Return whether a pattern is in a text; True if it cannot be read here."""
+    try:
+        return re.search(pattern, text, re.ASCII) is not None
+    except re.error:
+        return True
 
 
 def _takes(pattern: str, texts: tuple[str, ...], any_of_them: bool = False) -> bool:

@@ -29,6 +29,7 @@ _LISTS = frozenset((*BRANCHES, "prefixItems", "items"))
 _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = "__whole"
+_INDEX = re.compile("[0-9]{1,9}")
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _TYPES_OF_PYTHON: tuple[tuple[Any, str], ...] = (
     (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"),
@@ -116,7 +117,7 @@ def target_of(reference: str, root: Any) -> Any:
     found = root
     for name in (unquote(name).replace("~1", "/").replace("~0", "~") for name in names[1:]):
         if isinstance(found, list):
-            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+            found = found[int(name)] if _INDEX.fullmatch(name) and int(name) < len(found) else None
         else:
             found = found.get(name) if isinstance(found, Mapping) else None
     return found

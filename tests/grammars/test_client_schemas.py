@@ -22,7 +22,7 @@ MAKERS = {
     "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
 }
 REASONS = ("uniqueItems", "looks ahead or behind", "oneOf", "no JSON value", "no value is allowed")
-LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "\n")
+LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "lookaround", "\n")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,12 @@ LIFTED: dict[str, dict[str, Any]] = {
     "look ahead": {"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{8,12}$"},
     "never": of("b", a={"not": {}}, b=ONE),
     "list of items": {"$schema": "http://json-schema.org/draft-07/schema#", "items": [ONE, TWO], "minItems": 2},
+    "list of items, then texts": {
+        **{"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "minItems": 2},
+        **{"items": [ONE, {"type": "object"}], "additionalItems": TEXT},
+    },
+    "white space": of("a", "b", a={**TEXT, "pattern": r"^[\s-]{2}$"}, b={**TEXT, "pattern": r"^\S[^\S-]$"}),
+    "signs of classes": {"type": "string", "pattern": r"^[[:&&,~~]{3}$"},
     "float32": {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
     "float64 above": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1.7976931348623157e308},
     "integers of floats": {"type": "integer", "minimum": -1e19, "maximum": 1e19},
@@ -117,6 +123,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "overlap": (of(a={"oneOf": [TEXT, {"const": "a"}]}), "properties.a: oneOf cannot be held to"),
     "numbers overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "alternatives 1 and 0 may be the same"),
     "look-ahead": (of(a={"type": "string", "pattern": "^(?!x).*$"}), "properties.a: the pattern '^(?!x).*$' looks"),
+    "class of POSIX": ({"type": "string", "pattern": "^[[:alpha:]]$"}, "the pattern has '[:alpha:]', which"),
+    "class of Java": (of(a={**TEXT, "pattern": "^[a-z&&[^b]]$"}), "properties.a: the pattern has '&&', which"),
+    "an end inside": ({"type": "string", "pattern": "a$b"}, "the pattern /a$b/ has `^`, `$` or the end of a word"),
+    "index": ({"anyOf": [ONE, {"$ref": f"#/anyOf/{'1' * 5000}"}]}, "$ref names"),
     "word ends": ({"type": "string", "pattern": r"\bfoo\b"}, "looks ahead or behind"),
     "if": ({"anyOf": [{"if": TEXT, "then": False}]}, "anyOf.0: if cannot be held to"),
     "bounds inside": (

@@ -1,10 +1,12 @@
 """Tool calls as grammars, so that a reply cannot be anything else: in the form that the family's parser reads."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import GrammarError
+from ...grammars.compiler import has_text
 from ...grammars.forms import (
     Grammar,
     SpecialId,
@@ -20,8 +22,8 @@ from ...grammars.forms import (
 )
 from ...grammars.held_words import UNHELD
 from ...grammars.object_alternatives import object_alternatives
-from ...grammars.patterns import whole_patterns
-from ...grammars.schema_words import at_place, list_of, with_root
+from ...grammars.patterns import is_found, whole_patterns
+from ...grammars.schema_words import at_place, list_of, type_of_value, types_of, with_root
 from .parameter_types import resolved, types_of_parameter
 
 _MOST_CALLS = 16
@@ -184,7 +186,8 @@ def _xml_parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_r
     opening, closing = Grammar(quoted(f"<parameter={key}>\n")), "\n</parameter>\n"
     root: Mapping[str, Any] = tool.parameters or {}
     told = resolved(schema, root)
-    if _is_text(key, told, root):
+    is_missing = not told and isinstance(schema, Mapping) and "$ref" in schema
+    if _is_text(key, told, root) and not is_missing:
         with at_place(f"properties.{key}"):
             value = _xml_value([told], name, root)
     else:
@@ -215,9 +218,24 @@ def _xml_value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gr
     lists = [part.get("enum", [part["const"]] if "const" in part else None) for part in parts]
     lists = [values for values in lists if isinstance(values, list) and values]
     if lists:
-        common = [value for value in map(str, lists[0]) if all(value in map(str, values) for values in lists)]
-        return sequence(choice_grammar(common), Grammar(quoted("\n</parameter>\n")))
+        common = [value for value in lists[0] if all(str(value) in map(str, values) for values in lists)]
+        held = [str(value) for value in common if _may_be(value, parts)]
+        if not held:
+            raise GrammarError("no value is allowed: no enum value is left")
+        return sequence(choice_grammar(held), Grammar(quoted("\n</parameter>\n")))
     return _xml_text(parts, name)
+
+
+def _may_be(value: Any, parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether schemas allow a value of their lists by its type, length and pattern, and calls can write it."""
+    if not all(type_of_value(value) in types_of(part) for part in parts):
+        return False
+    if not isinstance(value, str):
+        return True
+    lengths = [part.get("minLength", 0) <= len(value) <= part.get("maxLength", len(value)) for part in parts]
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    ends = re.search(_VALUE_ENDS.replace("\\/", "/"), f"{value}\n")
+    return all(lengths) and all(is_found(pattern, value) for pattern in patterns) and ends is None
 
 
 def _xml_text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
@@ -225,17 +243,22 @@ def _xml_text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
     least = max(part.get("minLength", 0) for part in parts)
     most = min((part["maxLength"] for part in parts if "maxLength" in part), default=None)
     ends = rf"~/(.|\n)*({_VALUE_ENDS})(.|\n)*/"
+    if most is not None and least > most:
+        raise GrammarError(f"no value is allowed: minLength ({least}) is greater than maxLength ({most})")
     kinds: list[tuple[str, ...]] = [(matching(f"(?s:.{{{least},{'' if most is None else most}}}){_VALUE_END}"), ends)]
     if most is not None and most > _MOST_RICH:
         bounds = [f"{{{least},{max(least, cap)}}}" for cap in (_MOST_RICH, min(most, _MOST_SAFE), most)]
-        texts = (f"(?s:.{bounds[0]})", f"(?s:.{bounds[1]})", f"[^<]{bounds[2]}")
-        rich, safe, plain = (matching(f"{text}{_VALUE_END}") for text in texts)
+        counted = (f"(?s:.{bounds[0]})", f"(?s:.{bounds[1]})", f"[^<]{bounds[2]}")
+        rich, safe, plain = (matching(f"{text}{_VALUE_END}") for text in counted)
         kinds = [(rich, ends), (safe, matching(f"{_SAFE}{_VALUE_END}")), (plain,)]
     held = [matching(f"{pattern}{_VALUE_END}") for part in parts for pattern in whole_patterns(part)]
+    texts = [" & ".join((*terms, *held)) for terms in kinds]
+    if held and not any(map(has_text, texts)):
+        raise GrammarError("no string is of the pattern, the format and the length together")
     rules: dict[str, str] = {}
-    for number, terms in enumerate(kinds):
+    for number, text in enumerate(texts):
         key = f"{name}_{number}"
-        rules |= {f"{key}[lazy]": key.upper(), key.upper(): " & ".join((*terms, *held))}
+        rules |= {f"{key}[lazy]": key.upper(), key.upper(): text}
     return Grammar(" | ".join(rule.removesuffix("[lazy]") for rule in rules if rule.endswith("[lazy]")), rules)
 
 

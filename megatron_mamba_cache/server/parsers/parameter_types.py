@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ...grammars.schema_words import target_of
+
 _MOST_SCHEMAS = 256
 _MOST_VALUES = 256
 _MOST_NAMES = 16  # of a reference
@@ -21,7 +23,7 @@ Schema = Mapping[str, Any]
 
 
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
-    """Return the JSON types of a parameter; none if the schema does not say. An undeclared parameter is text.
+    """Return the JSON types of a parameter; none if the schema does not say. A parameter that it does not have is text.
 
     Whatever the client's schema is, this raises nothing and takes bounded time.
 
@@ -45,7 +47,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
             break
-        schema = _referenced(reference, root)
+        schema = target_of(reference, root)
     return schema if isinstance(schema, Mapping) else {}
 
 
@@ -55,8 +57,13 @@ def type_of_value(value: Any) -> str:
 
 
 def _declared(name: str, root: Schema) -> list[Schema]:
-    """Return the schemas of a parameter in the whole schema and in those that it is put together of."""
+    """Return the schemas of a parameter in the whole schema and in those that it is put together of.
+
+    A parameter that none of them names has those of `additionalProperties`.
+    """
     found: list[Schema] = []
+    others: list[Schema] = []
+    is_named = False
     left: list[Any] = [root]
     for _ in range(_MOST_SCHEMAS):
         if not left:
@@ -66,10 +73,13 @@ def _declared(name: str, root: Schema) -> list[Schema]:
             continue
         properties = current.get("properties")
         declared = properties.get(name) if isinstance(properties, Mapping) else None
+        is_named |= isinstance(properties, Mapping) and name in properties
         found += [declared] if isinstance(declared, Mapping) and declared not in found else []
+        other = current.get("additionalProperties")
+        others += [other] if isinstance(other, Mapping) and other else []
         reference = current.get("$ref")
-        left += _choices(current) + ([_referenced(reference, root)] if isinstance(reference, str) else [])
-    return found
+        left += _choices(current) + ([target_of(reference, root)] if isinstance(reference, str) else [])
+    return found if is_named else others
 
 
 def _types(schema: Schema, root: Schema) -> set[str]:
@@ -85,7 +95,7 @@ def _types(schema: Schema, root: Schema) -> set[str]:
         if isinstance(reference, str):
             if reference not in followed:
                 followed.add(reference)
-                left.append(_referenced(reference, root))
+                left.append(target_of(reference, root))
             continue
         told, choices = _told_types(current), _choices(current)
         if not told and not choices:
@@ -114,11 +124,3 @@ def _choices(schema: Any) -> list[Any]:
     lists = (schema.get(name) for name in ("anyOf", "oneOf", "allOf"))
     return [choice for found in lists if isinstance(found, list) for choice in found[:_MOST_SCHEMAS]]
 
-
-def _referenced(reference: str, root: Schema) -> Any:
-    found: Any = root
-    if reference == "#":
-        return root
-    for name in reference.removeprefix("#/").split("/", _MOST_NAMES):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found

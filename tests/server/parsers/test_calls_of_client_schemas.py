@@ -94,6 +94,53 @@ def test_words_about_all_parameters_that_say_nothing_are_taken(grammars: Grammar
     assert check_calls("qwen3_coder", schema, grammars, 0)
 
 
+TEXT, KINDS = {"type": "string"}, {"enum": ["lo", "hi"], "type": "string"}
+HELD: dict[str, dict[str, Any]] = {
+    "escaped reference": {"properties": {"a": {"$ref": "#/$defs/a%20b~1c"}}, "$defs": {"a b/c": KINDS}},
+    "reference by number": {"properties": {"a": {"$ref": "#/$defs/k/anyOf/1"}}, "$defs": {"k": {"anyOf": [{}, KINDS]}}},
+    "reference by anchor": {"properties": {"a": {"$ref": "#k"}}, "$defs": {"k": {**KINDS, "$anchor": "k"}}},
+    "null among texts": {"properties": {"a": {**TEXT, "enum": ["a", None], "nullable": True}}},
+    "number among texts": {"properties": {"a": {**TEXT, "enum": ["a", 1, True, "b"]}}},
+    "values of a pattern": {"properties": {"a": {**TEXT, "enum": ["a", "b1", "b22"], "pattern": "^b", "maxLength": 2}}},
+    "others": {"properties": {"b": {"type": "boolean"}}, "additionalProperties": {"type": "integer"}},
+    "ends in groups": {"properties": {"a": {**TEXT, "pattern": "(^a$)|^(?:b|(?<c>c$))"}}},
+    "flags": {"properties": {"a": {**TEXT, "pattern": "(?i)^a[b-d]$"}}},
+    "pointer": {"properties": {"a": {**TEXT, "format": "relative-json-pointer"}}},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", HELD)
+def test_parameters_are_held_wherever_their_schemas_are(family: str, name: str, grammars: Grammars) -> None:
+    for seed in range(4):
+        assert check_calls(family, {"type": "object", "required": ["a"], **HELD[name]}, grammars, seed)
+
+
+DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"$ref": "#/$defs/x"}, "which is not in the schema"),
+    "no text": ({**TEXT, "pattern": "^a{5}$", "maxLength": 3}, "no string is of the pattern"),
+    "no length": ({**TEXT, "minLength": 5, "maxLength": 3}, "no value is allowed: minLength (5) is greater"),
+    "no value": ({**TEXT, "enum": ["a", "b"], "pattern": "^c"}, "no value is allowed: no enum value is left"),
+    "end of a value": ({**TEXT, "const": "a\n</parameter>\n<parameter=b>\nc"}, "no value is allowed"),
+    "end inside": ({**TEXT, "pattern": "x(a|^b)"}, "`^` or `$` inside of it"),
+}
+
+
+@pytest.mark.parametrize("name", DEAD_ENDS)
+def test_parameters_that_no_text_can_be_are_refused_before_the_call(name: str, grammars: Grammars) -> None:
+    parameter, words = DEAD_ENDS[name]
+    schema = {"type": "object", "properties": {"a": parameter}, "required": ["a"]}
+    fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    assert fault is not None and words in fault and "a" in fault.split(":")[0] and "\n" not in fault, fault
+
+
+@pytest.mark.parametrize("words", [{"unevaluatedProperties": False}, {"propertyNames": {"pattern": "^[b-z]$"}}])
+def test_names_that_are_not_allowed_are_refused(words: dict[str, Any], grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"b": TEXT}, "required": ["a"], **words}
+    fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    assert fault is not None and fault.startswith("the parameters of save_all: "), fault
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_beyond_float64_of_a_held_reply_stay_numbers(family: str, grammars: Grammars) -> None:
     """A number may have any number of digits in a grammar."""
