@@ -269,6 +269,8 @@ ITEMS: list[tuple[dict[str, Any], str]] = [
         "user\n[Result of computer]\n[image omitted: this model reads text only]",
     ),
     ({"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "5"}]}, 'shell]\n[{"stdout": "5"}]'),
+    ({"type": "shell_call", "call_id": {"a": 1}, "action": "ls"}, '[Called shell with {"action": "ls"}]'),
+    ({"type": "shell_call_output", "call_id": ["a"], "output": "5"}, "[Result of shell]\n5"),
 ]
 
 

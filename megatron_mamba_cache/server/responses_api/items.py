@@ -118,6 +118,12 @@ class ForeignItem(BaseModel):
         """True for a result."""
         return is_foreign_result(self.item["type"])
 
+    @property
+    def call_id(self) -> str:
+        """What the call and its result have in common; "" if the client gives no text for it."""
+        found = self.item.get("call_id")
+        return found if isinstance(found, str) else ""
+
 
 def _with_type(item: Any) -> Any:
     """Return an item with its type, which a message or a reference may leave out, or as a foreign one."""
@@ -168,7 +174,7 @@ class _Messages:
         self._messages: list[ChatMessage] = []
         self._reply: ChatMessage = {}
         self._foreign_results: list[str] = []  # after the results of functions, which follow their calls
-        self._tools: dict[Any, str] = {}
+        self._tools: dict[str, str] = {}
 
     def all(self) -> list[ChatMessage]:
         """Return all messages."""
@@ -185,7 +191,7 @@ class _Messages:
                 self._messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             case ForeignItem(is_result=True):
                 self._end_reply()
-                name = self._tools.get(item.item.get("call_id")) or tool_of(item.item)
+                name = self._tools.get(item.call_id) or tool_of(item.item)
                 self._foreign_results.append(foreign_result(item.item, name))
             case MessageItem() if item.role != "assistant":
                 self._end_reply()
@@ -208,7 +214,7 @@ class _Messages:
                 function = {"name": item.name, "arguments": item.arguments}
                 self._reply.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
             case ForeignItem():
-                self._tools[item.item.get("call_id")] = tool_of(item.item)
+                self._tools[item.call_id] = tool_of(item.item)
                 self._add_text("content", foreign_call(item.item))
             case MessageItem():
                 self._add_text("content", _text(item.content))
