@@ -39,6 +39,11 @@ class TextPart(BaseModel):
         return self.cache_control or self.prompt_cache_breakpoint
 
 
+def _refusal_as_text(part: Any) -> Any:
+    is_refusal = isinstance(part, Mapping) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
 def _known(role: str) -> str:
     if role == "function":
         sentence = "a message of role function is not supported by this server; send one of role tool"
@@ -51,8 +56,9 @@ def _known(role: str) -> str:
 class Message(PartlySupported):
     """One message; unknown fields, such as those in OpenAI's replies, are ignored.
 
-    Text parts are joined by line ends. In results of calls, other parts become a line that says what is left out. The
-    reasoning of an earlier reply is `reasoning_content` or `reasoning`. `cache_control` is a mark at the end.
+    Text parts are joined by line ends. In results of calls, other parts become a line that says what is left out. A
+    refusal in an earlier reply is its text. The reasoning of an earlier reply is `reasoning_content` or `reasoning`.
+    `cache_control` is a mark at the end.
     """
 
     unsupported = MESSAGE
@@ -68,9 +74,15 @@ class Message(PartlySupported):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_text_results(cls, fields: Any) -> Any:
-        content = fields.get("content") if isinstance(fields, Mapping) and fields.get("role") == "tool" else None
-        return {**fields, "content": [*map(text_instead, content)]} if isinstance(content, list) else fields
+    def _has_text(cls, fields: Any) -> Any:
+        """Return the fields with text in place of other parts of results, and of refusals in earlier replies."""
+        role = fields.get("role") if isinstance(fields, Mapping) else None
+        if role not in ("tool", "assistant"):
+            return fields
+        content = fields.get("content")
+        if isinstance(content, list):
+            return {**fields, "content": [*map(text_instead if role == "tool" else _refusal_as_text, content)]}
+        return {**fields, "content": fields.get("refusal")} if content is None and role == "assistant" else fields
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:

@@ -79,11 +79,13 @@ class Reading:
         is_refused: Whether the template raises.
         unread: Indexes of messages that its text leaves out, except those of `unread_with_calls`.
         unread_with_calls: Indexes of messages of which the calls are read, but not the text before them.
+        num_names: Names of messages in its text, those of results aside.
     """
 
     is_refused: bool = False
     unread: tuple[int, ...] = ()
     unread_with_calls: tuple[int, ...] = ()
+    num_names: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -126,6 +128,8 @@ class TemplateFit:
             if reading.is_usable:
                 if not reading.is_whole:
                     note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
+                if reading.num_names < len(_named(conversation)):
+                    note_ignored("the chat template does not read it", ["messages.name"])
                 return found
         if reading.unread:  # of the conversation as it is, the last choice
             message = conversation.messages[reading.unread[0]]
@@ -184,7 +188,8 @@ class TemplateFit:
                 unread.append(index)
             elif message["content"] not in text:
                 (unread_with_calls if calls else unread).append(index)
-        return Reading(False, tuple(unread), tuple(unread_with_calls))
+        num_names = sum(message["name"] in text for message in _named(marked))
+        return Reading(False, tuple(unread), tuple(unread_with_calls), num_names)
 
 
 def _rewritten(conversation: Conversation, rewrites: Set[Rewrite]) -> Conversation:
@@ -206,6 +211,8 @@ def _marked(conversation: Conversation) -> Conversation:
 
 def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
     marked = {**message, "content": f"words{index:05}here" if message["content"].strip() else ""}
+    if "name" in message and message["role"] != "tool":
+        marked["name"] = f"who{index:05}here"
     if "reasoning_content" in message:
         marked["reasoning_content"] = f"thought{index:05}here"
     if "tool_calls" in message:
@@ -220,6 +227,11 @@ def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
             for number, call in enumerate(message["tool_calls"])
         ]
     return marked
+
+
+def _named(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the messages with a name, except results, whose names are those of their tools."""
+    return [message for message in conversation.messages if "name" in message and message["role"] != "tool"]
 
 
 def _conversation_of(names: Sequence[str]) -> Conversation:

@@ -118,6 +118,36 @@ def test_what_only_a_template_can_honour_is_counted_where_it_does_not(
     assert f"'{name}' (1 so far): the chat template does not read it" in caplog.text
 
 
+def test_names_and_errors_that_no_template_shows_are_counted(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    named = [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "user", "content": "Ho", "name": "Bob"}]
+    posted(agent, CHAT, messages=named)
+    assert "'messages.name' (1 so far): the chat template does not read it" in caplog.text
+    called = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}
+    failed = {"type": "tool_result", "tool_use_id": "a", "content": "no such city", "is_error": True}
+    asked, used = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": [called]}
+    posted(agent, MESSAGES, messages=[asked, used, {"role": "user", "content": [failed]}])
+    assert "'is_error of results' (1 so far): the chat template has no place for it" in caplog.text
+
+
+def test_names_that_a_template_shows_are_not_counted(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
+    with agent_of(tmp_path / "names", template) as agent:
+        asked = {"role": "user", "content": "Hi", "name": "Ann"}
+        assert "Ann: Hi\n" in prompt_after(agent, CHAT, messages=[asked])
+    assert "messages.name" not in caplog.text
+
+
+REFUSAL = {"refusal": "Not that."}
+REFUSED = [REFUSAL, {"content": None, **REFUSAL}, {"content": [{"type": "refusal", **REFUSAL}]}]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_refusal_of_an_earlier_reply_is_its_text(agent: Agent, refused: dict[str, Any]) -> None:
+    asked = {"role": "user", "content": "Go on."}
+    messages = [asked, {"role": "assistant", **refused}, asked]
+    assert "assistant\nNot that." in prompt_after(agent, CHAT, messages=messages)
+
+
 def test_a_template_reads_verbosity(tmp_path: Any) -> None:
     with agent_of(tmp_path / "verbose", "{{ verbosity }}:" + TEMPLATES["hermes"]) as agent:
         assert prompt_after(agent, CHAT, verbosity="low").startswith("low:")

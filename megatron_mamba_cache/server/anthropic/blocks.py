@@ -45,7 +45,7 @@ class ToolUseBlock(BaseModel):
 
 
 class ToolResultBlock(BaseModel):
-    """The result of a call; `is_error` is not shown to the model, whose templates have no place for it."""
+    """The result of a call; `is_error` is counted and not shown to the model, whose templates have no place for it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
