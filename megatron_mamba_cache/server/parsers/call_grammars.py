@@ -23,7 +23,7 @@ from ...grammars.forms import (
 from ...grammars.held_words import UNHELD
 from ...grammars.object_alternatives import object_alternatives
 from ...grammars.patterns import is_found, whole_patterns
-from ...grammars.schema_words import at_place, list_of, type_of_value, types_of, with_root
+from ...grammars.schema_words import TYPES, at_place, list_of, type_of_value, types_of, with_root
 from .parameter_types import resolved, types_of_parameter
 
 _MOST_CALLS = 16
@@ -215,6 +215,12 @@ def _xml_value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gr
     unheld = sorted(UNHELD & set[str]().union(*parts))
     if unheld:
         raise GrammarError(f"{unheld[0]} cannot be held to; leave it out")
+    for part in parts:
+        for word in ("minLength", "maxLength"):
+            if word in part and (type(part[word]) is not int or part[word] < 0):
+                raise GrammarError(f"{word} has to be an integer of 0 or more, not {part[word]!r:.50}")
+        if not all(name is None or name in TYPES for name in _named_types(part)):
+            raise GrammarError(f"{part['type']!r:.50} is not a type of JSON Schema; use one of {', '.join(TYPES)}")
     lists = [part.get("enum", [part["const"]] if "const" in part else None) for part in parts]
     lists = [values for values in lists if isinstance(values, list) and values]
     if lists:
