@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.mamba.mamba_model import MambaModel
 
@@ -49,6 +50,23 @@ def test_a_saved_model_loads_bit_equal(shipped: LoadedModel, saved: Path) -> Non
     loaded = load_megatron_checkpoint(saved, torch.float32)
     assert loaded.architecture == shipped.architecture
     assert_same_weights(shipped, loaded)
+
+
+@pytest.mark.parametrize("portion_bytes", [400_000, 1])
+def test_a_large_checkpoint_is_read_in_portions(
+    shipped: LoadedModel, saved: Path, portion_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    load = dist_checkpointing.load
+
+    def counted(wanted: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+        reads.append(len(wanted))
+        return load(wanted, *arguments, **options)
+
+    monkeypatch.setattr(megatron_checkpoint, "PORTION_BYTES", portion_bytes)
+    monkeypatch.setattr(dist_checkpointing, "load", counted)
+    assert_same_weights(shipped, load_megatron_checkpoint(saved, torch.float32))
+    assert 1 < len(reads) <= 16 and max(reads) - min(reads) <= 1, reads
 
 
 @pytest.mark.parametrize("family", FAMILIES)

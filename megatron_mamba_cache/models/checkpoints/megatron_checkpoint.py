@@ -29,10 +29,14 @@ from .checkpoint_iterations import weights_directory
 from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed, naming_source
+from .loading_progress import loading_progress
 from .multi_token_prediction import mtp_names, warn_of_left_out
 from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
 
+PORTION_BYTES = 2 * 2**30
+"""Bytes of a checkpoint that are read between two reports of progress."""
+_MOST_PORTIONS = 16
 _FILES = (".metadata", COMMON_FILE, "metadata.json")
 
 _LOAD_ERRORS = (
@@ -106,9 +110,25 @@ def load_megatron_checkpoint(
     with _naming_weights(path, described):
         wanted = _wanted(model, described.architecture, common, stored)
         stacked = _stacked_parts(model, wanted)
-        state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
+        state = _read(path, wanted, stored)
     _fill(model, state, stacked)
     return LoadedModel(model, described.architecture, Path(directory))
+
+
+def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what is wanted in portions, so that progress shows; all ranks read as many."""
+    tensors = [part for part in stored.values() if isinstance(part, ShardedTensor)]
+    num_bytes = sum(part.dtype.itemsize * math.prod(part.global_shape) for part in tensors)
+    num_portions = min(max(num_bytes // PORTION_BYTES, 1), _MOST_PORTIONS)
+    names, state = list(wanted), {}
+    with loading_progress(len(names)) as advance:
+        for first in range(num_portions):
+            portion = names[first::num_portions]
+            part = {name: wanted[name] for name in portion}
+            state |= dist_checkpointing.load(part, str(path), common_strategy=NoCommonState())
+            for _ in portion:
+                advance()
+    return state
 
 
 def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, common: CommonState) -> Mapping[str, Any]:
