@@ -19,8 +19,8 @@ from measuring.machine import describe_machine
 from measuring.slot_sizes import MODELS, WINDOW_LEN, SlotModel
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.slots.align_copy import TILING, AlignRows, align_copy
-from megatron_mamba_cache.kernels.slots.slot_tiles import CopyTiling
+from megatron_mamba_cache.recurrences.align_copy import TILING, AlignRows, align_copy
+from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 BLOCK_SIZE = 256
 NUM_SOURCES = 64

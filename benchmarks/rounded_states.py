@@ -28,8 +28,8 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
-from megatron_mamba_cache.state.layout import RoundedLayout, SlotLayout, StateLayout
-from megatron_mamba_cache.state.slab_shape import SlabShape, UnitBytes
+from megatron_mamba_cache.recurrences.layout import RoundedLayout, SlotLayout, StateLayout
+from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

@@ -20,8 +20,8 @@ from measuring.machine import describe_machine
 from measuring.slot_sizes import MODELS, SlotModel
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.slots.slot_copies import TILING, copy_slots, zero_slots
-from megatron_mamba_cache.kernels.slots.slot_tiles import CopyTiling
+from megatron_mamba_cache.recurrences.slot_copies import TILING, copy_slots, zero_slots
+from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 NUM_SOURCES = 64
 COUNTS = (1, 4, 16, 64)

@@ -10,12 +10,12 @@ from .public_names import lazy_names
 if TYPE_CHECKING:
     from .build import build_engine
     from .config import CacheConfig
-    from .kernels.ssm.varlen_chunks import compute_varlen_chunk_metadata
     from .mcore.context import MambaCacheContext
     from .mcore.kv_block_allocator import KVBlockAllocator
     from .mcore.specs import with_mamba_cache
     from .policy.align import plan_align_copy
-    from .state.mamba_slot_allocator import MambaSlotAllocator
+    from .recurrences.mamba2.varlen_chunks import compute_varlen_chunk_metadata
+    from .recurrences.mamba_slot_allocator import MambaSlotAllocator
 
 __version__ = "0.1.0"
 
@@ -23,9 +23,9 @@ _HOMES = {
     "CacheConfig": "config",
     "KVBlockAllocator": "mcore.kv_block_allocator",
     "MambaCacheContext": "mcore.context",
-    "MambaSlotAllocator": "state.mamba_slot_allocator",
+    "MambaSlotAllocator": "recurrences.mamba_slot_allocator",
     "build_engine": "build",
-    "compute_varlen_chunk_metadata": "kernels.ssm.varlen_chunks",
+    "compute_varlen_chunk_metadata": "recurrences.mamba2.varlen_chunks",
     "plan_align_copy": "policy.align",
     "with_mamba_cache": "mcore.specs",
 }

@@ -16,7 +16,7 @@ PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
 FLOORS = (
     ("errors", "config", "installation", "metrics", "public_names"),
     ("policy", "kernels"),
-    ("state", "grammars", "tiers"),
+    ("recurrences", "grammars", "tiers"),
     ("speculation", "ranks", "planning"),
     ("step",),
     ("mcore",),
@@ -51,7 +51,7 @@ ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
     "models.checkpoints.common_state": {"vars(found)", "self.__dict__"},
     "public_names": {"vars(sys.modules[package])"},
-    "state.model_facts": {"vars(owner)"},
+    "recurrences.model_facts": {"vars(owner)"},
 }
 """The only uses of objects' attributes as dicts: a namespace, objects of unknown classes, a module."""
 
@@ -174,10 +174,16 @@ def dependency_violations(package: Package) -> Iterator[str]:
 
 def mcore_violations(package: Package) -> Iterator[str]:
     """Yield modules of mcore that import nothing of Megatron without a stated reason, and reasons that are stale."""
-    imports = {module.label: "megatron" in package.external_imports(module) for module in package.modules.values()}
+    modules = [module for module in package.modules.values() if not _is_empty(module)]
+    imports = {module.label: "megatron" in package.external_imports(module) for module in modules}
     for label, imports_megatron in imports.items():
         if label.split(".")[0] == "mcore" and imports_megatron == (label in WITHOUT_MEGATRON):
             yield f"{label}: {'drop its reason' if imports_megatron else 'imports nothing of megatron; move it down'}"
+
+
+def _is_empty(module: Module) -> bool:
+    """Return whether a module is a package's `__init__` with nothing but a docstring."""
+    return module.is_package and len(module.tree.body) <= 1
 
 
 def ownership_violations(package: Package) -> Iterator[str]:
@@ -349,8 +355,8 @@ SOUND = {
     "__main__": "from pkg import C",
 }
 PLANTED = {
-    "upward_import": ({"policy/align": "from pkg.state import pool", "state/pool": ""}, "higher floor"),
-    "relative_upward_import": ({"policy/align": "from ..state import pool", "state/pool": ""}, "higher floor"),
+    "upward_import": ({"policy/align": "from pkg.recurrences import pool", "recurrences/pool": ""}, "higher floor"),
+    "relative_upward_import": ({"policy/align": "from ..state import pool", "recurrences/pool": ""}, "higher floor"),
     "relative_string_import": (
         {"policy/align": 'm = import_module("..mcore.context", __package__)'},
         "imports mcore.context of a higher floor",
@@ -358,7 +364,7 @@ PLANTED = {
     "string_import": ({"policy/align": 'm = importlib.import_module("pkg.mcore.context")'}, "higher floor"),
     "facade_import": ({"policy/align": "from pkg import Context"}, "higher floor"),
     "type_checking_import": (
-        {"policy/align": "if TYPE_CHECKING:\n    from pkg.state.pool import P", "state/pool": ""},
+        {"policy/align": "if TYPE_CHECKING:\n    from pkg.recurrences.pool import P", "recurrences/pool": ""},
         "higher floor",
     ),
     "local_import": ({"config": "def load():\n    import pkg.policy.align", "policy/align": ""}, "higher floor"),
@@ -367,9 +373,9 @@ PLANTED = {
     "part_without_floor": ({"extras": ""}, "no floor"),
     "torch_in_policy": ({"policy/align": "from torch import Tensor"}, "reaches torch"),
     "torch_reached_by_policy": ({"policy/align": "from pkg import config", "config": "import torch"}, "reaches torch"),
-    "megatron_below_mcore": ({"state/pool": "from megatron.core import x"}, "below mcore"),
+    "megatron_below_mcore": ({"recurrences/pool": "from megatron.core import x"}, "below mcore"),
     "speculation_in_state": (
-        {"state/pool": "import pkg.speculation.drafter", "speculation/drafter": ""},
+        {"recurrences/pool": "import pkg.speculation.drafter", "speculation/drafter": ""},
         "higher floor",
     ),
     "mcore_in_speculation": ({"speculation/drafter": "import pkg.mcore.context"}, "higher floor"),
@@ -418,17 +424,17 @@ PLANTED = {
     "copied_dict": ({"step/run": "class R:\n    def f(self):\n        return dict(self.__dict__)"}, "self.__dict__"),
     "updated_dict": ({"step/run": "class R:\n    def f(self):\n        self.__dict__.update(a=1)"}, "self.__dict__"),
     "item_of_a_dict_set": ({"step/run": "def f(runner):\n    runner.__dict__['_step'] = None"}, "runner.__dict__"),
-    "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
-    "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),
+    "cycle": ({"recurrences/a": "from pkg.recurrences import b", "recurrences/b": "from . import a"}, "import cycle"),
+    "long_module": ({"recurrences/pool": "x = 1\n" * 301}, "301 lines"),
     "long_class_among_others": (
-        {"state/pool": "class A:\n" + "    x = 1\n" * 200 + "class B:\n" + "    x = 1\n" * 200},
+        {"recurrences/pool": "class A:\n" + "    x = 1\n" * 200 + "class B:\n" + "    x = 1\n" * 200},
         "402 lines",
     ),
-    "very_long_class": ({"state/pool": "class A:\n" + "    x = 1\n" * 500}, "501 lines"),
-    "long_function": ({"state/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
+    "very_long_class": ({"recurrences/pool": "class A:\n" + "    x = 1\n" * 500}, "501 lines"),
+    "long_function": ({"recurrences/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
     "default_fp_fusion": ({"kernels/ops": "def f(x):\n    _add_kernel[(1,)](x=x)"}, "without enable_fp_fusion"),
-    "banned_module": ({"state/pool_utils": ""}, "'utils'"),
-    "banned_function": ({"state/pool": "def _maybe_grow(): ..."}, "_maybe_grow"),
+    "banned_module": ({"recurrences/pool_utils": ""}, "'utils'"),
+    "banned_function": ({"recurrences/pool": "def _maybe_grow(): ..."}, "_maybe_grow"),
 }
 
 
@@ -458,8 +464,9 @@ def test_sound_package_passes(tmp_path: Path) -> None:
 
 def test_long_function_that_says_why_passes(tmp_path: Path) -> None:
     source = f'def grow():\n    """Grow.\n\n    Long because it is one kernel.\n    """\n{LONG_BODY}'
-    assert all_violations(write_package(tmp_path, SOUND | {"state/pool": source})) == []
+    assert all_violations(write_package(tmp_path, SOUND | {"recurrences/pool": source})) == []
 
 
 def test_a_long_module_that_is_one_class_passes(tmp_path: Path) -> None:
-    assert all_violations(write_package(tmp_path, SOUND | {"state/pool": "class A:\n" + "    x = 1\n" * 400})) == []
+    one_class = {"recurrences/pool": "class A:\n" + "    x = 1\n" * 400}
+    assert all_violations(write_package(tmp_path, SOUND | one_class)) == []

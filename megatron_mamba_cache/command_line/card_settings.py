@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
-from ..state.slab_shape import SlabShape
+from ..recurrences.slab_shape import SlabShape
 from .usage_error import UsageError
 
 if TYPE_CHECKING:
     from ..ranks.group import Ranks
-    from ..state.model_shape import HybridModelShape
+    from ..recurrences.model_shape import HybridModelShape
     from .model_choice import ModelDirectory
 
 _GIB = 2**30

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..config import CacheConfig
 
 if TYPE_CHECKING:
-    from ..state.model_shape import HybridModelShape
+    from ..recurrences.model_shape import HybridModelShape
 
 _LEAST_BLOCK = 64
 _MAX_LENGTH = 32_768

@@ -12,6 +12,7 @@ from ..installation import EXTRAS, install_command, unmet_requirements
 from .model_choice import has_shipped_model
 from .quiet import quiet_libraries
 
+_MIXER = "mcore.mixers.mamba2"
 _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 
@@ -34,7 +35,7 @@ KERNELS = (
         "attention", "step.memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
     ),
     KernelChoice("KV append", "mcore.context", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
-    KernelChoice("conv", "mcore.mamba_mixer", ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
+    KernelChoice("conv", _MIXER, ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
     KernelChoice(
         "norm",
         "mcore.gated_norm",
@@ -44,20 +45,20 @@ KERNELS = (
     ),
     KernelChoice(
         "scan",
-        "mcore.mamba_mixer",
+        _MIXER,
         ("ssd_scan",),
         "Gluon on Hopper GPUs for bf16, else Triton on CUDA; its torch twin on the CPU and for odd sizes",
     ),
-    KernelChoice("decode update", "mcore.mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
+    KernelChoice("decode update", _MIXER, ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",
-        "state.state_pool",
+        "recurrences.pool",
         ("align_copy",),
         "keeps the states at block boundaries that decoding reaches: Triton on CUDA, its torch twin on the CPU",
     ),
     KernelChoice(
         "rounded states",
-        "state.rounded_pool",
+        "recurrences.rounded_pool",
         ("restore_states", "rounded_align_copy"),
         "with --cached-state-dtype int8: Triton on CUDA, torch twins on the CPU",
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..config import SPLIT, CacheConfig
 from ..mcore.model_ranks import ranks_of_process
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 from .card_settings import DRAFTER_SHARE, Card, card_settings, longest_request
 from .default_settings import default_settings
 

@@ -16,7 +16,7 @@ from ..models.drafting.draft_model import check_draft_experts
 from ..models.part_shape import rank_shape
 from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 from .arguments import cache_config, model_share, name_flag
 from .card_settings import DRAFTER_SHARE
 from .draft_settings import DRAFTER_STATES, DraftSettings

@@ -16,6 +16,7 @@ from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from ..ranks.agreement import resolved_settings
+from ..recurrences.model_shape import HybridModelShape
 from ..replicas.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
@@ -27,7 +28,6 @@ from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..server.traces import ExportedTraces, NoTraces, Traces
-from ..state.model_shape import HybridModelShape
 from .arguments import cache_config, model_share
 from .card_settings import NUM_CUDA_GRAPHS, Card, card_settings, fills_card
 from .default_settings import default_settings

@@ -4,10 +4,12 @@ from functools import cache
 
 import torch
 import triton
+from packaging.version import Version
 from torch import Tensor
 
 # Read once: Triton binds a kernel to the interpreter or to the compiler when the kernel's module is imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+_FIRST_TRITON, _TRITON_BEYOND = Version("3.6"), Version("3.10")
 _FP32_OR_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,3 +42,8 @@ def is_hopper(device: torch.device) -> bool:
 def num_multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def has_tested_gluon() -> bool:
+    """Return whether kernels for Hopper were tested with this Triton's Gluon, which is experimental."""
+    return _FIRST_TRITON <= Version(Version(triton.__version__).base_version) < _TRITON_BEYOND

@@ -1,19 +1,24 @@
-"""The reference twins of the state kernels, in one place: torch only, same signatures, same in-place effects."""
+"""What the torch twins of kernels share; without a host sync.
 
-from .conv.reference_conv import causal_conv_ref, conv_verify_ref
-from .slots.reference_align import align_copy_ref
-from .slots.reference_slots import copy_slots_ref, zero_slots_ref
-from .ssm.reference_replay import fold_boundaries_ref, state_replay_ref
-from .ssm.reference_ssd import ssd_scan_ref, state_verify_ref
+A masked write must not branch on device values, nor index with a mask (its size is data). So padded entries are
+redirected to the first valid one, slot and value: duplicates that write equal bytes.
+"""
 
-__all__ = [
-    "align_copy_ref",
-    "causal_conv_ref",
-    "conv_verify_ref",
-    "copy_slots_ref",
-    "fold_boundaries_ref",
-    "ssd_scan_ref",
-    "state_replay_ref",
-    "state_verify_ref",
-    "zero_slots_ref",
-]
+import torch
+from torch import Tensor
+
+
+def redirect_padding(valid: Tensor) -> Tensor:
+    """Map every entry of `valid` [n] bool to itself, or to the first valid entry if it is padding; [n] int64."""
+    entries = torch.arange(valid.shape[0], device=valid.device)
+    return torch.where(valid, entries, valid.to(torch.int32).argmax())
+
+
+def along_first_dim(mask: Tensor, like: Tensor) -> Tensor:
+    """Reshape `mask` [n] so that it broadcasts over the trailing dimensions of `like` [n, ...]."""
+    return mask.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def compute_dtype(inputs: Tensor) -> torch.dtype:
+    """Return the dtype that reference ops compute in: float64 for float64 inputs, float32 otherwise."""
+    return torch.float64 if inputs.dtype == torch.float64 else torch.float32

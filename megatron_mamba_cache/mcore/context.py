@@ -29,10 +29,10 @@ from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, 
 from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
+from ..recurrences.mamba_slot_allocator import StateSlotAllocator
+from ..recurrences.model_shape import HybridModelShape
+from ..recurrences.pool import LayerStates
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..state.mamba_slot_allocator import StateSlotAllocator
-from ..state.model_shape import HybridModelShape
-from ..state.state_pool import LayerStates
 from ..step.captured_step import EarlyStep, GraphsByShape
 from ..step.log_probs import followed_tokens, selected_log_probs
 from ..step.memory import CacheMemory, step_memory

@@ -6,7 +6,7 @@ from megatron.core.inference.contexts.attention_context.mamba_metadata import Ma
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 
 from ..config import CacheConfig
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 
 SET_BY_MEGATRON = frozenset({"chunked_prefill_request_id", "has_explicit_chunked_prefill_req"})
 """The attributes of a context that Megatron's engine sets, and ours in its place; only the context sets any other."""

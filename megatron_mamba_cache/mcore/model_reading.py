@@ -11,11 +11,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from ..config import CacheConfig
 from ..ranks.group import OneRank, Ranks, on_all_ranks
+from ..recurrences.model_facts import facts_of
+from ..recurrences.model_shape import HybridModelShape
 from ..speculation.step_time import CPU, GPU, StepReads, StepTime
-from ..state.model_facts import facts_of
-from ..state.model_shape import HybridModelShape
 from .expert_layer import waits_for_experts
-from .mamba_mixer import CachingMambaMixer
+from .mixers.mamba2 import CachingMambaMixer
 from .model_ranks import num_expert_ranks
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern

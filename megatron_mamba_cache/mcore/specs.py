@@ -9,7 +9,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from .mamba_mixer import CachingMambaMixer
+from .mixers.mamba2 import CachingMambaMixer
 from .self_attention import CachingSelfAttention
 
 

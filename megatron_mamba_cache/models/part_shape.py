@@ -5,7 +5,7 @@ from math import prod
 import torch
 from megatron.core import parallel_state
 
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 from .architecture import HybridArchitecture
 from .parameter_shapes import parameters_of
 from .rank_part import RankPart, check_ranks

@@ -16,7 +16,7 @@ from ..policy.slabs import SlabSpace
 from ..policy.tiers.cache_tiers import HostTier, Tiers
 from ..policy.tiers.copies import Copies
 from ..policy.tiers.times import CopyTimes
-from ..state.slab_shape import SlabShape, UnitBytes
+from ..recurrences.slab_shape import SlabShape, UnitBytes
 
 _DEFAULTS = CacheConfig()
 

@@ -7,7 +7,7 @@ from math import inf
 from operator import itemgetter
 
 from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from ..state.slab_shape import UnitBytes
+from ..recurrences.slab_shape import UnitBytes
 
 
 @dataclass(slots=True)

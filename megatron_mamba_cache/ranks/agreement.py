@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
 from ..errors import CacheBudgetError, HostBudgetError
-from ..state.model_shape import HybridModelShape
-from ..state.slab_shape import SlabShape
+from ..recurrences.model_shape import HybridModelShape
+from ..recurrences.slab_shape import SlabShape
 from ..tiers.host_budget import available_bytes, processes_of_host
 from .group import Ranks, on_all_ranks
 from .peers import ExpertPeers

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.attention_rows import AttentionRows
-from ..kernels.decode_rows import DecodeRows
-from ..kernels.prefill_rows import PAD_SLOT, PrefillRows
-from ..kernels.slots.align_copy import AlignRows
-from ..kernels.ssm.replay_rows import ReplayRows
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
+from ..recurrences.align_copy import AlignRows
+from ..recurrences.decode_rows import DecodeRows
+from ..recurrences.mamba2.replay_rows import ReplayRows
+from ..recurrences.prefill_rows import PAD_SLOT, PrefillRows
 from .buffers import StepBuffers
 from .logits import StepLogits, view_logits, write_logits
 from .prefill_metadata import write_prefill_rows

@@ -8,9 +8,9 @@ from operator import is_
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
+from ..recurrences.prefill_rows import PAD_SLOT
 from .batch import StepBatch, write_live_states
 from .buffers import StepBuffers
 from .logits import Draws, write_next_uniforms, write_uniforms

@@ -11,7 +11,7 @@ from ..config import CacheConfig
 from ..policy.tiers.copies import EntryName
 from ..policy.tiers.disk_index import DiskIndex
 from ..ranks.group import Ranks, on_all_ranks
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 from ..tiers.cache_directory import CacheDirectory
 from ..tiers.entry_files import EntryForm, remove_entries
 

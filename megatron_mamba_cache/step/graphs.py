@@ -22,7 +22,7 @@ from ..errors import CacheIntegrityError
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from ..ranks.group import Ranks
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 from .captured_step import Capture, GraphsByShape
 from .decode_steps import LatestStep
 from .launched_step import LaunchedStep

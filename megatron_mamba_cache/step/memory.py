@@ -26,12 +26,12 @@ from ..policy.requests import RunningRequest
 from ..policy.slabs import SlabSpace
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
-from ..state.layout import RoundedLayout
-from ..state.memory_sizes import MemorySizes
-from ..state.model_shape import HybridModelShape
-from ..state.pool_tensors import BlockLayout, bytes_of, separate_tensors, slab_tensors, state_tensors
-from ..state.rounded_pool import RoundedPool
-from ..state.state_pool import DraftWindow, RingState, StatePool
+from ..recurrences.layout import RoundedLayout
+from ..recurrences.memory_sizes import MemorySizes
+from ..recurrences.model_shape import HybridModelShape
+from ..recurrences.pool import DraftWindow, RingState, StatePool
+from ..recurrences.pool_tensors import BlockLayout, bytes_of, separate_tensors, slab_tensors, state_tensors
+from ..recurrences.rounded_pool import RoundedPool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_shapes import most_padding_rows

@@ -14,7 +14,7 @@ from ..policy.pools import CachePools
 from ..policy.tiers.cache_tiers import HostTier, NoTiers, Tiers
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
-from ..state.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape
 from ..tiers.copy_lanes import CopyLanes
 from ..tiers.host_memory import HostMemory
 from .disk_below import DiskBelow

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.requests import RunningRequest
 from ..policy.ssm_chunks import plan_ssm_chunks
+from ..recurrences.prefill_rows import PAD_SLOT
 from .buffers import StepBuffers
 
 

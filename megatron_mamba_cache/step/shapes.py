@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest, num_decoding
+from ..recurrences.prefill_rows import PAD_SLOT
 from .buffers import StepBuffers
 from .padding_rows import decode_padding_row, prefill_padding_row
 

@@ -10,8 +10,8 @@ from ..kernels.sampling.greedy_draws import greedy_tokens
 from ..kernels.sampling.matching import accept_matching
 from ..kernels.sampling.sampling import sample_tokens, token_probabilities
 from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio
-from ..kernels.ssm.boundary_plan import plan_boundary_folds
 from ..ranks.group import Ranks
+from ..recurrences.mamba2.boundary_plan import plan_boundary_folds
 from .batch import StepBatch
 from .logits import Draws, StepLogits
 from .memory import CacheMemory

@@ -16,11 +16,11 @@ import torch
 
 from ..kernels.compiling_ahead import compiling_ahead
 from ..kernels.kernel_launches import is_computed_in_fp32
-from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
-from ..state.state_pool import DraftWindow, RingState
+from ..recurrences.pool import DraftWindow, RingState
+from ..recurrences.prefill_rows import PAD_SLOT
 from .buffers import StepLimits
 from .logits import Draws
 from .model import StepModel

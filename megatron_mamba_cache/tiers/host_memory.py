@@ -15,7 +15,7 @@ from ..errors import CacheCapacityError
 from ..policy.eviction_rules import EvictionRule
 from ..policy.pools import CachePools
 from ..policy.slabs import SlabSpace
-from ..state.slab_shape import SlabShape, UnitBytes
+from ..recurrences.slab_shape import SlabShape, UnitBytes
 from .cache_directory import CacheDirectory
 from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, PlaceBytes
 from .disk_copies import DiskCopies

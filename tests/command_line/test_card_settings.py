@@ -19,9 +19,9 @@ from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
-from megatron_mamba_cache.state import model_shape
-from megatron_mamba_cache.state.model_shape import HybridModelShape
-from megatron_mamba_cache.state.slab_shape import SlabShape
+from megatron_mamba_cache.recurrences import model_shape
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
+from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 
 GIB = 2**30
 

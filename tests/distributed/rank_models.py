@@ -22,7 +22,7 @@ from megatron_mamba_cache.models.random_hybrid import (
     random_hybrid_model,
     random_weights,
 )
-from megatron_mamba_cache.state.model_shape import HybridModelShape
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import Hybrid
 from tests.oracle import HybridOracle

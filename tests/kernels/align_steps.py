@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.slots.align_copy import AlignRows
 from megatron_mamba_cache.policy.align import AlignCopy, plan_align_copy
+from megatron_mamba_cache.recurrences.align_copy import AlignRows
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.decode_rows import DecodeRows
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
+from megatron_mamba_cache.recurrences.decode_rows import DecodeRows
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT, PrefillRows
 
 
 @dataclass(frozen=True, slots=True)

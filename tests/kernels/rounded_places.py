@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.slots.rounded_states import RoundedStates
+from megatron_mamba_cache.recurrences.rounded_states import RoundedStates
 from tests.kernels.packed_rows import same_bits
 
 

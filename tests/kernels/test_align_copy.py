@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.slots import align_copy as align_copy_module
-from megatron_mamba_cache.kernels.slots.align_copy import ROWS_AT_A_TIME, AlignRows, align_copy, align_copy_ref
-from megatron_mamba_cache.kernels.slots.slot_tiles import CopyTiling
+from megatron_mamba_cache.recurrences import align_copy as align_copy_module
+from megatron_mamba_cache.recurrences.align_copy import ROWS_AT_A_TIME, AlignRows, align_copy, align_copy_ref
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.ssm import boundary_folds_portable
-from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
-from megatron_mamba_cache.kernels.ssm.reference_replay import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing
-from megatron_mamba_cache.kernels.ssm.replay_tiling import folds_by_products
-from megatron_mamba_cache.kernels.ssm.state_replay import state_replay
+from megatron_mamba_cache.recurrences.mamba2 import boundary_folds_portable
+from megatron_mamba_cache.recurrences.mamba2.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRing
+from megatron_mamba_cache.recurrences.mamba2.replay_tiling import folds_by_products
+from megatron_mamba_cache.recurrences.mamba2.state_replay import state_replay
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import same_bits
 from tests.kernels.replay_steps import ReplayedRequests, Turn, int32, layered, poisoned_ring

@@ -12,11 +12,6 @@ import torch
 
 from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
-from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
-from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
-from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
-from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
-from megatron_mamba_cache.kernels.draft_inputs import DraftInputs
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
@@ -25,18 +20,29 @@ from megatron_mamba_cache.kernels.sampling.matching import accept_matching
 from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
-from megatron_mamba_cache.kernels.slots import align_copy as align_copy_module
-from megatron_mamba_cache.kernels.slots import rounded_align, rounded_states, slot_copies
-from megatron_mamba_cache.kernels.slots.align_copy import align_copy
-from megatron_mamba_cache.kernels.slots.rounded_align import rounded_align_copy
-from megatron_mamba_cache.kernels.slots.rounded_states import restore_states
-from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
-from megatron_mamba_cache.kernels.ssm import hopper_tiling, ssd_scan, ssd_scan_hopper, ssd_scan_portable, ssd_tiles
-from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
-from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
-from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles
-from megatron_mamba_cache.kernels.ssm.ssd_tiles import tile_shape
-from megatron_mamba_cache.kernels.ssm.state_verify import state_verify
+from megatron_mamba_cache.recurrences import align_copy as align_copy_module
+from megatron_mamba_cache.recurrences import rounded_align, rounded_states, slot_copies
+from megatron_mamba_cache.recurrences.align_copy import align_copy
+from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
+from megatron_mamba_cache.recurrences.conv import conv_verify as conv_verify_module
+from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.conv_verify import conv_verify
+from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
+from megatron_mamba_cache.recurrences.mamba2 import (
+    hopper_tiling,
+    ssd_scan,
+    ssd_scan_hopper,
+    ssd_scan_portable,
+    ssd_tiles,
+)
+from megatron_mamba_cache.recurrences.mamba2 import state_verify as state_verify_module
+from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
+from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles
+from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import tile_shape
+from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify
+from megatron_mamba_cache.recurrences.rounded_align import rounded_align_copy
+from megatron_mamba_cache.recurrences.rounded_states import restore_states
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify

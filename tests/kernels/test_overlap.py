@@ -9,7 +9,6 @@ import torch
 
 from megatron_mamba_cache.kernels import overlap
 from megatron_mamba_cache.kernels.attention import kv_append
-from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     grouped_product,
@@ -26,10 +25,11 @@ from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.feed_forward import gated_silu, squared_relu
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
-from megatron_mamba_cache.kernels.prefill_rows import whole_rows
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
-from megatron_mamba_cache.kernels.ssm import ssd_tiles, state_verify
+from megatron_mamba_cache.recurrences.conv import causal_conv, conv_verify
+from megatron_mamba_cache.recurrences.mamba2 import ssd_tiles, state_verify
+from megatron_mamba_cache.recurrences.prefill_rows import whole_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
 from tests.kernels.ssm_steps import SSMShape, random_steps

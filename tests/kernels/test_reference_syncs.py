@@ -11,21 +11,7 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.reference_attention import append_kv_ref, paged_attention_ref
-from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
-from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
-from megatron_mamba_cache.kernels.draft_inputs import DraftInputs
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
-from megatron_mamba_cache.kernels.reference import (
-    align_copy_ref,
-    causal_conv_ref,
-    conv_verify_ref,
-    copy_slots_ref,
-    fold_boundaries_ref,
-    ssd_scan_ref,
-    state_replay_ref,
-    state_verify_ref,
-    zero_slots_ref,
-)
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens, greedy_tokens_ref
 from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
 from megatron_mamba_cache.kernels.sampling.sampling import (
@@ -40,10 +26,18 @@ from megatron_mamba_cache.kernels.sampling.verification import (
     VerifyLogits,
     accept_by_ratio,
 )
-from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
-from megatron_mamba_cache.kernels.ssm.ssd_scan import ssd_scan
-from megatron_mamba_cache.kernels.ssm.state_replay import fold_boundaries, state_replay
-from megatron_mamba_cache.kernels.ssm.state_verify import state_verify
+from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.conv_verify import conv_verify
+from megatron_mamba_cache.recurrences.conv.reference_conv import causal_conv_ref, conv_verify_ref
+from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
+from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.reference_ssd import ssd_scan_ref, state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2.ssd_scan import ssd_scan
+from megatron_mamba_cache.recurrences.mamba2.state_replay import fold_boundaries, state_replay
+from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify
+from megatron_mamba_cache.recurrences.reference_align import align_copy_ref
+from megatron_mamba_cache.recurrences.reference_slots import copy_slots_ref, zero_slots_ref
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered

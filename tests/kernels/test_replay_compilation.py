@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from megatron_mamba_cache.kernels.ssm import (
+from megatron_mamba_cache.recurrences.mamba2 import (
     boundary_folds_portable,
     boundary_folds_products,
     replay_coefficients,
@@ -19,11 +19,11 @@ from megatron_mamba_cache.kernels.ssm import (
     state_replay_products,
     state_replay_sums,
 )
-from megatron_mamba_cache.kernels.ssm.boundary_folds_portable import fold_portably
-from megatron_mamba_cache.kernels.ssm.boundary_folds_products import fold_by_products
-from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRows
-from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
-from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled
+from megatron_mamba_cache.recurrences.mamba2.boundary_folds_portable import fold_portably
+from megatron_mamba_cache.recurrences.mamba2.boundary_folds_products import fold_by_products
+from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay_tiling import ReplayTiling, hopper_width
+from megatron_mamba_cache.recurrences.mamba2.state_replay import replay_tiled
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps

@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
-from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv, causal_conv_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.slots import rounded_align, rounded_states
-from megatron_mamba_cache.kernels.slots.align_copy import align_copy_ref
-from megatron_mamba_cache.kernels.slots.rounded_align import rounded_align_copy, rounded_align_copy_ref
-from megatron_mamba_cache.kernels.slots.rounded_states import (
+from megatron_mamba_cache.recurrences import rounded_align, rounded_states
+from megatron_mamba_cache.recurrences.align_copy import align_copy_ref
+from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
+from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv, causal_conv_ref
+from megatron_mamba_cache.recurrences.mamba2 import boundary_folds_portable, ssd_scan_portable
+from megatron_mamba_cache.recurrences.mamba2.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
+from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import tile_shape
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rounded_align import rounded_align_copy, rounded_align_copy_ref
+from megatron_mamba_cache.recurrences.rounded_states import (
     RoundedStates,
     restore_states,
     restore_states_ref,
     round_states,
 )
-from megatron_mamba_cache.kernels.ssm import boundary_folds_portable, ssd_scan_portable
-from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
-from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
-from megatron_mamba_cache.kernels.ssm.reference_replay import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.kernels.ssm.ssd_tiles import tile_shape
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.slots import slot_copies
-from megatron_mamba_cache.kernels.slots.reference_slots import copy_slots_between_ref
-from megatron_mamba_cache.kernels.slots.slot_copies import (
+from megatron_mamba_cache.recurrences import slot_copies
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.reference_slots import copy_slots_between_ref
+from megatron_mamba_cache.recurrences.slot_copies import (
     SLOTS_AT_A_TIME,
     copy_slots,
     copy_slots_between,
@@ -23,7 +23,7 @@ from megatron_mamba_cache.kernels.slots.slot_copies import (
     zero_slots,
     zero_slots_ref,
 )
-from megatron_mamba_cache.kernels.slots.slot_tiles import CopyTiling
+from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 

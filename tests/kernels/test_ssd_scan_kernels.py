@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
-from megatron_mamba_cache.kernels.ssm import ssd_scan_portable, ssd_tiles
-from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
-from megatron_mamba_cache.kernels.ssm.ssd_scan import cut_rows, scan_tiles, ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.kernels.ssm.ssd_tiles import head_slices, tile_shape
-from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
+from megatron_mamba_cache.recurrences.mamba2 import ssd_scan_portable, ssd_tiles
+from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
+from megatron_mamba_cache.recurrences.mamba2.ssd_scan import cut_rows, scan_tiles, ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import head_slices, tile_shape
+from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import (
     RowSpec,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.kernels.ssm.varlen_chunks import compute_varlen_chunk_metadata
+from megatron_mamba_cache.recurrences.mamba2.varlen_chunks import compute_varlen_chunk_metadata
 
 
 def as_lists(lengths: list[int], chunk_size: int, device: str = "cpu") -> tuple[list[int], list[int], list[int]]:

@@ -16,8 +16,8 @@ from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.mcore.request_spec import GRAMMAR
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
-from megatron_mamba_cache.state.model_shape import HybridModelShape
-from megatron_mamba_cache.state.slab_shape import SlabShape
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
+from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 from megatron_mamba_cache.tiers.host_budget import processes_of_host
 from tests.grammars.allowed_tokens import allowed_tokens
 from tests.oracle import HybridOracle

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.mcore import step_report as step_report_module
-from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.mcore.mixers.mamba2 import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.policy import running_requests
 from megatron_mamba_cache.step import runner as runner_module

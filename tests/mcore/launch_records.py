@@ -8,7 +8,6 @@ import torch
 from triton.runtime import driver
 
 from megatron_mamba_cache.kernels.attention import kv_append
-from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     grouped_product,
@@ -24,8 +23,9 @@ from megatron_mamba_cache.kernels.experts import (
 )
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm
-from megatron_mamba_cache.kernels.slots import align_copy
-from megatron_mamba_cache.kernels.ssm import (
+from megatron_mamba_cache.recurrences import align_copy
+from megatron_mamba_cache.recurrences.conv import causal_conv, conv_verify
+from megatron_mamba_cache.recurrences.mamba2 import (
     boundary_folds,
     boundary_folds_portable,
     boundary_folds_products,

@@ -16,8 +16,8 @@ import torch
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.ranks.group import OneRank
+from megatron_mamba_cache.recurrences import model_shape
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.state import model_shape
 from megatron_mamba_cache.step import captured_shapes, graphs
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph

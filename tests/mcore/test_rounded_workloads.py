@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.slots.rounded_states import round_states
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.policy.state_reservations import StateReservations
-from megatron_mamba_cache.state.rounded_pool import RoundedPool
+from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rounded_pool import RoundedPool
+from megatron_mamba_cache.recurrences.rounded_states import round_states
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.noisy_drafter import NoisyDrafter

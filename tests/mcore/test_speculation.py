@@ -8,12 +8,12 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_mamba_cache.kernels.slots.align_rows import AlignRows
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.recurrences.align_rows import AlignRows
+from megatron_mamba_cache.recurrences.pool import DraftWindow, StatePool
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.state.state_pool import DraftWindow, StatePool
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once

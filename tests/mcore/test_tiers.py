@@ -19,7 +19,7 @@ import torch
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.errors import CacheError
-from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.mcore.mixers.mamba2 import CachingMambaMixer
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from megatron_mamba_cache.policy.tiers import disk_moves
 from megatron_mamba_cache.policy.tiers.copies import Lane

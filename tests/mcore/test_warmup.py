@@ -14,13 +14,13 @@ from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
 from megatron_mamba_cache.kernels.experts.product_tiles import tile_rows_ref
 from megatron_mamba_cache.kernels.experts.shared_product import _order_of_one
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.ssm import hopper_tiling
-from megatron_mamba_cache.kernels.ssm.hopper_tiling import choose_tiling
-from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
 from megatron_mamba_cache.mcore import suspendable_engine
 from megatron_mamba_cache.metrics import CacheSnapshot
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
+from megatron_mamba_cache.recurrences.mamba2 import hopper_tiling
+from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import choose_tiling
+from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens
 from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_mamba_cache.planning.timed_copies import Clock, CopyRates, TimedCopies
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from megatron_mamba_cache.state.slab_shape import UnitBytes
+from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 
 RATES = CopyRates(alone=100.0, both=160.0)
 LANES = (Lane.TO_HOST, Lane.TO_DEVICE)

@@ -6,7 +6,7 @@ from megatron_mamba_cache.errors import CacheCapacityError
 from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.state.slab_shape import SlabShape
+from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 from tests.policy.small_cache import (
     BLOCK,
     admit,

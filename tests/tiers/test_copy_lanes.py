@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from megatron_mamba_cache.state.slab_shape import SlabShape, UnitBytes
+from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 from megatron_mamba_cache.tiers import copy_lanes, host_memory
 from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, Piece, PlaceBytes
 from megatron_mamba_cache.tiers.host_memory import HostMemory

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..slots.reference_slots import compute_dtype, redirect_padding
+from ..reference import compute_dtype, redirect_padding
 from .attention_rows import AttentionRows
 
 _QUERY_TILE = 256

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..gluon_overlap import await_then_release
+from ..gluon_common import await_then_release
 from ..kernel_launches import num_multiprocessors
 from ..overlap import overlapping
 from .product_ring import (

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernel_launches import INTERPRETED, is_hopper
-from ..ssm.hopper_tiling import has_tested_gluon
+from ..kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
 
 _FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64

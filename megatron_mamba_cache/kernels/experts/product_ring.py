@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_overlap import await_then_release
-from ..ssm.hopper_ring import load_tile
+from ..gluon_common import await_then_release, load_tile
 from . import product_tiles
 from .uneven_products import LINE, check_places
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation, activated_ref
-from ..slots.reference_slots import compute_dtype
+from ..reference import compute_dtype
 from .reference_routing import ExpertOrder, order_by_expert_ref
 
 

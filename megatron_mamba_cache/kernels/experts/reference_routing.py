@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..slots.reference_slots import compute_dtype
+from ..reference import compute_dtype
 from .product_tiles import tile_rows
 from .routing_rule import RoutingRule
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..slots.reference_slots import compute_dtype
+from ..reference import compute_dtype
 
 
 def gated_group_norm_ref(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:

@@ -19,8 +19,8 @@ from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest
 from ...ranks.group import Ranks
+from ...recurrences.model_shape import HybridModelShape
 from ...speculation.drafter import Draft, DraftRequest
-from ...state.model_shape import HybridModelShape
 from ...step.captured_shapes import draft_shapes
 from ...step.graphs import capture_graphs, reason_to_capture_again
 from ...step.logits import Draws

@@ -1,1 +1,0 @@
-"""Copies between state slots: restore, commit, clear, and the align copy of speculative decoding."""

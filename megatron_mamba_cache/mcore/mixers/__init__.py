@@ -1,0 +1,1 @@
+"""Mixers of recurrent layers: projections, norm and gate around a recurrence."""

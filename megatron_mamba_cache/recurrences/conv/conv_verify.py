@@ -1,0 +1,225 @@
+"""Causal convolution of decode and verify steps: a row's base token and drafts; the window advances in place.
+
+A row's window lies in its column 0's slot and may go on beside its ring. It begins at input `accepted` - 1, and after
+the step at the slot's start:
+
+    history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
+
+Layout: a program owns one row and a tile of channels. It reads the window before it writes, and its tokens in order.
+Grid: a program for each row and tile, plus one row that clears the outputs past the last row. Graph safe: no
+host sync, one launch, grid fixed by the shapes of the arguments.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from ...kernels.masks import only_if
+from ...kernels.overlap import await_then_release, overlapping
+from ...kernels.tuples import appended
+from ..decode_rows import DecodeRows
+from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
+from ..prefill_rows import PAD_SLOT
+from ..row_checks import check_decode_rows
+from .conv_taps import (
+    ConvInputs,
+    ConvWindows,
+    check_conv,
+    load_bias,
+    load_taps,
+    weigh_and_activate,
+)
+from .reference_conv import conv_verify_ref
+
+__all__ = ["TILING", "ConvVerifyTiling", "conv_verify", "conv_verify_ref"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvVerifyTiling:
+    """How rows are split over programs; every choice computes the same bits.
+
+    Args:
+        channels: channels of a program, a power of two.
+        num_warps: warps of a program.
+    """
+
+    channels: int
+    num_warps: int
+
+
+TILING = ConvVerifyTiling(channels=512, num_warps=2)
+_PAD = tl.constexpr(PAD_SLOT)
+
+
+class _Rows(NamedTuple):
+    """The kernel's view of `DecodeRows`."""
+
+    cu_tokens: Tensor
+    columns: Tensor
+    accepted: Tensor
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
+def _conv_verify_kernel(
+    y,
+    inputs,
+    weight,
+    bias,
+    windows,
+    drafts,
+    rows,
+    num_rows,
+    num_tokens,
+    columns_stride,
+    CONV_DIM: tl.constexpr,
+    D_CONV: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Long because of its arguments."""
+    await_then_release(OVERLAPS)
+    TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
+    row = tl.program_id(0) // TILES
+    is_row = row < num_rows
+    start = tl.load(rows.cu_tokens + row)
+    end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
+    live = tl.load(rows.columns + row.to(tl.int64) * columns_stride, mask=is_row, other=_PAD)
+    accepted = tl.load(rows.accepted + row, mask=is_row, other=1)
+
+    channel = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < CONV_DIM
+    if live == _PAD:
+        for token in range(start, end):
+            tl.store(y + tl.cast(token, tl.int64) * CONV_DIM + channel, tl.zeros_like(channel), mask=inside)
+        return
+
+    stored = windows.pool + live.to(tl.int64) * windows.slot_stride + channel
+    if drafts is not None:
+        behind = drafts.pool + tl.load(drafts.rings + row).to(tl.int64) * drafts.ring_stride + channel
+    window = ()
+    for k in tl.static_range(D_CONV - 1):
+        time = accepted - 1 + k
+        if drafts is None:
+            old = tl.load(stored + time * windows.time_stride, mask=inside, other=0.0)
+        else:
+            is_behind = time >= D_CONV - 1
+            old = tl.load(stored + time * windows.time_stride, mask=only_if(~is_behind, inside), other=0.0)
+            later = behind + (time - (D_CONV - 1)) * drafts.time_stride
+            old = tl.where(is_behind, tl.load(later, mask=only_if(is_behind, inside), other=0.0), old)
+        window = appended(window, old.to(tl.float32))
+    taps = load_taps(weight, channel, CONV_DIM, D_CONV)
+    offset = load_bias(bias, channel, CONV_DIM)
+    tl.debug_barrier()  # a write may overwrite what another thread of this program reads
+    if start < end:
+        for k in tl.static_range(1, D_CONV - 1):
+            tl.store(stored + (k - 1) * windows.time_stride, window[k], mask=inside)
+    for token in range(start, end):
+        at = tl.cast(token, tl.int64)
+        x = tl.load(inputs.x + at * inputs.token_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        out = weigh_and_activate(appended(window, x), taps, offset, D_CONV)
+        tl.store(y + at * CONV_DIM + channel, out, mask=inside)
+        # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
+        kept = x.to(windows.pool.dtype.element_ty)
+        time = D_CONV - 2 + token - start
+        if drafts is None:
+            tl.store(stored + time * windows.time_stride, kept, mask=only_if(time >= 0, inside))
+        else:
+            is_draft = token > start
+            tl.store(stored + time * windows.time_stride, kept, mask=only_if((time >= 0) & ~is_draft, inside))
+            tl.store(behind + (token - start - 1) * drafts.time_stride, kept, mask=only_if(is_draft, inside))
+        window = appended(window, kept.to(tl.float32))[1:]
+
+
+def conv_verify(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: DecodeRows,
+    tiling: ConvVerifyTiling = TILING,
+    *,
+    drafts: DraftInputs | None = None,
+) -> Tensor:
+    """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
+
+    Bit-equal to as many steps of one token each, whatever drafts follow a token. A padded row and tokens past the last
+    row give zeros and touch nothing; window rows past those that the row's tokens reach stay as they are.
+
+    Args:
+        x: [tokens, conv_dim]; any stride between tokens.
+        weight: [conv_dim, d_conv]; the last column weighs the newest input.
+        bias: [conv_dim].
+        conv_pool: [slots, window, conv_dim], channels contiguous; window >= d_conv - 2 + rows.max_len, or d_conv - 1 if
+            `drafts` are given.
+        drafts: Where the windows go on, with room for rows.max_len - 1 inputs; None: all of a window is in its slot.
+
+    Returns:
+        [tokens, conv_dim] in x's dtype.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `conv_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
+    at capture.
+    """
+    check_decode_rows(rows, x.device)
+    _check_windows(x, weight, bias, conv_pool, rows, drafts)
+    if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
+        return conv_verify_ref(x, weight, bias, conv_pool, rows, drafts=drafts)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() > 0:
+        _launch(y, x, weight, bias, conv_pool, rows, tiling, drafts)
+    return y
+
+
+def _check_windows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeRows, drafts: DraftInputs | None
+) -> None:
+    of_row = weight.shape[-1] - 2 + rows.max_len
+    if drafts is None:
+        check_conv(x, weight, bias, conv_pool, of_row)
+        return
+    check_conv(x, weight, bias, conv_pool, weight.shape[-1] - 1)
+    check_draft_inputs(drafts, conv_pool, rows.accepted.shape[0])
+    if drafts.inputs.shape[1] < rows.max_len - 1:
+        raise ValueError(
+            f"need draft inputs [rings, drafts, conv_dim] of at least {rows.max_len - 1} drafts, "
+            f"found {tuple(drafts.inputs.shape)}"
+        )
+
+
+def _launch(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: DecodeRows,
+    tiling: ConvVerifyTiling,
+    drafts: DraftInputs | None,
+) -> None:
+    conv_dim, d_conv = weight.shape
+    num_rows, channels = rows.accepted.shape[0], min(tiling.channels, triton.next_power_of_2(conv_dim))
+    _conv_verify_kernel[((num_rows + 1) * triton.cdiv(conv_dim, channels),)](
+        y=y,
+        inputs=ConvInputs(x, x.stride(0)),
+        weight=weight,
+        bias=bias,
+        windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
+        drafts=kernel_draft_inputs(drafts),
+        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        num_rows=num_rows,
+        num_tokens=x.shape[0],
+        columns_stride=rows.columns.stride(0),
+        CONV_DIM=conv_dim,
+        D_CONV=d_conv,
+        CHANNELS=channels,
+        num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
+        **overlapping(x.device),
+    )

@@ -1,0 +1,146 @@
+"""Reference of the causal depthwise convolution over packed rows, and of its form for a few tokens a row."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.reference import compute_dtype
+from ..decode_rows import DecodeRows
+from ..draft_inputs import DraftInputs, windows_with_drafts
+from ..packed_tokens import PackedTokens
+from ..prefill_rows import PAD_SLOT, PrefillRows
+from ..reference_slots import load_slots, store_slots
+
+
+def causal_conv_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: PrefillRows,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
+
+    Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
+    into its chunk slot. Initial windows are read before any write.
+
+    Args:
+        x: [tokens, conv_dim].
+        weight: [conv_dim, d_conv]; the last column weighs the newest input.
+        bias: [conv_dim].
+        conv_pool: [slots, window, conv_dim], oldest input first; its first d_conv - 1 window rows are used.
+        ends: Likewise; where the windows at chunk ends go. None: to `conv_pool`.
+
+    Returns:
+        [tokens, conv_dim] in x's dtype; zeros past the last row.
+    """
+    num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
+    if num_rows == 0:
+        return torch.zeros_like(x)
+    pool = conv_pool[:, : d_conv - 1]
+    windows = load_slots(pool, rows.initial_slots, compute_dtype(x))  # [rows, d_conv - 1, conv_dim]
+    inputs = _RawInputs(x, windows, rows)
+
+    tokens = torch.arange(num_tokens, device=x.device)
+    row_ends = rows.cu_rows[1:].to(torch.int64)
+    owner = torch.searchsorted(row_ends, tokens, right=True).clamp_max(num_rows - 1)  # [tokens]
+    history = [inputs.at(tokens - lag, owner) for lag in range(d_conv - 1, -1, -1)]
+    y = _weigh_and_activate(history, weight, bias)
+    y = torch.where((tokens < row_ends[-1])[:, None], y, 0).to(x.dtype)
+
+    _store_windows(pool, pool if ends is None else ends[:, : d_conv - 1], inputs, rows)
+    return y
+
+
+def conv_verify_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: DecodeRows,
+    *,
+    drafts: DraftInputs | None = None,
+) -> Tensor:
+    """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
+
+    Bit-equal to as many steps of one token each, whatever drafts follow a token. The window past the inputs that a row
+    keeps stays as it is.
+
+    Args:
+        x: [tokens, conv_dim].
+        weight, bias: As in `causal_conv_ref`.
+        conv_pool, drafts: As in `conv_verify`.
+
+    Returns:
+        [tokens, conv_dim] in x's dtype; zeros past the last row.
+    """
+    window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
+    tokens = PackedTokens(rows)
+    inputs = tokens.gather(x).to(dtype)  # [rows, max_len, conv_dim]
+    live, lengths = rows.columns[:, 0], rows.cu_tokens[1:] - rows.cu_tokens[:-1]
+    offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
+    stored = load_slots(conv_pool if drafts is None else conv_pool[:, :window_len], live, conv_pool.dtype)
+    stored = windows_with_drafts(stored, drafts, live != PAD_SLOT)
+    window = stored.to(dtype).gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
+    # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
+    history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
+    taps = [history[:, tap : tap + rows.max_len] for tap in range(window_len)]
+    y = _weigh_and_activate([*taps, inputs], weight, bias)
+    kept = history[:, 1:].to(conv_pool.dtype)
+    places = torch.arange(kept.shape[1], device=x.device)
+    num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
+    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, stored[:, : kept.shape[1]])
+    in_slot = kept.shape[1] if drafts is None else min(window_len, kept.shape[1])
+    store_slots(conv_pool[:, :in_slot], live, kept[:, :in_slot])
+    if drafts is not None:
+        rings = torch.where(live != PAD_SLOT, drafts.rings, PAD_SLOT)
+        store_slots(drafts.inputs[:, : kept.shape[1] - in_slot], rings, kept[:, in_slot:])
+    return tokens.scatter(y, x)
+
+
+class _RawInputs:
+    """The raw inputs of each row: its tokens, and its initial window at the positions before them."""
+
+    def __init__(self, x: Tensor, windows: Tensor, rows: PrefillRows) -> None:
+        self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # an index_select needs a token to point at
+        self._windows = windows.flatten(0, 1)  # [rows * (d_conv - 1), conv_dim]
+        self._window_len = windows.shape[1]
+        self._row_starts = rows.cu_rows[:-1].to(torch.int64)
+
+    def at(self, positions: Tensor, owner: Tensor) -> Tensor:
+        """Return inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], up to a window before the row."""
+        tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
+        if self._window_len == 0:
+            return tokens
+        in_row = positions - self._row_starts.index_select(0, owner)
+        in_window = (self._window_len + in_row).clamp(0, self._window_len - 1)
+        carried = self._windows.index_select(0, owner * self._window_len + in_window)
+        return torch.where((in_row >= 0)[:, None], tokens, carried)
+
+
+def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return SiLU(sum of history[k] * weight[:, k] + bias), the terms added oldest first."""
+    weight = weight.to(history[0].dtype)
+    total = history[0] * weight[:, 0]
+    for tap in range(1, len(history)):
+        total = total + history[tap] * weight[:, tap]
+    if bias is not None:
+        total = total + bias.to(total.dtype)
+    # torch's CPU silu and sigmoid round differently in the last few elements of a tensor than in the others, so
+    # that a token's bits would depend on how many tokens surround it; exp, sum and quotient do not.
+    return total / (1 + torch.exp(-total))
+
+
+def _store_windows(pool: Tensor, of_chunks: Tensor, inputs: _RawInputs, rows: PrefillRows) -> None:
+    window_len, device = pool.shape[1], pool.device
+    if window_len == 0:
+        return
+    cu_chunks = rows.cu_chunks
+    chunk_slots = torch.where(cu_chunks[1:] > cu_chunks[:-1], rows.chunk_slots, PAD_SLOT)
+    owner = torch.cat([torch.arange(rows.final_slots.shape[0], device=device), rows.chunk_rows.to(torch.int64)])
+    ends = torch.cat([rows.cu_rows[1:], cu_chunks[1:]]).to(torch.int64)
+    positions = ends[:, None] - window_len + torch.arange(window_len, device=device)
+    windows = inputs.at(positions.flatten(), owner.repeat_interleave(window_len)).unflatten(0, (-1, window_len))
+    num_rows = rows.final_slots.shape[0]
+    store_slots(pool, rows.final_slots, windows[:num_rows])
+    store_slots(of_chunks, chunk_slots, windows[num_rows:])

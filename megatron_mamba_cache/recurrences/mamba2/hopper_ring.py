@@ -1,0 +1,209 @@
+"""A ring of tiles in the shared memory of a Hopper GPU: one warp fills it ahead of those that scan; Gluon.
+
+A tile's tokens arrive by TMA, whose box may reach beyond the row. In such a tile the warp clears tokens outside the row
+before it signals that the tile is full: a product with a neighbour's NaN would be NaN, whatever its weight.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+from ...kernels.gluon_common import load_tile
+
+
+@aggregate
+class Sizes:
+    """Compile-time sizes: those of a layer, and how a program splits them.
+
+    A program scans CHANNELS channels of each of TOGETHER heads, in tiles of LENGTH tokens of which STAGES are held.
+    """
+
+    HEADS: gl.constexpr
+    GROUPS: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    D_STATE: gl.constexpr
+    CHANNELS: gl.constexpr
+    TOGETHER: gl.constexpr
+    LENGTH: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, HEADS, GROUPS, HEAD_DIM, D_STATE, CHANNELS, TOGETHER, LENGTH, STAGES):
+        self.HEADS = gl.constexpr(HEADS)
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.D_STATE = gl.constexpr(D_STATE)
+        self.CHANNELS = gl.constexpr(CHANNELS)
+        self.TOGETHER = gl.constexpr(TOGETHER)
+        self.LENGTH = gl.constexpr(LENGTH)
+        self.STAGES = gl.constexpr(STAGES)
+
+
+@aggregate
+class PackedTiles:
+    """Tile descriptors of packed tokens and of their decays."""
+
+    x: tma.tensor_descriptor
+    B: tma.tensor_descriptor
+    C: tma.tensor_descriptor
+    decays: tma.tensor_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, x, B, C, decays):
+        self.x = x
+        self.B = B
+        self.C = C
+        self.decays = decays
+
+
+@aggregate
+class Span:
+    """A row's tiles: packed tokens low to high, cut from `begin` on; the number of the first tile, and how many."""
+
+    low: gl.tensor
+    high: gl.tensor
+    begin: gl.tensor
+    first: gl.tensor
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, low, high, begin, first, count):
+        self.low = low
+        self.high = high
+        self.begin = begin
+        self.first = first
+        self.count = count
+
+
+@aggregate
+class Ring:
+    """The tiles, with the barriers that signal when one is full and when it may be overwritten.
+
+    C, B [STAGES, LENGTH, D_STATE]; x [STAGES * TOGETHER, LENGTH, CHANNELS]; decays [2 * STAGES * TOGETHER, 1, LENGTH],
+    a head's decays before its gains.
+    """
+
+    C: gl.shared_memory_descriptor
+    B: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    decays: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    clearing: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, C, B, x, decays, full, empty, clearing):
+        self.C = C
+        self.B = B
+        self.x = x
+        self.decays = decays
+        self.full = full
+        self.empty = empty
+        self.clearing = clearing
+
+
+@gluon.jit
+def allocate_ring(tiles, sizes):
+    """Return an empty ring; call it before warps are specialized."""
+    tokens_by_dim: gl.constexpr = [sizes.STAGES, sizes.LENGTH, sizes.D_STATE]
+    heads: gl.constexpr = sizes.STAGES * sizes.TOGETHER
+    ring = Ring(
+        gl.allocate_shared_memory(gl.bfloat16, tokens_by_dim, tiles.C.layout),
+        gl.allocate_shared_memory(gl.bfloat16, tokens_by_dim, tiles.B.layout),
+        gl.allocate_shared_memory(gl.bfloat16, [heads, sizes.LENGTH, sizes.CHANNELS], tiles.x.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * heads, 1, sizes.LENGTH], tiles.decays.layout),
+        gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+    )
+    for stage in gl.static_range(sizes.STAGES):
+        mbarrier.init(ring.full.index(stage), count=1)
+        mbarrier.init(ring.empty.index(stage), count=sizes.TOGETHER)
+    mbarrier.init(ring.clearing, count=1)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
+def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
+    """Return the span of a row's tiles; see `ssd_tiles`."""
+    low = gl.load(rows.cu_rows + row)
+    high = gl.load(rows.cu_rows + row + 1)
+    first_chunk = gl.load(rows.cu_row_chunks + row)
+    num_chunks = gl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    first_end = gl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
+    in_first = (first_end - low + LENGTH - 1) // LENGTH
+    begin = gl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
+    return Span(low, high, begin, (first_chunk + 1) * PER_CHUNK - in_first, (high - begin + LENGTH - 1) // LENGTH)
+
+
+@gluon.jit
+def fill_ahead(tiles, ring, span, head, channel, num_tiles, sizes):
+    """Fill the ring with a row's tiles, from the first to the last, as they become empty; one warp."""
+    clear_phase = 0
+    for k in range(span.count):
+        stage = k % sizes.STAGES
+        full = ring.full.index(stage)
+        token = span.begin + k * sizes.LENGTH
+        mbarrier.wait(ring.empty.index(stage), (k // sizes.STAGES & 1) ^ 1)
+        if (token >= span.low) & (token + sizes.LENGTH <= span.high):
+            _copy_tile(tiles, ring, stage, full, token, span.first + k, head, channel, num_tiles, sizes)
+        else:
+            _copy_tile(tiles, ring, stage, ring.clearing, token, span.first + k, head, channel, num_tiles, sizes)
+            mbarrier.wait(ring.clearing, clear_phase)
+            clear_phase ^= 1
+            _clear_outside(ring.B.index(stage), token, span.low, span.high)
+            for part in gl.static_range(sizes.TOGETHER):
+                _clear_outside(ring.x.index(stage * sizes.TOGETHER + part), token, span.low, span.high)
+            fence_async_shared()
+            mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _copy_tile(tiles, ring, stage, barrier, token, tile, head, channel, num_tiles, sizes):
+    """Start copying a tile; `barrier` signals when it has arrived."""
+    SHARED_BYTES: gl.constexpr = 2 * 2 * sizes.LENGTH * sizes.D_STATE
+    HEAD_BYTES: gl.constexpr = 2 * sizes.LENGTH * sizes.CHANNELS + 2 * 4 * sizes.LENGTH
+    mbarrier.expect(barrier, SHARED_BYTES + sizes.TOGETHER * HEAD_BYTES)
+    dim = head // (sizes.HEADS // sizes.GROUPS) * sizes.D_STATE
+    load_tile(tiles.C, [token, dim], barrier, ring.C.index(stage))
+    load_tile(tiles.B, [token, dim], barrier, ring.B.index(stage))
+    for part in gl.static_range(sizes.TOGETHER):
+        place = stage * sizes.TOGETHER + part
+        x_channel = (head + part) * sizes.HEAD_DIM + channel
+        load_tile(tiles.x, [token, x_channel], barrier, ring.x.index(place))
+        vector = ((head + part) * num_tiles + tile) * 2
+        load_tile(tiles.decays, [vector, 0], barrier, ring.decays.index(2 * place))
+        load_tile(tiles.decays, [vector + 1, 0], barrier, ring.decays.index(2 * place + 1))
+
+
+@gluon.jit
+def _clear_outside(tile, begin, low, high):
+    """Clear the tokens of a tile that are not the row's, eight at a time: one warp has few registers."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    for eight in gl.static_range(tile.shape[0] // 8):
+        token = begin + eight * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+        inside = (token >= low) & (token < high)
+        part = tile.slice(eight * 8, 8, 0)
+        values = part.load(layout)
+        part.store(gl.where(inside[:, None], values, gl.zeros_like(values)))
+
+
+def describe(matrix: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return the TMA descriptor of a matrix that is read or written in blocks."""
+    return TensorDescriptor.from_tensor(matrix, block, _layout(tuple(block), matrix.dtype))
+
+
+@cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Return how a block lies in shared memory; kept, as Triton takes longer to make it than to describe a matrix."""
+    if block[0] == 1:
+        return gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))

@@ -1,0 +1,126 @@
+"""References of replayed states, token by token: torch only, without a host sync, in float64 as well."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.reference import compute_dtype, redirect_padding
+from ..prefill_rows import PAD_SLOT
+from ..reference_rounding import store_rounded_ref
+from ..reference_slots import load_slots, store_slots
+from ..rounded_states import RoundedStates
+from .replay_rows import BoundaryFolds, ReplayRing, ReplayRows
+from .ssm_inputs import SSMTokens, SSMWeights
+
+
+def state_replay_ref(
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayRows, ring_len: int
+) -> Tensor:
+    """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
+
+    See `state_replay`.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last row.
+    """
+    num_tokens, heads = tokens.x.shape[:2]
+    y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
+    if rows.slots.shape[0] == 0 or num_tokens == 0:
+        return y[:num_tokens]
+    dtype = compute_dtype(tokens.x)
+    D = weights.D.to(dtype)
+    is_row = rows.slots != PAD_SLOT
+    first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
+    states = _folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
+    store_slots(ssm_pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
+    for i in range(_most(rows.computed - first, is_row, ring_len)):
+        states = _advanced(states, ring, rows.rings, first + i, is_row & (first + i < rows.computed))
+
+    starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
+    each = torch.arange(rows.max_tokens, device=starts.device)
+    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [rows, max_tokens], as all that follows
+    token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
+    _append(tokens, weights, ring, rows.rings[:, None].expand_as(token), position, token, exists)
+    x, c = (packed.index_select(0, token.flatten()).to(dtype) for packed in (tokens.x, tokens.C))
+    c = c.repeat_interleave(heads // c.shape[1], dim=1).unflatten(0, token.shape)
+    outputs = []
+    for t in range(rows.max_tokens):
+        states = _advanced(states, ring, rows.rings, position[:, t], exists[:, t])
+        outputs.append((states * c[:, t, :, :, None]).sum(2))
+    padded = torch.stack(outputs, dim=1).flatten(0, 1) + D[:, None] * x
+    y.index_copy_(0, torch.where(exists, token, num_tokens).flatten(), padded.to(y.dtype))
+    return y[:num_tokens]
+
+
+def fold_boundaries_ref(
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None = None
+) -> None:
+    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`."""
+    if rows.targets.shape[0] == 0:
+        return
+    targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
+    ends = torch.where(targets != PAD_SLOT, rows.ends, rows.folded)
+    for layer, pool in enumerate(ssm_pools):
+        ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
+        states = load_slots(pool, rows.slots, compute_dtype(ring.x))
+        states = _folded(states, pool.dtype, ring, rows, ends, ring_len)
+        if rounded is None:
+            store_slots(pool, targets, states)
+        else:
+            store_rounded_ref(rounded.values[layer], rounded.scales[layer], targets, states)
+
+
+def _folded(
+    states: Tensor, stored: torch.dtype, ring: ReplayRing, rows: ReplayRows | BoundaryFolds, ends: Tensor, ring_len: int
+) -> Tensor:
+    """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
+    is_row = rows.slots != PAD_SLOT
+    for i in range(_most(ends - rows.folded, is_row, ring.capacity)):
+        position = rows.folded + i
+        folds = is_row & (position < ends)
+        states = _advanced(states, ring, rows.rings, position, folds)
+        is_rounded = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
+        states = torch.where(is_rounded, states.to(stored).to(states.dtype), states)
+    return states
+
+
+def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
+    """Return how many tokens to go through: no row has more; on a GPU, where asking would wait for it, the bound."""
+    return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
+
+
+def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:
+    """Return states [rows, heads, d_state, head_dim] after the token at `position`, unchanged where there is none."""
+    number, place = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
+    dtype, heads = states.dtype, states.shape[1]
+    x = ring.x[number, position.to(torch.int64) % ring.x_capacity].to(dtype)
+    steps = ring.steps[number, place].to(dtype)
+    b = ring.B[number, place].to(dtype).repeat_interleave(heads // ring.B.shape[2], dim=1)
+    increment = b[:, :, :, None] * (steps[:, 0, :, None] * x)[:, :, None, :]
+    advanced = torch.exp(steps[:, 1])[:, :, None, None] * states + increment
+    return torch.where(exists[:, None, None, None], advanced, states)
+
+
+def _append(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ring: ReplayRing,
+    rings: Tensor,
+    position: Tensor,
+    token: Tensor,
+    exists: Tensor,
+) -> None:
+    """Write tokens to rings, in place; what is none repeats the first that is one.
+
+    Args:
+        rings, position, token, exists: Of one shape: each token's ring, its position there, its place among `tokens`.
+    """
+    dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
+    steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]
+    redirect = redirect_padding(exists.flatten())
+    number = torch.where(exists, rings, 0).flatten().index_select(0, redirect).to(torch.int64)
+    position = position.flatten().index_select(0, redirect).to(torch.int64)
+    token, any_exists = token.flatten().index_select(0, redirect), exists.any()
+    new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))
+    for held, values in zip((ring.x, ring.B, ring.steps), new, strict=True):
+        place = position % held.shape[1]
+        held[number, place] = torch.where(any_exists, values, held[number, place])

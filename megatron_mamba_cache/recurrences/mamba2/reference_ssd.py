@@ -1,0 +1,196 @@
+"""Reference of the SSD scan over packed rows (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and of its few-token form."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.reference import along_first_dim, compute_dtype
+from ..decode_rows import DecodeRows
+from ..packed_tokens import PackedTokens
+from ..prefill_rows import PAD_SLOT, PrefillRows
+from ..reference_rounding import store_rounded_ref
+from ..reference_slots import load_slots, store_slots
+from ..rounded_states import RoundedStates
+from .ssm_inputs import SSMTokens, SSMWeights
+
+_CHUNKS_AT_ONCE = 16
+"""Chunks that are computed together but for their states; more take more memory, squared in their length."""
+
+
+def ssd_scan_ref(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    chunk_size: int,
+    rounded: RoundedStates | None = None,
+) -> Tensor:
+    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+
+    Computes the recurrence of `ssm_inputs` by the block decomposition of section 6. Every chunk is padded to
+    `chunk_size`, so its bits depend on its tokens and incoming state alone: a row resumed at a chunk's end, in any
+    packing, continues bit-equal. Writes the states at chunk and row ends into `ssm_pool` in place.
+
+    Args:
+        ssm_pool: [slots, heads, d_state, head_dim].
+        chunk_size: The longest chunk in `rows`.
+        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
+    """
+    x = tokens.x
+    num_tokens, num_chunks = x.shape[0], rows.chunk_rows.shape[0]
+    _store_empty_rows(ssm_pool, rows)
+    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what is past a chunk's end
+    if num_tokens == 0 or num_chunks == 0:
+        return y[:num_tokens]
+    dtype = compute_dtype(x)
+    packed = (x, weights.time_steps(tokens.dt, dtype), tokens.B, tokens.C)
+    decay, skip = weights.decay(dtype), weights.D.to(dtype)
+    chunks = _chunk_slots(rows)
+    state = x.new_zeros(ssm_pool.shape[1:], dtype=dtype)
+    for first in range(0, num_chunks, _CHUNKS_AT_ONCE):
+        group = slice(first, first + _CHUNKS_AT_ONCE)
+        positions = chunks.starts[group, None] + torch.arange(chunk_size, device=x.device)
+        inside = positions < chunks.ends[group, None]
+        gathered = positions.clamp_max(num_tokens - 1)
+        initial = load_slots(ssm_pool, chunks.initial_slots[group], dtype)
+        x_chunks, dt, B, C = (_gather_tokens(t, gathered, inside, dtype) for t in packed)
+        scan = _scan_chunks(x_chunks, dt, B, C, decay, skip)
+        outputs, ends = scan.carry(state, initial, chunks.is_first[group])
+        state = ends[-1]
+        y.index_copy_(0, torch.where(inside, positions, num_tokens).flatten(), outputs.flatten(0, 1).to(x.dtype))
+        _store_ends(ssm_pool, chunks.stored_slots[group], ends, rounded)
+    return y[:num_tokens]
+
+
+def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows) -> Tensor:
+    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+
+    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
+
+    Args:
+        ssm_pool: [slots, heads, d_state, head_dim].
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last row.
+    """
+    dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
+    A, D = weights.decay(dtype), weights.D.to(dtype)
+    packed = PackedTokens(rows)
+    x, dt, B, C = (packed.gather(t).to(dtype) for t in (tokens.x, tokens.dt, tokens.B, tokens.C))
+    dt = weights.time_steps(dt, dtype)  # all four are [rows, max_len, ...]
+    B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))  # consecutive heads share a group
+    decays, scaled = torch.exp(dt * A), dt[:, :, :, None] * x
+    source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
+    states = load_slots(ssm_pool, source, dtype)  # [rows, heads, d_state, head_dim]
+    outputs, kept = [], []
+    for j in range(rows.max_len):
+        states = decays[:, j, :, None, None] * states + B[:, j, :, :, None] * scaled[:, j, :, None, :]
+        outputs.append((states * C[:, j, :, :, None]).sum(2))
+        kept.append(states.to(ssm_pool.dtype))
+        states = kept[-1].to(dtype)
+    slots = torch.where(packed.inside, rows.columns[:, : rows.max_len], PAD_SLOT)
+    store_slots(ssm_pool, slots.flatten(), torch.stack(kept, dim=1).flatten(0, 1))
+    return packed.scatter(torch.stack(outputs, dim=1) + D[:, None] * x, tokens.x)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkSlots:
+    starts: Tensor  # [chunks] int64
+    ends: Tensor  # [chunks] int64
+    is_first: Tensor  # [chunks] bool: the chunk opens its row
+    initial_slots: Tensor  # [chunks]: its row's
+    stored_slots: Tensor  # [chunks, 2]: where the state at its end goes, as a boundary and as the row's last
+
+
+def _chunk_slots(rows: PrefillRows) -> _ChunkSlots:
+    starts, ends = rows.cu_chunks[:-1].to(torch.int64), rows.cu_chunks[1:].to(torch.int64)
+    owner = rows.chunk_rows.to(torch.int64)
+    is_first = starts == rows.cu_rows.index_select(0, owner)
+    is_last = ends == rows.cu_rows.index_select(0, owner + 1)
+    boundary_slots = torch.where(ends > starts, rows.chunk_slots, PAD_SLOT)
+    final_slots = torch.where(is_last, rows.final_slots.index_select(0, owner), PAD_SLOT)
+    stored_slots = torch.stack([boundary_slots, final_slots], dim=1)
+    return _ChunkSlots(starts, ends, is_first, rows.initial_slots.index_select(0, owner), stored_slots)
+
+
+def _store_empty_rows(ssm_pool: Tensor, rows: PrefillRows) -> None:
+    is_empty = rows.cu_rows[1:] == rows.cu_rows[:-1]
+    states = load_slots(ssm_pool, rows.initial_slots, ssm_pool.dtype)
+    store_slots(ssm_pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)
+
+
+def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return chunks' tokens [chunks, chunk_size, ...] in `dtype`; zeros past a chunk's end, whatever is there."""
+    tokens = packed.index_select(0, positions.flatten())
+    return torch.where(along_first_dim(inside.flatten(), tokens), tokens, 0).to(dtype).unflatten(0, positions.shape)
+
+
+def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, rounded: RoundedStates | None) -> None:
+    """Write the states at the ends of chunks, [chunks, ...], where they go, [chunks, 2]: see `_ChunkSlots`."""
+    if rounded is None:
+        store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
+    else:
+        store_rounded_ref(rounded.values, rounded.scales, slots[:, 0], states)
+        store_slots(ssm_pool, slots[:, 1], states)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkScan:
+    """What of a scan's chunks needs no state; heads and groups come before tokens.
+
+    Products are of one chunk each, on memory of its own: how a CPU rounds them depends on how many matrices there are
+    and where they lie.
+    """
+
+    B: Tensor  # [chunks, groups, chunk_size, d_state], as C
+    C: Tensor
+    decay: Tensor  # [chunks, heads, target, source]
+    scaled: Tensor  # [chunks, heads, chunk_size, head_dim]: the tokens, weighed by their time steps
+    reach: Tensor  # [chunks, heads, chunk_size, 1]: how much of the incoming state is left
+    left: Tensor  # [chunks, heads, chunk_size, 1]: how much of a token is left at the chunk's end
+    kept: Tensor  # [chunks, heads, 1, 1]: of the incoming state, in the one that goes out
+    skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
+
+    def carry(self, state: Tensor, initial: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+        """Carry a state through the chunks; those that are first of their rows begin with `initial` [chunks, ...].
+
+        Returns:
+            The outputs [chunks, chunk_size, heads, head_dim] and the states after the chunks.
+        """
+        within, reached, ends = [], [], []
+        times = self.scaled.shape[1] // self.B.shape[1]
+        for i in range(is_first.shape[0]):
+            state = torch.where(is_first[i], initial[i], state)
+            B, C, scaled = self.B[i].clone(), self.C[i].clone(), self.scaled[i].clone()
+            scores = (C @ B.transpose(1, 2)).repeat_interleave(times, dim=0)
+            within.append((scores * self.decay[i]) @ scaled)
+            reached.append(C.repeat_interleave(times, dim=0) @ state)
+            weighted = B.repeat_interleave(times, dim=0) * self.left[i]
+            state = self.kept[i] * state + weighted.transpose(1, 2) @ scaled
+            ends.append(state)
+        outputs = torch.stack(within) + self.reach * torch.stack(reached) + self.skipped
+        return outputs.transpose(1, 2), torch.stack(ends)
+
+
+def _scan_chunks(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> _ChunkScan:
+    """Prepare chunks; tokens are [chunks, chunk_size, heads or groups, ...]."""
+    x, dt, B, C = (t.transpose(1, 2).contiguous() for t in (x, dt, B, C))
+    # [chunks, heads, chunk_size]: log decay since a chunk's start; differences of long sums would lose digits in fp32.
+    cumulative = torch.cumsum(dt.double() * A.double()[:, None], dim=2)
+    difference = cumulative[:, :, :, None] - cumulative[:, :, None, :]  # [chunks, heads, target, source]
+    future = torch.ones(difference.shape[2:], dtype=torch.bool, device=x.device).triu(1)
+    total = cumulative[:, :, -1:]
+    return _ChunkScan(
+        B=B,
+        C=C,
+        decay=torch.exp(difference.masked_fill(future, float("-inf")).to(dt.dtype)),
+        scaled=dt[:, :, :, None] * x,
+        reach=torch.exp(cumulative.to(dt.dtype))[:, :, :, None],
+        left=torch.exp((total - cumulative).to(dt.dtype))[:, :, :, None],
+        kept=torch.exp(total.to(dt.dtype))[:, :, :, None],
+        skipped=D[:, None, None] * x,
+    )

@@ -1,0 +1,88 @@
+"""How the states of a replayed step are split over programs, and by which kernel."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
+from .ssm_inputs import SSMTokens
+
+_LARGEST_TILE = 128 * 32
+"""Elements of a state that one warp holds in registers."""
+_LARGEST_MULTIPLIED = 128
+"""d_state of which a product's registers hold all."""
+_MOST_SUMMED = 3
+"""Tokens of a row up to which sums with float32 states are faster than products."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayTiling:
+    """How states are split over programs, which changes only the order of the sums of an output.
+
+    Args:
+        kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
+            "products" such heads of bf16 tokens.
+        width: columns of head_dim of a program, a power of two.
+        num_warps: warps of a program; 1 but for "portable".
+        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+    """
+
+    kernel: Literal["portable", "sums", "products"]
+    width: int
+    num_warps: int
+    max_registers: int
+
+
+PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
+
+
+def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
+    """Return the fastest tiling for these shapes, this device and so many tokens a row, as measured.
+
+    Sums take time for every token. Products take the same for any few, but split float32 states for it. It does not
+    depend on the rows: a warmup shows each number of tokens once.
+    """
+    width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
+    if not runs_gluon(ssm_pool) or width is None:
+        return PORTABLE
+    fits_products = tokens.B.shape[2] <= _LARGEST_MULTIPLIED and all(
+        tensor.dtype == torch.bfloat16 for tensor in (tokens.x, tokens.B, tokens.C)
+    )
+    splits_states = ssm_pool.dtype != torch.bfloat16
+    if not fits_products or (splits_states and max_tokens <= _MOST_SUMMED):
+        return ReplayTiling("sums", width, num_warps=1, max_registers=255)
+    return ReplayTiling("products", width, num_warps=1, max_registers=128 if splits_states else 168)
+
+
+def runs_gluon(pool: Tensor) -> bool:
+    """Return whether kernels written in Gluon compute on a pool."""
+    return pool.is_cuda and _has_gluon(pool.device)
+
+
+def folds_by_products(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
+    """Return whether the kernels that are chosen for states of a pool, or of pools, fold them as matrices.
+
+    Args:
+        inputs: Dtype of the rings' x and B.
+    """
+    fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
+    return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
+
+
+def replays_fast(head_dim: int, d_state: int) -> bool:
+    """Return whether states of this shape are replayed by a kernel written in Gluon on the current device."""
+    if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
+        return False
+    return _has_gluon(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _has_gluon(device: torch.device) -> bool:
+    return not INTERPRETED and is_hopper(device) and has_tested_gluon()
+
+
+def hopper_width(head_dim: int, d_state: int) -> int | None:
+    """Return the most columns of a head that a warp keeps in registers; None if no Gluon kernel takes the head."""
+    widths = [width for width in (64, 32, 16) if head_dim % width == 0 and width * d_state <= _LARGEST_TILE]
+    return widths[0] if widths and d_state >= 16 and d_state & (d_state - 1) == 0 else None

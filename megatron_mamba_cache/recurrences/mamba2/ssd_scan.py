@@ -1,0 +1,193 @@
+"""SSD scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
+
+`ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_hopper` where it can run, else
+`ssd_scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+"""
+
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel
+from ..prefill_rows import PrefillRows
+from ..rounded_states import RoundedStates
+from ..row_checks import check_prefill_rows
+from .hopper_tiling import HopperTiling, choose_tiling
+from .reference_ssd import ssd_scan_ref
+from .ssd_scan_portable import scan_portably
+from .ssd_tiles import TILE_LEN, ScanTiles, TileShape, cut_tiles, head_slices, tile_shape
+from .ssm_inputs import SSMTokens, SSMWeights
+
+__all__ = ["cut_rows", "ssd_scan", "ssd_scan_ref"]
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 16  # bytes, of what TMA copies
+_MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
+
+
+def cut_rows(
+    dt: Tensor, weights: SSMWeights, rows: PrefillRows, chunk_size: int, head_dim: int, dtype: torch.dtype
+) -> ScanTiles | None:
+    """Do what of a scan needs time steps only; return None where rows like these take the twin.
+
+    Heads and states of sizes that take the twin as well are cut for nothing.
+
+    If its launch comes right before that of `causal_conv`, which has to know, both run at once.
+
+    Args:
+        dt: [tokens, heads]; see `SSMTokens`.
+        chunk_size: See `ssd_scan`.
+        dtype: Of the tokens that will be scanned.
+
+    CUDA-graph safe: no host sync, one launch.
+    """
+    shape = tile_shape(chunk_size, dtype)
+    if not launches_kernel(dt) or shape is None or dtype not in _DTYPES or _is_empty(dt, rows):
+        return None
+    return cut_tiles(dt, weights, rows, shape, head_dim, dtype)
+
+
+def ssd_scan(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    chunk_size: int,
+    rounded: RoundedStates | None = None,
+    *,
+    tiles: ScanTiles | None = None,
+) -> Tensor:
+    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+
+    A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
+    at chunk and row ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that is not a
+    power of two from 16 on, states of more than 128 x 128 a head, and float64 use the twin.
+
+    Args:
+        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
+        chunk_size: The longest chunk in `rows`.
+        rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
+        tiles: What `cut_rows` returned for these rows and time steps, for one scan; None: they are cut here.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `ssd_scan_ref`.
+    """
+    _check(tokens, weights, ssm_pool)
+    if rounded is not None:
+        rounded.check(ssm_pool)
+    check_prefill_rows(rows, tokens.x.device)
+    shape = tile_shape(chunk_size, tokens.x.dtype)
+    if (
+        not launches_kernel(tokens.x)
+        or shape is None
+        or not _fits_kernels(tokens, ssm_pool)
+        or _is_empty(tokens.dt, rows)
+    ):
+        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, rounded)
+    tiling = None
+    if _fits_hopper(tokens, ssm_pool, shape):
+        tiling = choose_tiling(tokens, rows.longest_first.shape[0])
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded, tiles=tiles)
+
+
+def scan_tiles(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    shape: TileShape,
+    tiling: HopperTiling | None,
+    rounded: RoundedStates | None = None,
+    *,
+    tiles: ScanTiles | None = None,
+) -> Tensor:
+    """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
+
+    A head whose channels are not a power of two takes a launch for each of its slices.
+    """
+    if tiles is None:
+        tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)
+    for channels in head_slices(tokens.x.shape[2]):
+        if tiling is None:
+            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, rounded)
+        else:
+            from .ssd_scan_hopper import scan_on_hopper
+
+            in_slice = tiling.within(channels.width)
+            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, rounded)
+    return tiles.y
+
+
+def _is_empty(dt: Tensor, rows: PrefillRows) -> bool:
+    return 0 in (dt.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+
+
+def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
+    head_dim, d_state = _dims(tokens)
+    return (
+        head_dim % 16 == 0
+        and d_state >= 16
+        and d_state & (d_state - 1) == 0
+        and prod(_dims(tokens)) <= _MAX_STATE
+        and tokens.x.dtype in _DTYPES
+        and ssm_pool.dtype in _DTYPES
+        and all(_is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))
+    )
+
+
+def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
+    return (
+        tokens.x.is_cuda
+        and tokens.x.dtype == torch.bfloat16
+        and shape.length == TILE_LEN
+        and all(64 <= dim <= 128 for dim in _dims(tokens))
+        and ssm_pool.stride(0) % ssm_pool.shape[-1] == 0
+        and ssm_pool.data_ptr() % _ALIGNMENT == 0
+        and _runs_gluon(tokens.x.device)
+    )
+
+
+@cache
+def _runs_gluon(device: torch.device) -> bool:
+    return is_hopper(device) and has_tested_gluon()
+
+
+def _dims(tokens: SSMTokens) -> tuple[int, int]:
+    return tokens.x.shape[2], tokens.B.shape[2]
+
+
+def _is_aligned(packed: Tensor) -> bool:
+    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0
+
+
+def _check(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor) -> None:
+    x, dt, B, C = tokens.x, tokens.dt, tokens.B, tokens.C
+    if x.dim() != 3 or B.dim() != 3 or B.shape != C.shape or dt.shape != x.shape[:2] or B.shape[0] != x.shape[0]:
+        raise ValueError(
+            "need x [tokens, heads, head_dim], dt [tokens, heads] and B, C [tokens, groups, d_state], found "
+            f"{tuple(x.shape)}, {tuple(dt.shape)}, {tuple(B.shape)} and {tuple(C.shape)}"
+        )
+    state_shape = (x.shape[1], B.shape[2], x.shape[2])
+    if tuple(ssm_pool.shape[1:]) != state_shape or x.shape[1] % B.shape[1]:
+        raise ValueError(
+            f"need ssm_pool [slots, {', '.join(map(str, state_shape))}] and heads a multiple of groups, found "
+            f"{tuple(ssm_pool.shape)} and {x.shape[1]} heads of {B.shape[1]} groups"
+        )
+    for name in ("A_log", "D", "dt_bias"):
+        weight = getattr(weights, name)
+        if weight.shape != (x.shape[1],):
+            raise ValueError(f"need {name} of {x.shape[1]} heads, found {tuple(weight.shape)}")
+    if not (x.dtype == B.dtype == C.dtype) or any(t.device != x.device for t in (dt, B, C, ssm_pool)):
+        raise ValueError(f"need x, B and C of one dtype and all on {x.device}, found {x.dtype}, {B.dtype}, {C.dtype}")
+    if ssm_pool.shape[0] and not ssm_pool[0].is_contiguous():
+        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
+    for name, packed in (("x", x), ("dt", dt), ("B", B), ("C", C)):
+        if packed.shape[0] and not packed[0].is_contiguous():
+            raise ValueError(f"need {name} contiguous within a token, found strides {packed.stride()}")

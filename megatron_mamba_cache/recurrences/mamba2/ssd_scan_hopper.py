@@ -1,0 +1,264 @@
+"""The SSD scan on Hopper GPUs, in Gluon: copies, matrix products and element-wise work overlap. bf16 tokens.
+
+Its arithmetic and bits are those of `ssd_scan_portable`. A program takes one head of a row, or two of one group that
+share the tiles of B and C; four warps scan a head, one more fills the ring of tiles ahead of them. The scores of a
+tile, which need no state, are begun while the tile before it finishes.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..prefill_rows import PrefillRows
+from ..rounded_states import RoundedStates, rounded_places
+from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_rounded, put_state
+from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span
+from .hopper_tiling import HopperTiling
+from .ssd_tiles import TILE_LEN, HeadSlice, ScanTiles, tiled_rows
+from .ssm_inputs import SSMTokens
+
+_SCAN_REGISTERS = 240
+_FILL_REGISTERS = 40
+
+
+@gluon.jit
+def _scan_head(
+    ring, scratch, results, rounded, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
+    PART: gl.constexpr,
+):  # fmt: skip
+    """Scan some channels of a head of a row, with four warps.
+
+    Long because the order of its asynchronous products and waits is the algorithm.
+    """
+    LENGTH: gl.constexpr = sizes.LENGTH
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # outputs, and the state
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LENGTH, 16])  # [LENGTH, LENGTH]
+    no_scores = gl.zeros([LENGTH, LENGTH], gl.float32, layout=SCORES)
+    no_outputs = gl.zeros([LENGTH, sizes.CHANNELS], gl.float32, layout=OUT)
+
+    dim = gl.arange(0, sizes.D_STATE, layout=gl.SliceLayout(1, OUT))
+    lane = gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
+    states = results.pool + (head * sizes.D_STATE + dim)[:, None] * sizes.HEAD_DIM + (channel + lane)[None, :]
+    state = gl.zeros([sizes.D_STATE, sizes.CHANNELS], gl.float32, layout=OUT)
+    if initial >= 0:
+        state = gl.load(states + initial.to(gl.int64) * results.slot_stride).to(gl.float32)
+    scratch.state.store(state.to(gl.bfloat16))
+    fence_async_shared()
+    total = gl.load(totals, mask=span.count > 0, other=0.0)
+    scores = no_scores
+    kept = initial * 0 - 1  # no tile has stored a state
+    if span.count > 0:
+        mbarrier.wait(ring.full.index(0), 0)
+        begun = warpgroup_mma(ring.C.index(0), ring.B.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[begun])
+
+    for k in range(span.count):
+        stage = k % sizes.STAGES
+        x = ring.x.index(stage * sizes.TOGETHER + PART)
+        decays = ring.decays.index(2 * (stage * sizes.TOGETHER + PART)).reshape([LENGTH])
+        gains = ring.decays.index(2 * (stage * sizes.TOGETHER + PART) + 1).reshape([LENGTH])
+        next_total = gl.load(totals + gl.minimum(k + 1, span.count - 1) * (2 * LENGTH))
+        slot = gl.load(tile_slots + k)
+
+        y = warpgroup_mma(ring.C.index(stage), scratch.state, no_outputs, use_acc=False, is_async=True)
+        _weigh(x, gains, total, scratch.weighted)
+        state = state * gl.exp2(total)
+        state = warpgroup_mma(ring.B.index(stage).permute((1, 0)), scratch.weighted, state, is_async=True)
+
+        shares = _share(scores, decays, gains, gl.DotOperandLayout(0, OUT, 2))
+        skipped = x.load(OUT).to(gl.float32) * skip
+        decay = decays.load(gl.SliceLayout(1, OUT))
+        y = warpgroup_mma_wait(1, deps=[y])
+        y = gl.fma(y, gl.exp2(decay)[:, None], skipped)
+        y = warpgroup_mma(shares, x, y, is_async=True)
+
+        following = (k + 1) % sizes.STAGES
+        if k + 1 < span.count:
+            mbarrier.wait(ring.full.index(following), (k + 1) // sizes.STAGES & 1)
+        begun = warpgroup_mma(
+            ring.C.index(following), ring.B.index(following).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
+        state = warpgroup_mma_wait(2, deps=[state])
+        await_scratch(results, kept)
+        scratch.state.store(state.to(gl.bfloat16))
+        y, shares = warpgroup_mma_wait(1, deps=[y, shares])
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
+        if rounded is None:
+            if slot >= 0:
+                put_state(results, scratch, state, kept, slot, head, channel, sizes)
+            kept = slot
+        elif slot >= 0:
+            put_rounded(rounded, state, slot, head, channel, sizes)
+        total = next_total
+        scores = warpgroup_mma_wait(0, deps=[begun])
+    tma.store_wait(0)
+    if final >= 0:
+        gl.store(states + final.to(gl.int64) * results.slot_stride, state.to(results.pool.dtype.element_ty))
+
+
+@gluon.jit
+def _weigh(x, gains, total, weighted):
+    """Store a tile's inputs in shared memory, weighted by their share of the state after the tile."""
+    CHANNELS: gl.constexpr = x.shape[1]
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHANNELS, CHANNELS // 8], [4, 1], [1, 0])
+    gain = gains.load(gl.SliceLayout(1, FLAT))
+    weighted.store((x.load(FLAT).to(gl.float32) * gl.exp2(total + gain)[:, None]).to(gl.bfloat16))
+    fence_async_shared()
+
+
+@gluon.jit
+def _share(scores, decays, gains, OPERAND: gl.constexpr):
+    """Return the weight of each input up to a token in the token's output, in bf16, as an operand."""
+    SCORES: gl.constexpr = scores.type.layout
+    LENGTH: gl.constexpr = scores.shape[0]
+    target = gl.arange(0, LENGTH, layout=gl.SliceLayout(1, SCORES))
+    source = gl.arange(0, LENGTH, layout=gl.SliceLayout(0, SCORES))
+    decay = decays.load(gl.SliceLayout(1, SCORES))
+    gain = gains.load(gl.SliceLayout(0, SCORES))
+    exponent = gl.where(target[:, None] >= source[None, :], decay[:, None] + gain[None, :], float("-inf"))
+    return gl.convert_layout((scores * gl.exp2(exponent)).to(gl.bfloat16), OPERAND)
+
+
+@gluon.jit(do_not_specialize=["num_tiles"])
+def _scan_kernel(
+    x_tiles,
+    B_tiles,
+    C_tiles,
+    y_tiles,
+    decay_tiles,
+    pool_states,
+    rows,
+    y,
+    D,
+    decays,
+    tile_slots,
+    pool,
+    slot_stride,
+    rounded,
+    num_tiles,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    FIRST: gl.constexpr,
+    SPLITS: gl.constexpr,
+    D_STATE: gl.constexpr,
+    CHANNELS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    LENGTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    PER_CHUNK: gl.constexpr,
+    SCAN_REGISTERS: gl.constexpr,
+    FILL_REGISTERS: gl.constexpr,
+):
+    """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
+    sizes = Sizes(HEADS, GROUPS, HEAD_DIM, D_STATE, CHANNELS, TOGETHER, LENGTH, STAGES)
+    PER_ROW: gl.constexpr = HEADS // TOGETHER * SPLITS
+    row = gl.load(rows.longest_first + gl.program_id(0) // PER_ROW)
+    head = gl.program_id(0) % PER_ROW // SPLITS * TOGETHER
+    channel = FIRST + gl.program_id(0) % SPLITS * CHANNELS
+    initial = gl.load(rows.initial_slots + row)
+    final = gl.load(rows.final_slots + row)
+    span = find_span(rows, row, LENGTH, PER_CHUNK)
+
+    tiles = PackedTiles(x_tiles, B_tiles, C_tiles, decay_tiles)
+    results = Results(y, y_tiles, pool, pool_states, slot_stride)
+    ring = allocate_ring(tiles, sizes)
+    weighted = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], x_tiles.layout)
+    state = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, D_STATE, CHANNELS], x_tiles.layout)
+    y_copy = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], y_tiles.layout)
+    leaving = state
+    if pool.dtype.element_ty != gl.bfloat16 and rounded is None:
+        leaving = gl.allocate_shared_memory(pool.dtype.element_ty, [TOGETHER, D_STATE, CHANNELS], pool_states.layout)
+
+    slots = tile_slots + span.first
+    totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
+    scratch = Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
+    skip = gl.load(D + head).to(gl.float32)
+    first = (ring, scratch, results, rounded, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
+    filling = (tiles, ring, span, head, channel, num_tiles, sizes)
+    if TOGETHER == 1:
+        gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
+    else:
+        totals += num_tiles.to(gl.int64) * (2 * LENGTH)
+        scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
+        skip = gl.load(D + head + 1).to(gl.float32)
+        second = (
+            ring, scratch, results, rounded, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1
+        )  # fmt: skip
+        gl.warp_specialize(
+            [(_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
+            [4, 1],
+            [SCAN_REGISTERS, FILL_REGISTERS],
+        )
+
+
+def scan_on_hopper(
+    tokens: SSMTokens,
+    D: Tensor,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    tiles: ScanTiles,
+    channels: HeadSlice,
+    tiling: HopperTiling,
+    rounded: RoundedStates | None = None,
+) -> None:
+    """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
+
+    Long because the kernel's arguments are named one by one.
+
+    Args:
+        tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
+        ssm_pool: Slots are whole rows of head_dim apart, and aligned to 16 bytes.
+        tiles: Full ones are as wide as long.
+        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
+    """
+    num_heads, head_dim = tokens.x.shape[1:]
+    num_groups, d_state = tokens.B.shape[1:]
+    splits = channels.width // tiling.channels
+    _scan_kernel[(rows.longest_first.shape[0] * (num_heads // tiling.heads) * splits,)](
+        x_tiles=describe(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
+        B_tiles=describe(tokens.B.flatten(1), [TILE_LEN, d_state]),
+        C_tiles=describe(tokens.C.flatten(1), [TILE_LEN, d_state]),
+        y_tiles=describe(tiles.y.flatten(1), [TILE_LEN, tiling.channels]),
+        decay_tiles=describe(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
+        pool_states=describe(_rows_of(ssm_pool), [d_state, tiling.channels]),
+        rows=tiled_rows(rows),
+        y=tiles.y,
+        D=D,
+        decays=tiles.decays,
+        tile_slots=tiles.slots,
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        rounded=rounded_places(rounded),
+        num_tiles=tiles.slots.shape[0],
+        HEADS=num_heads,
+        GROUPS=num_groups,
+        HEAD_DIM=head_dim,
+        FIRST=channels.first,
+        SPLITS=splits,
+        D_STATE=d_state,
+        CHANNELS=tiling.channels,
+        TOGETHER=tiling.heads,
+        LENGTH=TILE_LEN,
+        STAGES=tiling.num_stages,
+        PER_CHUNK=tiles.shape.per_chunk,
+        SCAN_REGISTERS=_SCAN_REGISTERS,
+        FILL_REGISTERS=_FILL_REGISTERS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def _rows_of(ssm_pool: Tensor) -> Tensor:
+    """Return a pool as a matrix of head_dim columns, with what lies between its slots."""
+    num_slots, num_heads, d_state, head_dim = ssm_pool.shape
+    num_rows = (num_slots - 1) * (ssm_pool.stride(0) // head_dim) + num_heads * d_state
+    return ssm_pool.as_strided((num_rows, head_dim), (head_dim, 1))

@@ -1,0 +1,260 @@
+"""The SSD scan in plain Triton: for every GPU, for float32 tokens, and in the interpreter.
+
+One program takes a head of a row, or a slice of its channels, and walks the row's tiles, its state in registers, in
+float32. Per tile, with the decays of `ssd_tiles`:
+
+    scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; for float32, 2^(decay_i - decay_j + gain_j)
+    y = scores x + 2^decay (C state) + D x
+    state = 2^total state + B^T (2^(total + gain) x)
+
+Inputs are read once, outputs written once, and a state is stored only where a tile ends on a boundary. In a tile that
+reaches beyond its row, only the row's tokens are read: the others may be anything.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..prefill_rows import PrefillRows
+from ..rounded_states import RoundedStates, rounded_places, store_rounded
+from .ssd_tiles import HeadSlice, ScanTiles, tiled_rows
+from .ssm_inputs import SSMTokens
+
+_NUM_WARPS = 4
+_NUM_STAGES = 2
+_LEAST_LANES = 64  # of bf16 products: with fewer, Triton 3.6 reads out of bounds on Hopper GPUs
+
+
+class _Packed(NamedTuple):
+    """The kernel's view of packed tokens; strides count elements from token to token."""
+
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    y: Tensor
+    x_stride: int
+    B_stride: int
+    C_stride: int
+
+
+@triton.jit
+def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
+    """Return the outputs [width, head_dim] of a tile and the state [d_state, head_dim] after it."""
+    WIDTH: tl.constexpr = x.shape[0]
+    token = tl.arange(0, WIDTH)
+    decay = tl.load(decays + token)
+    gain = tl.load(decays + WIDTH + token)
+    total = tl.load(decays + WIDTH - 1)
+    left = total
+    exponent = decay[:, None] + gain[None, :]
+    if PRECISION == "ieee":  # subtract large decays of near tokens first, before digits are lost
+        left = total - decay
+        exponent = (decay[:, None] - decay[None, :]) + gain[None, :]
+    exponent = tl.where(token[:, None] >= token[None, :], exponent, float("-inf"))
+    scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
+    from_state = tl.dot(C, state.to(C.dtype), input_precision=PRECISION)
+    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # explicit, so that every form rounds alike
+    y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
+    weighted = x * tl.exp2(left + gain)[:, None]
+    state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)
+    return y, state
+
+
+@triton.jit
+def _advance_partly(
+    state, packed, decays, skip, head, group, begin, low, high,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
+    D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scan the tile at `begin`, of which only the tokens from `low` to `high`, exclusive, are the row's."""
+    token = begin + tl.arange(0, WIDTH)
+    inside = ((token >= low) & (token < high))[:, None]
+    token = token.to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    channel = head * HEAD_DIM + FIRST + lane
+    inside_x = inside & (lane < CHANNELS)
+    dim = group * D_STATE + tl.arange(0, D_STATE)[None, :]
+    x = tl.load(packed.x + token * packed.x_stride + channel, mask=inside_x, other=0.0)
+    B = tl.load(packed.B + token * packed.B_stride + dim, mask=inside, other=0.0)
+    C = tl.load(packed.C + token * packed.C_stride + dim, mask=inside, other=0.0)
+    y, state = _advance(state, x, B, C, decays, skip, PRECISION)
+    tl.store(packed.y + token * (HEADS * HEAD_DIM) + channel, y.to(packed.y.dtype.element_ty), mask=inside_x)
+    return state
+
+
+@triton.jit
+def _store_state(states, slot_stride, slot, state, CHANNELS: tl.constexpr):
+    if slot >= 0:
+        inside = tl.arange(0, state.shape[1])[None, :] < CHANNELS
+        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_boundary(
+    states, slot_stride, rounded, slot, state, head,
+    HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Store the state at a tile's end, rounded if there are places for that."""
+    if rounded is None:
+        _store_state(states, slot_stride, slot, state, CHANNELS)
+    elif slot >= 0:
+        D_STATE: tl.constexpr = state.shape[0]
+        n, lane = tl.arange(0, D_STATE), tl.arange(0, state.shape[1])
+        no_layer = slot.to(tl.int64) * 0
+        store_rounded(
+            rounded, no_layer, slot.to(tl.int64), state, head, n, FIRST + lane, n < D_STATE, lane < CHANNELS,
+            D_STATE, HEAD_DIM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _scan_kernel(
+    packed,
+    x_tiles,
+    B_tiles,
+    C_tiles,
+    y_tiles,
+    rows,
+    D,
+    decays,
+    tile_slots,
+    pool,
+    slot_stride,
+    rounded,
+    num_tiles,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
+    D_STATE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned differently."""
+    row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
+    head = tl.program_id(0) % HEADS
+    group = head // (HEADS // GROUPS)
+    low = tl.load(rows.cu_rows + row)
+    high = tl.load(rows.cu_rows + row + 1)
+
+    lane = tl.arange(0, LANES)[None, :]
+    in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + FIRST + lane
+    states = pool + head * (D_STATE * HEAD_DIM) + in_state
+    state = tl.zeros((D_STATE, LANES), tl.float32)
+    initial = tl.load(rows.initial_slots + row)
+    if initial >= 0:
+        state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=lane < CHANNELS, other=0.0).to(tl.float32)
+
+    # Where the row's tiles begin, in tokens and in tile numbers: see `ssd_tiles`.
+    first_chunk = tl.load(rows.cu_row_chunks + row)
+    num_chunks = tl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
+    in_first = (first_end - low + LENGTH - 1) // LENGTH
+    begin = tl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
+    num_row_tiles = (high - begin + LENGTH - 1) // LENGTH
+    tile = (first_chunk + 1) * PER_CHUNK - in_first
+    tile_slots += tile
+    decays += (head.to(tl.int64) * num_tiles + tile) * (2 * WIDTH)
+    skip = tl.load(D + head).to(tl.float32)
+
+    first_whole = tl.where(begin < low, 1, 0)
+    after_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
+    if LENGTH < WIDTH or CHANNELS < LANES:
+        after_whole = first_whole
+    for k in tl.range(0, first_whole, num_stages=1):
+        state = _advance_partly(
+            state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
+            HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
+        )  # fmt: skip
+        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+    for k in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
+        token = begin + k * LENGTH
+        x = x_tiles.load([token, head * HEAD_DIM + FIRST])
+        B = B_tiles.load([token, group * D_STATE])
+        C = C_tiles.load([token, group * D_STATE])
+        y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
+        y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
+        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+    for k in tl.range(after_whole, num_row_tiles, num_stages=1):
+        token = begin + k * LENGTH
+        state = _advance_partly(
+            state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
+            HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
+        )  # fmt: skip
+        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+
+    _store_state(states, slot_stride, tl.load(rows.final_slots + row), state, CHANNELS)
+
+
+def scan_portably(
+    tokens: SSMTokens,
+    D: Tensor,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    tiles: ScanTiles,
+    channels: HeadSlice,
+    rounded: RoundedStates | None = None,
+) -> None:
+    """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
+
+    Args:
+        tokens: d_state is a power of two of at least 16.
+        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
+    """
+    num_heads, head_dim = tokens.x.shape[1:]
+    num_groups, d_state = tokens.B.shape[1:]
+    shape = tiles.shape
+    lanes = lanes_of(channels.width, tokens.x.dtype)
+    x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
+    _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
+        packed=_Packed(x, B, C, tiles.y, x.stride(0), B.stride(0), C.stride(0)),
+        x_tiles=_described(x, shape.width, lanes),
+        B_tiles=_described(B, shape.width, d_state),
+        C_tiles=_described(C, shape.width, d_state),
+        y_tiles=_described(_flat(tiles.y), shape.width, lanes),
+        rows=tiled_rows(rows),
+        D=D,
+        decays=tiles.decays,
+        tile_slots=tiles.slots,
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        rounded=rounded_places(rounded),
+        num_tiles=tiles.slots.shape[0],
+        HEADS=num_heads,
+        GROUPS=num_groups,
+        HEAD_DIM=head_dim,
+        FIRST=channels.first,
+        CHANNELS=channels.width,
+        LANES=lanes,
+        D_STATE=d_state,
+        LENGTH=shape.length,
+        WIDTH=shape.width,
+        PER_CHUNK=shape.per_chunk,
+        PRECISION="ieee" if tokens.x.dtype == torch.float32 else "tf32",
+        NUM_STAGES=_NUM_STAGES,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def lanes_of(width: int, dtype: torch.dtype) -> int:
+    """Return the width of the products for `width` channels; lanes past the channels are masked."""
+    return width if dtype == torch.float32 else max(width, _LEAST_LANES)
+
+
+def _flat(packed: Tensor) -> Tensor:
+    """Return [tokens, heads or groups, dim] as [tokens, channels]: a view."""
+    return packed.flatten(1)
+
+
+def _described(packed: Tensor, tile_width: int, num_channels: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(packed, [tile_width, num_channels])

@@ -1,0 +1,254 @@
+"""Tiles of the SSD scan: where the kernels cut a row, and the decays of each tile's tokens.
+
+A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
+row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
+absolute position; it is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk on; the tiles of a
+row's first chunk take the last of its numbers, so the numbers of a row are consecutive.
+
+Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernels.overlap import await_then_release, overlapping
+from ..prefill_rows import PAD_SLOT, PrefillRows
+from .ssm_inputs import SSMWeights
+from .time_steps import time_step
+
+TILE_LEN = 64
+LEAST_WIDTH = 16
+"""The fewest rows of a matrix product."""
+_HEADS_AT_A_TIME = 8
+_PAD = tl.constexpr(PAD_SLOT)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How SSM chunks of one size are cut.
+
+    Args:
+        length: Tokens of a full tile.
+        width: Tokens that a tile has room for, a power of two.
+        per_chunk: Tiles of a full chunk.
+    """
+
+    length: int
+    width: int
+    per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """Channels of every head that one launch scans; channels share only the decays.
+
+    Args:
+        first: The first channel.
+        width: Number of channels, a power of two.
+    """
+
+    first: int
+    width: int
+
+
+def head_slices(head_dim: int) -> list[HeadSlice]:
+    """Return slices that make up a head of a multiple of 16 channels, widest first: 80 is 64 and 16."""
+    slices, first = [], 0
+    for width in (1 << bit for bit in reversed(range(head_dim.bit_length()))):
+        if head_dim & width:
+            slices.append(HeadSlice(first, width))
+            first += width
+    return slices
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiles:
+    """The tiles of a batch.
+
+    Args:
+        decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
+            through the token, and log2 of its time step, for bf16 tokens minus the former. A token outside its row has
+            no decay and a time step of 0. The difference saves the scan a sum, but where decays are strong it rounds
+            off digits that float32 tokens have and bf16 ones do not.
+        slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
+        y: [tokens, heads, head_dim]; where the scan's outputs go; past the last row it has zeros.
+    """
+
+    shape: TileShape
+    decays: Tensor
+    slots: Tensor
+    y: Tensor
+
+
+class _CutRows(NamedTuple):
+    """What the kernel reads of `PrefillRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    chunk_rows: Tensor
+    cu_row_chunks: Tensor
+    chunk_slots: Tensor
+
+
+class TiledRows(NamedTuple):
+    """A scan kernel's view of `PrefillRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    cu_row_chunks: Tensor
+    longest_first: Tensor
+    initial_slots: Tensor
+    final_slots: Tensor
+
+
+def tiled_rows(rows: PrefillRows) -> TiledRows:
+    """Return what the scan kernels read of the rows."""
+    return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
+
+
+def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
+    """Return how chunks of this size are cut for tokens of this dtype; None if they are not a multiple of a tile.
+
+    float32 products run without tensor cores, unrolled: long tiles would not fit in registers.
+    """
+    longest = TILE_LEN if dtype == torch.bfloat16 else LEAST_WIDTH
+    if chunk_size % longest == 0:
+        return TileShape(longest, longest, chunk_size // longest)
+    if chunk_size <= TILE_LEN:
+        return TileShape(chunk_size, max(LEAST_WIDTH, triton.next_power_of_2(chunk_size)), 1)
+    return None
+
+
+@triton.jit
+def _find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
+    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position that it is cut at."""
+    row = tl.load(rows.chunk_rows + tile // PER_CHUNK)
+    first_chunk = tl.load(rows.cu_row_chunks + row)
+    number = tile % PER_CHUNK
+    begin = start + number * LENGTH
+    if tile // PER_CHUNK == first_chunk:
+        number += in_chunk - PER_CHUNK
+        begin = start + number * LENGTH
+        if tl.load(rows.cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
+            begin = end - (in_chunk - number) * LENGTH
+    return number, begin
+
+
+@triton.jit(do_not_specialize=["dt_stride", "num_tiles", "num_rows", "num_tokens"])
+def _tiles_kernel(
+    dt,
+    A_log,
+    dt_bias,
+    rows,
+    decays,
+    slots,
+    y,
+    dt_stride,
+    least_step,
+    most_step,
+    num_tiles,
+    num_rows,
+    num_tokens,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    HEADS_AT_A_TIME: tl.constexpr,
+    LANES: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Long because one launch finds a tile, sums its decays and clears the outputs past the last row."""
+    await_then_release(OVERLAPS)
+    tile = tl.program_id(0)
+    head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
+    has_head = head < HEADS
+
+    lane = tl.arange(0, LANES)
+    channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
+    cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
+    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # past the last row
+        tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
+
+    chunk = tile // PER_CHUNK
+    start = tl.load(rows.cu_chunks + chunk)
+    end = tl.load(rows.cu_chunks + chunk + 1)
+    in_chunk = (end - start + LENGTH - 1) // LENGTH
+    number, begin = _find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
+    if (number < 0) | (number >= in_chunk):
+        return
+    if tl.program_id(1) == 0:
+        tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
+
+    token = begin + tl.arange(0, WIDTH)
+    inside = (token >= start) & (token < tl.minimum(end, begin + LENGTH))
+    step = tl.load(
+        dt + token[:, None].to(tl.int64) * dt_stride + head[None, :],
+        mask=inside[:, None] & has_head[None, :],
+        other=0.0,
+    )
+    bias = tl.load(dt_bias + head, mask=has_head, other=0.0)
+    step = time_step(step, bias[None, :], least_step, most_step)
+    step = tl.where(inside[:, None], step, 0.0)  # [WIDTH, HEADS_AT_A_TIME]
+    rate = -tl.exp(tl.load(A_log + head, mask=has_head, other=0.0).to(tl.float32)) * _LOG2_E
+    decay = tl.cumsum(step * rate[None, :], axis=0)
+    gain = tl.where(step > 0, tl.log2(tl.where(step > 0, step, 1.0)), float("-inf"))
+    if SUBTRACTS:
+        gain -= decay
+    place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
+    tl.store(decays + place, decay, mask=has_head[None, :])
+    tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
+
+
+def cut_tiles(
+    dt: Tensor, weights: SSMWeights, rows: PrefillRows, shape: TileShape, head_dim: int, dtype: torch.dtype
+) -> ScanTiles:
+    """Cut the rows into tiles, sum their decays, and clear the outputs of tokens past the last row.
+
+    The next kernel may read at once what was written before this one.
+
+    Args:
+        dt: [tokens, heads]; see `SSMTokens`.
+        rows: At least one chunk.
+        dtype: Of the scanned tokens and of the outputs.
+    """
+    num_tokens, num_heads = dt.shape
+    num_tiles = rows.chunk_rows.shape[0] * shape.per_chunk
+    device = dt.device
+    y = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
+    decays = torch.empty(num_heads, num_tiles, 2, shape.width, dtype=torch.float32, device=device)
+    slots = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    least_step, most_step = weights.dt_limit
+    _tiles_kernel[(num_tiles, triton.cdiv(num_heads, _HEADS_AT_A_TIME))](
+        dt=dt,
+        A_log=weights.A_log,
+        dt_bias=weights.dt_bias,
+        rows=_CutRows(*(getattr(rows, name) for name in _CutRows._fields)),
+        decays=decays,
+        slots=slots,
+        y=y,
+        dt_stride=dt.stride(0),
+        least_step=least_step,
+        most_step=most_step,
+        num_tiles=num_tiles,
+        num_rows=rows.cu_rows.shape[0] - 1,
+        num_tokens=num_tokens,
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        LENGTH=shape.length,
+        WIDTH=shape.width,
+        PER_CHUNK=shape.per_chunk,
+        HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
+        LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * head_dim),
+        SUBTRACTS=dtype == torch.bfloat16,
+        enable_fp_fusion=True,
+        **overlapping(device),
+    )
+    return ScanTiles(shape, decays, slots, y)

@@ -1,0 +1,270 @@
+"""The outputs of replayed states by products of bf16 on tensor cores, in Gluon, for Hopper GPUs and bf16 tokens.
+
+A warp owns `width` columns of a head's state, which it loads as the products need them: which d_state a lane holds, and
+which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
+numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
+`replay_fold_products`. The fold and the state's loads begin while `replay_coefficients` runs. A state is read in slices
+one behind the other, and again where it is folded: one of 16 bits is fetched to the L2 cache at once.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from ...kernels.gluon_common import await_launcher, release
+from ...kernels.overlap import overlapping
+from ..prefill_rows import PAD_SLOT
+from .product_layouts import as_left, as_right, left_layout, output_layout, right_layout
+from .replay_coefficients import ReplayCoefficients
+from .replay_fold_products import fold_tile, split_into_bf16
+from .replay_rows import ReplayRing, ReplayRows
+from .replay_tiling import ReplayTiling
+from .replay_views import kernel_ring, kernel_rows, kernel_tokens
+from .ssm_inputs import SSMTokens
+from .state_slices import load_slice, multiply_slices, prefetch_state, slice_len
+
+_PAD = gl.constexpr(PAD_SLOT)
+
+
+@gluon.jit
+def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Add the product of a bf16 tile and a float32 one to `sums`."""
+    left = as_left(left, LEFT)
+    low, middle, high = split_into_bf16(right)
+    sums = mma_v2(left, as_right(low, RIGHT), sums)
+    sums = mma_v2(left, as_right(middle, RIGHT), sums)
+    return mma_v2(left, as_right(high, RIGHT), sums)
+
+
+@gluon.jit(do_not_specialize=["max_tokens"])
+def _state_products_kernel(
+    y,
+    tokens,
+    pool,
+    slot_stride,
+    ring,
+    rows,
+    checkpoint_factors,
+    input_factors,
+    max_tokens,
+    HEADS: gl.constexpr,
+    HEADS_A_GROUP: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    OWN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PLACES: gl.constexpr,
+    TOKENS: gl.constexpr,
+    PREFETCHES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """Long because state and inputs stay in registers."""
+    release(OVERLAPS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, tokens]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
+    SLICES: gl.constexpr = D_STATE // slice_len(D_STATE)
+    KEPT: gl.constexpr = left_layout(PLACES, WIDTH)
+    KEPT_FACTORS: gl.constexpr = right_layout(OWN, PLACES)
+    NEW: gl.constexpr = left_layout(TOKENS, WIDTH)
+    NEW_FACTORS: gl.constexpr = right_layout(OWN, TOKENS)
+    OUTPUT: gl.constexpr = output_layout(OWN, WIDTH)
+    part = gl.program_id(0) % PARTS
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
+    slot = gl.load(rows.slots + row).to(gl.int64)
+    start = gl.load(rows.cu_tokens + row)
+    count = gl.load(rows.cu_tokens + row + 1) - start
+    number = gl.load(rows.rings + row).to(gl.int64)
+    folded = gl.load(rows.folded + row)
+    computed = gl.load(rows.computed + row)
+    if slot == _PAD:
+        await_launcher(OVERLAPS)
+        return
+
+    if PREFETCHES:  # noqa: SIM102 (known when it is compiled)
+        if part == 0:
+            prefetch_state(pool + slot * slot_stride + head * (D_STATE * HEAD_DIM), D_STATE, HEAD_DIM)
+    first = gl.maximum(folded, computed // RING * RING)
+    group = head // HEADS_A_GROUP
+    channel = head * HEAD_DIM + part * WIDTH
+    states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
+    xs = ring.x + number * ring.x_ring + channel
+    if first > folded:
+        fold_tile(
+            states,
+            states,
+            xs,
+            ring.B + number * ring.B_ring + group * D_STATE,
+            ring.steps + number * ring.steps_ring + head,
+            ring,
+            folded,
+            first,
+            HEADS,
+            D_STATE,
+            HEAD_DIM,
+            CAPACITY,
+            X_CAPACITY,
+            RING,
+            WIDTH,
+        )
+    # Ahead of the state: it comes first, and can be appended while the state is on its way.
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
+    new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
+    new_x = gl.load(
+        new + u[:, None] * tokens.x_stride + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
+        mask=(u < count)[:, None],
+        other=0.0,
+    )
+    queries = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE
+    state, keys = load_slice(states, queries, tokens.C_stride, count, 0, D_STATE, HEAD_DIM, OWN, WIDTH)
+
+    w = gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEPT))
+    kept_x = gl.load(
+        xs
+        + ((first + w) % X_CAPACITY)[:, None] * ring.x_place
+        + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, KEPT))[None, :],
+        mask=(w < computed - first)[:, None],
+        other=0.0,
+    )
+    sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
+    state, keys, sums = multiply_slices(
+        state,
+        keys,
+        sums,
+        states,
+        queries,
+        tokens.C_stride,
+        count,
+        0,
+        SLICES // 2,
+        D_STATE,
+        HEAD_DIM,
+        OWN,
+        WIDTH,
+        LEFT,
+        RIGHT,
+    )
+
+    # The factors come while the other slices do.
+    await_launcher(OVERLAPS)
+    line = row.to(gl.int64) * max_tokens * HEADS + head
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
+    of_checkpoint = gl.load(checkpoint_factors + line + t * HEADS, mask=t < count, other=0.0)
+    input_factors += line * (RING + OWN)
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEPT_FACTORS))
+    w = gl.arange(0, PLACES, layout=gl.SliceLayout(0, KEPT_FACTORS))
+    of_kept = gl.load(
+        input_factors + t[:, None] * (HEADS * (RING + OWN)) + w[None, :],
+        mask=(t < count)[:, None] & (w < RING)[None, :],
+        other=0.0,
+    )
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, NEW_FACTORS))
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, NEW_FACTORS))
+    of_new = gl.load(
+        input_factors + t[:, None] * (HEADS * (RING + OWN)) + (RING + u)[None, :],
+        mask=(t < count)[:, None] & (u < count)[None, :],
+        other=0.0,
+    )
+    state, keys, sums = multiply_slices(
+        state,
+        keys,
+        sums,
+        states,
+        queries,
+        tokens.C_stride,
+        count,
+        SLICES // 2,
+        SLICES,
+        D_STATE,
+        HEAD_DIM,
+        OWN,
+        WIDTH,
+        LEFT,
+        RIGHT,
+    )
+    sums *= of_checkpoint[None, :]
+    sums = _multiply_right(kept_x, of_kept, sums, LEFT, RIGHT)
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
+    gl.store(
+        xs
+        + ((computed + u) % X_CAPACITY)[:, None] * ring.x_place
+        + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
+        new_x,
+        mask=(u < count)[:, None],
+    )
+    is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # infinite, or NaN
+    if gl.max(gl.max(is_odd, axis=0), axis=0) == 0:
+        sums = _multiply_right(new_x, of_new, sums, LEFT, RIGHT)
+    else:
+        # A factor of 0 would not keep a later token's NaN out.
+        m = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
+        column = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
+        target = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
+        for at in range(0, count):
+            x = gl.load(new + at * tokens.x_stride + column).to(gl.float32)
+            of_x = input_factors + target * (HEADS * (RING + OWN)) + RING + at
+            of_x = gl.load(of_x, mask=target < count, other=0.0)
+            sums += gl.where((target >= at)[None, :], of_x[None, :] * x[:, None], 0.0)
+
+    out = sums.reshape([WIDTH // 16, 2, 8, OWN]).permute((3, 2, 0, 1)).reshape([OWN, WIDTH])
+    out = gl.convert_layout(out.to(y.dtype.element_ty), OUTPUT)
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, OUTPUT))
+    y += start.to(gl.int64) * (HEADS * HEAD_DIM) + channel
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUTPUT))
+    gl.store(y + t[:, None] * (HEADS * HEAD_DIM) + column[None, :], out, mask=(t < count)[:, None])
+
+
+def replay_by_products(
+    y: Tensor,
+    tokens: SSMTokens,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    factors: ReplayCoefficients,
+    tiling: ReplayTiling,
+) -> None:
+    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before.
+
+    Args:
+        ssm_pool: d_state is a power of two from 16 on, and head_dim a multiple of the tiling's width.
+    """
+    heads, head_dim = tokens.x.shape[1:]
+    d_state, width, own = tokens.B.shape[2], tiling.width, factors.own
+    _state_products_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
+        y=y,
+        tokens=kernel_tokens(tokens),
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        ring=kernel_ring(ring),
+        rows=kernel_rows(rows),
+        checkpoint_factors=factors.checkpoint,
+        input_factors=factors.inputs,
+        max_tokens=rows.max_tokens,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // tokens.B.shape[1],
+        D_STATE=d_state,
+        HEAD_DIM=head_dim,
+        CAPACITY=ring.capacity,
+        X_CAPACITY=ring.x_capacity,
+        RING=factors.ring_len,
+        OWN=own,
+        WIDTH=width,
+        PLACES=max(16, factors.ring_len),
+        TOKENS=max(16, own),
+        PREFETCHES=_prefetches(ssm_pool),
+        num_warps=1,
+        maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
+        **overlapping(ssm_pool.device),
+    )
+
+
+def _prefetches(ssm_pool: Tensor) -> bool:
+    """Return whether states come sooner by way of the L2 cache: those of 16 bits do, float32 ones later."""
+    return ssm_pool.element_size() == 2 and ssm_pool.data_ptr() % 16 == 0 and ssm_pool.stride(0) % 8 == 0

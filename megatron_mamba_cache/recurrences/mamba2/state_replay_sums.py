@@ -1,0 +1,250 @@
+"""The outputs of replayed states by plain sums, in Gluon, for Hopper GPUs: the fastest form for few tokens a row.
+
+A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so that a
+product with C adds up within lanes, and only one sum a column and token crosses them. Checkpoints have the bits of
+`replay_fold_products` where tokens are bf16, and else those of `replay_fold`. The fold and the state's loads begin
+while `replay_coefficients` runs.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...kernels.gluon_common import await_launcher, release
+from ...kernels.overlap import overlapping
+from ..prefill_rows import PAD_SLOT
+from .replay_coefficients import ReplayCoefficients
+from .replay_fold_products import fold_tile, sync_lanes
+from .replay_rows import ReplayRing, ReplayRows
+from .replay_tiling import ReplayTiling
+from .replay_views import kernel_ring, kernel_rows, kernel_tokens
+from .ssm_inputs import SSMTokens
+
+_PAD = gl.constexpr(PAD_SLOT)
+_ACCESS = 16  # bytes of a load
+
+
+@gluon.jit
+def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
+    """Load x, B, the time step and its product with A at a position; zeros from `end` on."""
+    exists = position < end
+    place = position % CAPACITY
+    values = gl.load(x + position % X_CAPACITY * ring.x_place, mask=exists, other=0.0)
+    keys = gl.load(b + place * ring.B_place, mask=exists, other=0.0)
+    dt = gl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
+    decay = gl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
+    return values, keys, dt, decay
+
+
+@gluon.jit
+def _fold_entries(
+    state,
+    pool,
+    x,
+    b,
+    steps,
+    ring,
+    position,
+    end,
+    HEADS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+):
+    """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `replay_fold`."""
+    entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY, X_CAPACITY)
+    following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY, X_CAPACITY)
+    while position < end:
+        until = gl.minimum((position // RING + 1) * RING, end)
+        for at in range(position, until):
+            values, keys, dt, decay = entry
+            entry = following
+            following = load_entry(x, b, steps, ring, at + 2, end, HEADS, CAPACITY, X_CAPACITY)
+            scaled = dt * values.to(gl.float32)
+            increment = keys.to(gl.float32)[:, :, None] * scaled[None, :][:, None, :]
+            state = gl.fma(gl.exp(decay), state, increment)
+        if until % RING == 0:
+            state = state.to(pool.dtype.element_ty).to(gl.float32)
+        position = until
+    return state
+
+
+@gluon.jit
+def _load_factors(c, checkpoint_factors, input_factors, c_stride, HEADS: gl.constexpr, t, count, w, u, RING, OWN):
+    exists = t < count
+    line = input_factors + t * (HEADS * (RING + OWN))
+    of_ring = gl.load(line + w, mask=exists & (w < RING), other=0.0)
+    of_own = gl.load(line + RING + u, mask=exists & (u < count), other=0.0)
+    of_checkpoint = gl.load(checkpoint_factors + t * HEADS, mask=exists, other=0.0)
+    return gl.load(c + t * c_stride, mask=exists, other=0.0), of_ring, of_own, of_checkpoint
+
+
+@gluon.jit(do_not_specialize=["max_tokens"])
+def _state_sums_kernel(
+    y,
+    tokens,
+    pool,
+    slot_stride,
+    ring,
+    rows,
+    checkpoint_factors,
+    input_factors,
+    max_tokens,
+    HEADS: gl.constexpr,
+    HEADS_A_GROUP: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    OWN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LANES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """Long because state and inputs stay in registers."""
+    release(OVERLAPS)
+    BY_PRODUCTS: gl.constexpr = ring.x.dtype.element_ty == gl.bfloat16
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
+    DEPTH: gl.constexpr = D_STATE // LANES
+    PLACES: gl.constexpr = (RING + LANES - 1) // LANES
+    TAIL: gl.constexpr = (OWN + LANES - 1) // LANES
+    V: gl.constexpr = WIDTH * LANES // (32 * gl.num_warps())
+    STATE: gl.constexpr = gl.BlockedLayout([1, DEPTH, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    KEPT: gl.constexpr = gl.BlockedLayout([1, PLACES, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    NEW: gl.constexpr = gl.BlockedLayout([1, TAIL, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
+
+    part = gl.program_id(0) % PARTS
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
+    slot = gl.load(rows.slots + row).to(gl.int64)
+    start = gl.load(rows.cu_tokens + row)
+    count = gl.load(rows.cu_tokens + row + 1) - start
+    number = gl.load(rows.rings + row).to(gl.int64)
+    folded = gl.load(rows.folded + row)
+    computed = gl.load(rows.computed + row)
+    if slot == _PAD:
+        await_launcher(OVERLAPS)
+        return
+
+    first = gl.maximum(folded, computed // RING * RING)
+    group = head // HEADS_A_GROUP
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, STATE)))
+    depth = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, STATE)))
+    n = lane[:, None] * DEPTH + depth[None, :]  # [lanes, depth]
+    p = head * HEAD_DIM + part * WIDTH + gl.arange(0, WIDTH, layout=COLUMNS)
+    tile = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
+    xs = ring.x + number * ring.x_ring + head * HEAD_DIM + part * WIDTH
+    b = ring.B + number * ring.B_ring + group * D_STATE
+    steps = ring.steps + number * ring.steps_ring + head
+    if BY_PRODUCTS:  # noqa: SIM102 (known when it is compiled)
+        if first > folded:
+            fold_tile(
+                tile,
+                tile,
+                xs,
+                b,
+                steps,
+                ring,
+                folded,
+                first,
+                HEADS,
+                D_STATE,
+                HEAD_DIM,
+                CAPACITY,
+                X_CAPACITY,
+                RING,
+                WIDTH,
+            )
+    # Ahead of the state: it comes first, and can be appended while the state is on its way.
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, NEW)))
+    u = lane[:, None] * TAIL + gl.arange(0, TAIL, layout=gl.SliceLayout(0, gl.SliceLayout(2, NEW)))[None, :]
+    own_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, NEW)))[None, :][:, None, :]
+    new = tokens.x + start.to(gl.int64) * tokens.x_stride + head * HEAD_DIM + part * WIDTH
+    own_x = gl.load(new + u[:, :, None] * tokens.x_stride + own_column, mask=(u < count)[:, :, None], other=0.0)
+
+    states = tile + n[:, :, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=COLUMNS)[None, :][:, None, :]
+    state = gl.load(states).to(gl.float32)  # [lanes, depth, width]
+
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, KEPT)))
+    w = lane[:, None] * PLACES + gl.arange(0, PLACES, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEPT)))[None, :]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, KEPT)))[None, :][:, None, :]
+    places = (first + w) % X_CAPACITY
+    ring_x = gl.load(
+        xs + places[:, :, None] * ring.x_place + column, mask=(w < computed - first)[:, :, None], other=0.0
+    )
+
+    if not BY_PRODUCTS:  # noqa: SIM102
+        if first > folded:
+            x = xs + gl.arange(0, WIDTH, layout=COLUMNS)
+            state = _fold_entries(state, pool, x, b + n, steps, ring, folded, first, HEADS, CAPACITY, X_CAPACITY, RING)
+            gl.store(states, state.to(pool.dtype.element_ty))
+            sync_lanes()
+
+    ring_x = ring_x.to(gl.float32)
+    c = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE + n
+    line = row.to(gl.int64) * max_tokens * HEADS + head
+    checkpoint_factors += line
+    input_factors += line * (RING + OWN)
+    y += start.to(gl.int64) * (HEADS * HEAD_DIM) + p
+    await_launcher(OVERLAPS)
+    following = _load_factors(c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN)
+    places = (computed + u) % X_CAPACITY
+    gl.store(xs + places[:, :, None] * ring.x_place + own_column, own_x, mask=(u < count)[:, :, None])
+    for t in range(0, count):
+        keys, of_ring, of_own, of_checkpoint = following
+        following = _load_factors(
+            c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, t + 1, count, w, u, RING, OWN
+        )
+        out = of_checkpoint * gl.sum(state * keys.to(gl.float32)[:, :, None], axis=1)
+        out += gl.convert_layout(gl.sum(of_ring[:, :, None] * ring_x, axis=1), SUMS)
+        # A later token may hold NaN, which a factor of 0 would not keep out.
+        x = gl.where((u <= t)[:, :, None], own_x.to(gl.float32), 0.0)
+        out += gl.convert_layout(gl.sum(of_own[:, :, None] * x, axis=1), SUMS)
+        gl.store(y + t * (HEADS * HEAD_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
+
+
+def replay_by_sums(
+    y: Tensor,
+    tokens: SSMTokens,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    factors: ReplayCoefficients,
+    tiling: ReplayTiling,
+) -> None:
+    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before.
+
+    Args:
+        ssm_pool: d_state is a power of two, and head_dim a multiple of the tiling's width.
+    """
+    heads, head_dim = tokens.x.shape[1:]
+    # Lanes side by side in head_dim read 16 bytes each.
+    lanes = 32 * tiling.num_warps * (_ACCESS // ssm_pool.element_size()) // tiling.width
+    _state_sums_kernel[(rows.slots.shape[0] * heads * (head_dim // tiling.width),)](
+        y=y,
+        tokens=kernel_tokens(tokens),
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        ring=kernel_ring(ring),
+        rows=kernel_rows(rows),
+        checkpoint_factors=factors.checkpoint,
+        input_factors=factors.inputs,
+        max_tokens=rows.max_tokens,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // tokens.B.shape[1],
+        D_STATE=tokens.B.shape[2],
+        HEAD_DIM=head_dim,
+        CAPACITY=ring.capacity,
+        X_CAPACITY=ring.x_capacity,
+        RING=factors.ring_len,
+        OWN=factors.own,
+        WIDTH=tiling.width,
+        LANES=lanes,
+        num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
+        **overlapping(ssm_pool.device),
+    )

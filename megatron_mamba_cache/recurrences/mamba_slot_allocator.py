@@ -1,0 +1,267 @@
+"""Cached Mamba states by KV block: the allocator under Megatron's documented method names."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheCapacityError
+from ..policy.boundaries import BoundaryRule, select_boundaries
+from ..policy.identifiers import BlockId, SlotId
+from ..policy.slot_pool import SlotPool
+from .layout import StateLayout
+from .pool import StatePool
+from .rounded_pool import RoundedPool
+from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
+
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""The most boundaries that a prompt itself determines: the end of its KV match, its last and its last but one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOffset:
+    offset: int
+    block: BlockId
+    slot: SlotId
+
+
+class StateSlotAllocator:
+    """Gives KV blocks a slot for the Mamba state at their end, over a pool and a slot map that an engine shares.
+
+    Methods mirror Megatron's class, and keep its -1 and bool results.
+    """
+
+    def __init__(
+        self,
+        context: SlotAllocatorContext,
+        pool: StatePool | RoundedPool,
+        slots: SlotPool,
+        rule: BoundaryRule,
+        reservations: StepReservations,
+    ) -> None:
+        self.context = context
+        self.state_pool = pool
+        self.slots = slots
+        self._rule = rule
+        self._reservations = reservations
+        self._hashes: dict[BlockId, int] = {}
+        self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
+
+    def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
+        """Give each block a slot, evicting the states of least worth if needed; the same block twice gets one slot.
+
+        The caller must fill a new slot before it can be matched: in an engine, before the next step.
+
+        Raises:
+            CacheCapacityError: If there are too few slots; nothing has changed then.
+            ValueError: If a block id is negative.
+        """
+        blocks = [BlockId(int(block)) for block in block_ids]
+        if blocks and min(blocks) < 0:
+            raise ValueError(f"block ids {blocks} hold a negative one; padding has no slot")
+        held = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is not None]
+        missing = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is None]
+        available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
+        if len(missing) > available:
+            raise CacheCapacityError(
+                f"need {len(missing)} state slots beside those of the same call, {available} available of "
+                f"{self.slots.num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max_slots"
+            )
+        for block in held:
+            self.slots.pin(block)
+        new_slots = self.slots.reserve(len(missing))
+        for block in held:
+            self.slots.unpin(block)
+        for block, slot in zip(missing, new_slots, strict=True):
+            self.slots.publish(slot, block)
+            self._hashes.pop(block, None)  # of a state that was evicted
+        return [self.get_slot(block) for block in blocks]
+
+    def get_slot(self, block_id: int) -> int:
+        """Return the block's slot, -1 if it has none."""
+        slot = self.slots.slot_of(BlockId(int(block_id)))
+        return -1 if slot is None else slot
+
+    def has_state(self, block_id: int) -> bool:
+        """Return whether a state is cached for the block."""
+        return self.get_slot(block_id) >= 0
+
+    def invalidate_block(self, block_id: int) -> None:
+        """Drop the block's state and hash, and the slot reserved for it, if any."""
+        block = BlockId(int(block_id))
+        self.slots.drop(block)
+        self._hashes.pop(block, None)
+        for request_idx, stored in self._stored.items():
+            for item in (item for item in stored if item.block == block):
+                self.slots.cancel(item.slot)
+            self._stored[request_idx] = [item for item in stored if item.block != block]
+
+    def on_kv_blocks_deregistered(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """Drop the states of blocks that leave the KV cache; `hashes` is part of Megatron's signature, unused."""
+        for block in block_ids:
+            self.invalidate_block(block)
+
+    def register_block_hashes_batch(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """Remember the hash of each block that holds a state; hashes that are not positive mean none."""
+        for block, block_hash in zip(block_ids, hashes, strict=True):
+            if block_hash > 0 and self.has_state(block):
+                self._hashes[BlockId(int(block))] = block_hash
+
+    def hash_of(self, block_id: int) -> int | None:
+        """Return the hash registered for the block's state; None if there is none."""
+        return self._hashes.get(BlockId(int(block_id))) if self.has_state(block_id) else None
+
+    def store_from_tensors(self, block_id: int, layer_idx: int, ssm_state: Tensor, conv_state: Tensor) -> None:
+        """Write one layer's state of a block that has a slot.
+
+        Raises:
+            ValueError: If the block has no slot (allocate one first), or the layer or a shape is not the pool's.
+        """
+        slot = self._slot_or_error(block_id)
+        layout = self.state_pool.layout
+        if not 0 <= layer_idx < layout.num_layers:
+            raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {layout.num_layers - 1}")
+        _require_shape("ssm_state", ssm_state, layout.ssm_shape)
+        _require_shape("conv_state", conv_state, layout.conv_shape)
+        self.state_pool.store_layer(layer_idx, slot, conv_state, ssm_state)
+
+    def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
+        """Copy the live states of requests to slots, all layers and state types.
+
+        Raises:
+            ValueError: If a slot is negative or the lengths disagree; nothing has changed then.
+        """
+        targets, sources = [int(slot) for slot in slots], [int(request_idx) for request_idx in request_indices]
+        if targets and min(targets) < 0:
+            raise ValueError(f"slots {targets} hold a negative one; padding takes no state")
+        if len(targets) != len(sources):
+            raise ValueError(f"{len(targets)} slots for {len(sources)} request indices; give one for each")
+        live_slots = [self._live_slot(request_idx) for request_idx in sources]
+        self.state_pool.store_from(self.context.mamba_conv_states, self.context.mamba_ssm_states, live_slots, targets)
+
+    def restore_to_live(self, request_idx: int, block_id: int) -> bool:
+        """Copy the block's state to the request's live slot; return whether there was one to copy."""
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            return False
+        live_slot = self._live_slot(request_idx)
+        self.state_pool.restore_to(self.context.mamba_conv_states, self.context.mamba_ssm_states, [slot], [live_slot])
+        return True
+
+    def compute_and_store_offsets(
+        self,
+        req: PromptRequest,
+        current_id: int,
+        skip_tokens: int,
+        prefill_chunk_length: int,
+        num_matched_blocks: int,
+        matched_block_ids: Sequence[int],
+        overall_required_blocks: int,
+    ) -> None:
+        """Reserve a slot for each boundary of a request's prefill chunk that should have a state and has none.
+
+        The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
+        are not computed, and offsets count from the first that is. Boundaries without a slot left are skipped. The last
+        two arguments are part of Megatron's signature, unused: `context.request_to_kv_block_ids` has the same data.
+        """
+        chunk_start = req.finished_chunk_token_count
+        start = chunk_start + skip_tokens
+        positions = select_boundaries(
+            self._rule,
+            prompt_len=len(req.prompt_tokens),
+            start=start,
+            end=chunk_start + prefill_chunk_length,
+            kv_match_end=num_matched_blocks * self._rule.block_size,
+        )
+        self._cancel(current_id)
+        row_blocks = self.context.request_to_kv_block_ids[current_id]
+        stored = []
+        for position in positions:
+            block = BlockId(int(row_blocks[position // self._rule.block_size - 1]))
+            if not self.has_state(block) and self.slots.num_available:
+                stored.append(_StoredOffset(position - start, block, self.slots.reserve()[0]))
+        self._stored[current_id] = stored
+
+    def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the running step's boundaries: offsets [prefill rows, k] int32 (rest 0), counts [prefill rows] int32.
+
+        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) where a stride is configured, or more
+        where waiting requests part from a prompt at other boundaries; (None, None) if no boundary is reserved.
+        """
+        rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
+        rows = rows or self._reservations.boundary_offsets()
+        if not any(rows):
+            return None, None
+        k = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+        if self._rule.stride is not None:
+            k = math.ceil(self.context.max_tokens / self._rule.block_size)
+        k = max(k, *map(len, rows))
+        device = self.state_pool.device
+        padded = [row + [0] * (k - len(row)) for row in rows]
+        counts = [len(row) for row in rows]
+        return (
+            torch.tensor(padded, dtype=torch.int32, device=device),
+            torch.tensor(counts, dtype=torch.int32, device=device),
+        )
+
+    def commit_intermediate_states(self) -> None:
+        """Publish the boundary states that the forward (or its graph replay) has written; they are now read-only."""
+        for stored in self._stored.values():
+            while stored:  # one by one, so that a failure leaves the rest reserved
+                item = stored[0]
+                if self.has_state(item.block):
+                    self.slots.cancel(item.slot)
+                else:
+                    self.slots.publish(item.slot, item.block)
+                del stored[0]
+        self._stored.clear()
+        self._reservations.publish_prompts()
+
+    def reset(self) -> None:
+        """Drop every cached state, hash and stored boundary; live slots stay."""
+        for request_idx in list(self._stored):
+            self._cancel(request_idx)
+        self._hashes.clear()
+        self.slots.flush()
+
+    def _cancel(self, request_idx: int) -> None:
+        for item in self._stored.pop(request_idx, []):
+            self.slots.cancel(item.slot)
+
+    def _live_slot(self, request_idx: int) -> int:
+        return int(self.context.mamba_metadata.request_to_mamba_state_idx[request_idx])
+
+    def _slot_or_error(self, block_id: int) -> int:
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            raise ValueError(f"block {block_id} has no state slot; call allocate_slots_batch first")
+        return slot
+
+
+class MambaSlotAllocator(StateSlotAllocator):
+    """A `StateSlotAllocator` that owns `max_slots` rows in the caller's shapes."""
+
+    def __init__(
+        self,
+        context: SlotAllocatorContext,
+        max_slots: int,
+        num_mamba_layers: int,
+        conv_states_shape: tuple[int, ...],
+        ssm_states_shape: tuple[int, ...],
+        conv_states_dtype: torch.dtype,
+        ssm_states_dtype: torch.dtype,
+    ) -> None:
+        if max_slots < 1:
+            raise ValueError(f"max_slots is {max_slots}; at least 1 state slot is needed")
+        layout = StateLayout(
+            num_mamba_layers, tuple(conv_states_shape), tuple(ssm_states_shape), conv_states_dtype, ssm_states_dtype
+        )
+        pool = StatePool.zeros(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+        super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())
+
+
+def _require_shape(name: str, state: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(state.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(state.shape)}; a layer's is {shape}")

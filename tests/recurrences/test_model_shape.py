@@ -1,0 +1,181 @@
+"""What a model's shape decides about settings."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.errors import CacheBudgetError
+from megatron_mamba_cache.ranks.agreement import CacheCapacity
+from megatron_mamba_cache.ranks.group import OneRank
+from megatron_mamba_cache.recurrences import model_shape
+from megatron_mamba_cache.recurrences.mamba2 import replay_tiling
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
+from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
+from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fast", "replays"),
+    [
+        ({"max_requests": 64}, True, True),
+        ({"max_requests": 3}, True, True),
+        ({"max_requests": 2}, True, False),
+        ({"max_requests": 1, "num_speculative_tokens": 3}, True, True),
+        ({"max_requests": 64}, False, False),
+        ({"max_requests": 64, "draft_states": "window"}, True, False),
+        ({"max_requests": 1, "draft_states": "replay"}, False, True),
+    ],
+)
+def test_states_are_replayed_where_that_is_faster(
+    fields: dict[str, Any], is_fast: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: is_fast)
+    assert DENSE_8B.resolved(CacheConfig(**fields)).replays == replays
+
+
+@pytest.mark.parametrize(
+    ("fields", "replays"),
+    [
+        ({"max_requests": 1, "num_speculative_tokens": 4}, False),
+        ({"max_requests": 1, "num_speculative_tokens": 5}, True),
+        ({"max_requests": 2, "num_speculative_tokens": 2}, False),
+        ({"max_requests": 2, "num_speculative_tokens": 4}, True),
+        ({"max_requests": 2, "num_speculative_tokens": 4, "ssm_state_dtype": "bf16"}, False),
+        ({"max_requests": 3, "num_speculative_tokens": 1}, True),
+    ],
+)
+def test_few_drafts_of_small_states_have_a_window(
+    fields: dict[str, Any], replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: True)
+    assert NANO_30B.resolved(CacheConfig(**fields)).replays == replays
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize(("cache_gb", "is_lowered"), [(0.4, True), (10.0, True), (40.0, False)])
+def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
+    cache_gb: float, is_lowered: bool, num_drafts: int
+) -> None:
+    """As many as have a state, a ring and a block each: one more has no room, and these have."""
+    fields = {"cache_gb": cache_gb, "draft_states": "replay", "num_speculative_tokens": num_drafts}
+    asked = CacheConfig(max_requests=256, max_sequence_length=512, **fields)
+    config = DENSE_8B.resolved(asked)
+    assert (config.max_requests < 256) is is_lowered
+    unit, ring = DENSE_8B.unit_bytes(config), DENSE_8B.ring_layout(config).ring_bytes
+    assert config.max_requests * (unit.state + unit.block + ring) <= cache_gb * 2**30
+    assert not is_lowered or (config.max_requests + 1) * (unit.state + unit.block + ring) > cache_gb * 2**30
+    for others in ({"draft_states": "window"}, {"cached_state_dtype": "int8"}):
+        assert DENSE_8B.resolved(replace(asked, **others)).max_requests == 256
+    split = CacheConfig(max_requests=256, draft_states="replay", num_speculative_tokens=num_drafts)
+    assert DENSE_8B.resolved(split).max_requests == 256
+
+
+class Stages(OneRank):
+    """A rank of a pipeline, as far as the memory of all stages decides.
+
+    Args:
+        units: What each stage stores.
+        least_bytes: The budget that each needs; None: as much as this one.
+    """
+
+    def __init__(self, units: Sequence[UnitBytes], least_bytes: Sequence[int] | None = None) -> None:
+        self._units, self._least_bytes = units, least_bytes
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what each stage stores, or needs; other values are alike."""
+        if isinstance(value, UnitBytes):
+            return list(self._units)
+        if type(value) is int and self._least_bytes is not None:
+            return list(self._least_bytes)
+        return [value] * len(self._units)
+
+
+NUM_BUDGETS = 140
+STAGES = {
+    "8B, 2 and 3 of attention": (DENSE_8B, ["M" * 12 + "**", "M" * 14 + "***"]),
+    "Nano, 3 and 1": (NANO_30B, ["M" * 12 + "***", "M" * 11 + "*"]),
+    "8B, 3 and 1": (DENSE_8B, ["M" * 12 + "***", "M" * 12 + "*"]),
+    "8B, one with neither": (DENSE_8B, ["M" * 12 + "*-", "----"]),
+}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("length", [4096, 65_536])
+@pytest.mark.parametrize("name", STAGES)
+def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: int, num_drafts: int) -> None:
+    """And run as many requests as the stage with the least room for them."""
+    whole, layers = STAGES[name]
+    shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
+    fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}
+    config = CacheConfig(cache_gb=0.1, max_requests=256, **fields)
+    units = [shape.unit_bytes(config.resolved()) for shape in shapes]
+    counts = []
+    for step in range(NUM_BUDGETS):
+        asked = replace(config, cache_gb=0.03 * 1.03**step)
+        resolved = [shape.resolved(asked, lambda unit: units) for shape in shapes]
+        agreed = replace(resolved[0], max_requests=min(found.max_requests for found in resolved))
+        try:
+            for shape in shapes:
+                CacheCapacity.of(agreed, shape, Stages(units))
+            counts.append(agreed.max_requests)
+        except CacheBudgetError:
+            assert not counts, asked.cache_gb
+    print(f"{len(counts)} of {NUM_BUDGETS} budgets, {counts[0]} to {counts[-1]} requests")
+    assert 20 < len(counts) < NUM_BUDGETS and counts == sorted(counts) and counts[0] < 8 < counts[-1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("name", STAGES)
+def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_drafts: int) -> None:
+    whole, layers = STAGES[name]
+    shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
+    asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
+    units = [shape.unit_bytes(asked.resolved()) for shape in shapes]
+
+    def least_gb(shape: HybridModelShape, ranks: Stages) -> float:
+        with pytest.raises(CacheBudgetError) as refused:
+            CacheCapacity.of(shape.resolved(asked, lambda unit: units), shape, ranks)
+        return refused.value.least_gb
+
+    found = [least_gb(shape, Stages(units)) for shape in shapes if shape.num_mamba_layers]
+    stages = Stages(units, [round(each * 2**30) for each in found])
+    print(name, num_drafts, found)
+    assert {least_gb(shape, stages) for shape in shapes if shape.num_mamba_layers} == {max(found)}
+    enough = replace(asked, cache_gb=max(found) * (1 + 1e-9))
+    for shape in shapes:
+        assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs
+
+
+def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr(replay_tiling, "INTERPRETED", False)
+    monkeypatch.setattr(replay_tiling, "has_tested_gluon", lambda: True)
+    for is_hopper in (True, False):
+        monkeypatch.setattr(replay_tiling, "is_hopper", lambda device, found=is_hopper: found)
+        assert replay_tiling.replays_fast(64, 128) == is_hopper
+        assert not replay_tiling.replays_fast(60, 100)  # no tile holds such heads
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "fields", "tokens"),
+    [
+        (0, {}, 4096),  # not known
+        (200_000_000, {}, 4096),
+        (40_000_000, {}, 6144),  # 6,750, rounded down
+        (16_000_000, {}, 8192),
+        (16_000_000, {"max_tokens": 6000}, 6000),
+        (16_000_000, {"max_tokens": 100_000}, 8192),
+        (200_000_000, {"max_tokens": 512}, 4096),
+        (16_000_000, {"cuda_graph_prefill_tokens": 0}, 0),
+        (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),
+    ],
+)
+def test_graphs_hold_as_many_prompt_tokens_as_the_host_takes_longer_to_launch(
+    layer_weights: int, fields: dict[str, Any], tokens: int
+) -> None:
+    shape = replace(DENSE_8B, layer_weights=layer_weights)
+    assert shape.resolved(CacheConfig(**fields)).most_graph_tokens == tokens

@@ -1,0 +1,89 @@
+"""States and KV blocks as views of one memory: no two places overlap, and each is one piece."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.recurrences.layout import StateLayout
+from megatron_mamba_cache.recurrences.pool import StatePool
+from megatron_mamba_cache.recurrences.pool_tensors import BlockLayout, slab_tensors
+from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
+
+STATES = StateLayout(3, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
+BLOCKS = BlockLayout(2, (4, 2, 8), torch.bfloat16)
+BLOCK_BYTES = 2 * BLOCKS.num_layers * BLOCKS.num_elements * 2
+UNIT = UnitBytes(STATES.aligned_bytes, BLOCK_BYTES, 32)
+NUM_SLABS = 3
+
+SHAPES = [SlabShape.fitting([UNIT]), SlabShape(2, 3), SlabShape(1, 1)]
+
+
+def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
+    parts, kv = slab_tensors(STATES, BLOCKS, slab, UNIT, NUM_SLABS, device)
+    return StatePool(STATES, *parts), kv
+
+
+@pytest.mark.parametrize("slab", SHAPES, ids=str)
+def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: str) -> None:
+    pool, kv = tensors(slab, device)
+    num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
+    assert pool.num_slots == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
+    # Slab 1 holds states, the others KV blocks, and the block after the last slab is the dummy.
+    slots = [slot for slot in range(num_slots) if slot // slab.slots_per_slab == 1]
+    blocks = [block for block in range(num_blocks) if block // slab.blocks_per_slab != 1]
+    for slot in slots:
+        pool.conv[:, slot] = slot + 1
+        pool.ssm[:, slot] = -(slot + 1)
+    for block in blocks:
+        kv[:, :, block] = block + 100
+    for slot in slots:
+        assert (pool.conv[:, slot] == slot + 1).all() and (pool.ssm[:, slot] == -(slot + 1)).all()
+    for block in blocks:
+        assert (kv[:, :, block] == block + 100).all()
+
+
+@pytest.mark.parametrize("slab", SHAPES, ids=str)
+def test_all_layers_of_a_place_lie_together(slab: SlabShape, device: str) -> None:
+    pool, kv = tensors(slab, device)
+    slot_bytes, block_bytes = (
+        slab.slab_bytes(UNIT) // slab.slots_per_slab,
+        slab.slab_bytes(UNIT) // slab.blocks_per_slab,
+    )
+    first = pool.conv.data_ptr()
+    assert kv.data_ptr() == first
+    last_state = pool.ssm[-1, 0].data_ptr() + pool.ssm[-1, 0].numel() * 4 - first
+    last_value = kv[1, -1, 0].data_ptr() + kv[1, -1, 0].numel() * 2 - first
+    assert last_state <= STATES.aligned_bytes <= slot_bytes and last_value == BLOCK_BYTES <= block_bytes
+    assert pool.ssm.stride(1) * 4 == pool.conv.stride(1) * 2 == slot_bytes and kv.stride(2) * 2 == block_bytes
+    assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (pool.conv[1, 1], pool.ssm[2, 1], kv[0, 0, 1]))
+
+
+def test_copies_between_slots_of_a_slab_pool_move_only_states(device: str) -> None:
+    pool, kv = tensors(SHAPES[0], device)
+    kv[:, :, 0] = 7  # slab 0
+    pool.conv[:, 1].normal_()
+    pool.ssm[:, 1].normal_()
+    one, two = (torch.tensor([slot], dtype=torch.int32, device=device) for slot in (1, 2))
+    pool.copy(one, two)
+    assert torch.equal(pool.conv[:, 1], pool.conv[:, 2]) and torch.equal(pool.ssm[:, 1], pool.ssm[:, 2])
+    pool.zero(one)
+    assert not pool.ssm[:, 1].any() and pool.ssm[:, 2].any() and (kv[:, :, 0] == 7).all()
+
+
+def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> None:
+    no_states = StateLayout(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
+    unit = UnitBytes(0, UNIT.block, UNIT.token_row)
+    parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
+    assert [part.shape[0] for part in parts] == [0, 0] and kv.shape[1] == 2
+    no_blocks = BlockLayout(0, (4, 2, 8), torch.bfloat16)
+    parts, kv = slab_tensors(STATES, no_blocks, SHAPES[0], UnitBytes(UNIT.state, 0, 0), NUM_SLABS, device)
+    assert kv.shape[1] == 0 and [part.shape[0] for part in parts] == [3, 3]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+def test_states_lie_a_multiple_of_a_head_s_rows_apart(head_dim: int) -> None:
+    """A kernel that sees the pool as a matrix with rows of a head's channels finds each state at a row's start."""
+    states = StateLayout(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)
+    unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
+    (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")
+    assert ssm.stride(1) % head_dim == 0
