@@ -19,7 +19,9 @@ from measuring.machine import describe_machine
 from measuring.slot_sizes import MODELS, WINDOW_LEN, SlotModel
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.align_copy import TILING, AlignRows, align_copy
+from megatron_mamba_cache.recurrences.align_copy import TILING, align_copy
+from megatron_mamba_cache.recurrences.moves import StateMove
+from megatron_mamba_cache.recurrences.rows import AlignRows
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 BLOCK_SIZE = 256
@@ -68,6 +70,7 @@ class Bench:
         conv_shape, ssm_shape = (WINDOW_LEN + num_drafts, model.conv_dim), (model.num_heads, 128, 64)
         self.conv = torch.empty(lead + conv_shape, dtype=torch.bfloat16, device="cuda").normal_()
         self.ssm = torch.empty(lead + ssm_shape, dtype=model.ssm_dtype, device="cuda").normal_()
+        self.moves = [StateMove(self.conv, self.conv, WINDOW_LEN), StateMove(self.ssm, self.ssm)]
 
     def rotations(self, num_rows: int, num_copying: int) -> list[AlignRows]:
         """Return steps that copy, one after another, every source slot to its own target."""
@@ -77,7 +80,7 @@ class Bench:
     def launches(self, steps: Sequence[AlignRows], tiling: CopyTiling) -> list[Launch]:
         """Return the align copy of each step."""
         return [
-            lambda rows=rows: align_copy(self.conv, self.ssm, rows, BLOCK_SIZE, WINDOW_LEN, tiling) for rows in steps
+            lambda rows=rows: align_copy(self.moves, rows, BLOCK_SIZE, tiling) for rows in steps
         ]
 
     def memcpy_us(self, num_copying: int) -> float:
@@ -91,7 +94,7 @@ class Bench:
             RuntimeError: If the copy is wrong.
         """
         rows = self.rotations(16, 8)[0]
-        align_copy(self.conv, self.ssm, rows, BLOCK_SIZE, WINDOW_LEN)
+        align_copy(self.moves, rows, BLOCK_SIZE)
         for row in range(0, 16, 2):
             target, source = int(rows.targets[row]), int(rows.columns[row, 0])
             window = self.conv[:, source, 1 : 1 + WINDOW_LEN]

@@ -28,7 +28,9 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
-from megatron_mamba_cache.recurrences.layout import RoundedLayout, SlotLayout, StateLayout
+from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
+from megatron_mamba_cache.recurrences.interface import StateGroup, StateTensor
+from megatron_mamba_cache.recurrences.layout import SlotLayout
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -63,10 +65,15 @@ class Sizes:
     def of(shape: str) -> "Sizes":
         """Return those of a model of `SHAPES`, whose conv windows are bf16."""
         layers, conv_dim, ssm, token_bytes = SHAPES[shape]
-        layouts: tuple[SlotLayout, ...] = (
-            StateLayout(layers, (3, conv_dim), ssm, BF16, FP32),
-            StateLayout(layers, (3, conv_dim), ssm, BF16, BF16),
-            RoundedLayout(layers, (3, conv_dim), ssm, BF16),
+
+        def groups_of(dtype: torch.dtype) -> list[StateGroup]:
+            window = StateTensor("conv", (3, conv_dim), BF16, motion="window")
+            return [StateGroup(tuple(range(layers)), (window, StateTensor("ssm", ssm, dtype, is_matrix=True)), 8)]
+
+        layouts = (
+            SlotLayout.of(groups_of(FP32)),
+            SlotLayout.of(groups_of(BF16)),
+            CACHED_FORMS["int8"].layout(groups_of(FP32), SlotLayout.of(groups_of(FP32))),
         )
         units = [UnitBytes(layout.aligned_bytes, token_bytes * BLOCK, 512) for layout in layouts]
         slabs = [SlabShape.fitting([unit]) for unit in units]

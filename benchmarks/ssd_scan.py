@@ -26,7 +26,7 @@ from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import TILE_LEN, tile_shape
 from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT, PrefillRows
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 
 CHUNK = 256
 D_STATE, HEAD_DIM, GROUPS = 128, 64, 8

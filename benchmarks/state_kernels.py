@@ -31,13 +31,12 @@ from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_mod
 from megatron_mamba_cache.recurrences.conv import conv_verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.causal_conv import ConvTiling, causal_conv
 from megatron_mamba_cache.recurrences.conv.conv_verify import ConvVerifyTiling, conv_verify
-from megatron_mamba_cache.recurrences.decode_rows import DecodeRows
 from megatron_mamba_cache.recurrences.mamba2 import state_verify as state_verify_module
 from megatron_mamba_cache.recurrences.mamba2.replay_tiling import ReplayTiling
 from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.state_replay import replay_tiled, state_replay
 from megatron_mamba_cache.recurrences.mamba2.state_verify import VerifyTiling, state_verify, state_verify_ref
-from megatron_mamba_cache.recurrences.prefill_rows import whole_rows
+from megatron_mamba_cache.recurrences.rows import DecodeRows, whole_rows
 
 ROTATED_BYTES = 2**30
 D_CONV = 4

@@ -148,7 +148,7 @@ class CacheConfig:
     chunked_prefill: bool = True
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
-    cached_state_dtype: Literal["live", "int8"] = "live"
+    cached_state_dtype: Literal["live", "int8", "fp8"] = "live"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int | None = None
@@ -240,9 +240,9 @@ class CacheConfig:
         return self.cuda_graph_prefill_tokens
 
     @property
-    def rounds_states(self) -> bool:
-        """True when cached states are rounded, so that live states have places of their own."""
-        return self.cached_state_dtype == "int8" and self.prefix_caching
+    def quantizes_states(self) -> bool:
+        """True when cached states are quantized, so that live states have slots of their own."""
+        return self.cached_state_dtype != "live" and self.prefix_caching
 
     @property
     def num_draft_slots(self) -> int:
@@ -257,7 +257,7 @@ class CacheConfig:
     @property
     def num_request_slots(self) -> int:
         """The places for cached states that one request needs: one to cache, and what it runs with where they share."""
-        return 1 if self.rounds_states else 2 + self.num_draft_slots
+        return 1 if self.quantizes_states else 2 + self.num_draft_slots
 
     def _check_memory(self) -> None:
         if self.cache_gb is None:

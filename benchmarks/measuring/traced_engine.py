@@ -83,8 +83,8 @@ class TracedEngine:
     def lose_states(self) -> None:
         """Zero every state, between requests: a fault that any reader of a cached state should notice."""
         pool = self.engine.context.memory.state_pool
-        pool.conv.zero_()
-        pool.ssm.zero_()
+        for states in pool.tensors:
+            states.zero_()
 
     def _step(self, times: StepTimes) -> Any:
         counters = self.engine.context.counters

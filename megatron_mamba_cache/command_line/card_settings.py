@@ -90,7 +90,7 @@ def card_settings(
     Raises:
         UsageError: If the live states leave no memory for the cache.
     """
-    block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
+    block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     drafts, asked = (given.get(name) or 0 for name in ("num_speculative_tokens", "max_requests"))
     sizes = _without_memory(shape, block, given)
     live_bytes = _live_bytes(shape, sizes)
@@ -155,7 +155,7 @@ def _num_fitting(
     kv, states = (_GIB * (given.get(name) or 0.0) for name in _PARTS)
     free, slot_bytes = budget - kv - states, shape.state_layout(sizes).slot_bytes
     most = free / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
-    if states and sizes.rounds_states and sizes.num_draft_slots:  # the drafts' slots come out of that part
+    if states and sizes.quantizes_states and sizes.num_draft_slots:  # the drafts' slots come out of that part
         of_place = shape.cached_layout(sizes).slot_bytes
         most = min(most, (states - of_place) / max(sizes.num_draft_slots * slot_bytes, 1))
     if kv and (states or not _has_other_states(sizes)):
@@ -170,14 +170,14 @@ def _num_fitting(
 def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: int) -> int:
     """Return the least bytes of the memory for cached states and drafts' slots; see `SlotLayout.num_slots_in`."""
     slot_bytes, num_drafts = shape.state_layout(sizes).slot_bytes, sizes.num_draft_slots
-    if sizes.rounds_states:
+    if sizes.quantizes_states:
         return shape.cached_layout(sizes).slot_bytes + max_requests * num_drafts * slot_bytes
     return max(num_drafts, 1 if sizes.prefix_caching else 0) * slot_bytes
 
 
 def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
-    """Return the bytes of a request's live state and ring."""
-    return shape.state_layout(sizes).slot_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
+    """Return the bytes of a request's live state and buffer."""
+    return shape.state_layout(sizes).slot_bytes + shape.request_buffer_bytes(sizes)
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
@@ -191,7 +191,7 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     config = shape.resolved(config)
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
-    beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
+    beside_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
     (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - beside_bytes, unit)])
     return max(slab.blocks_of_request(num_slabs, config.num_request_slots), 1) * config.block_size_tokens
 

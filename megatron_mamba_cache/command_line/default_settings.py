@@ -30,7 +30,7 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
     Args:
         max_length: The most tokens that the model can read.
     """
-    block = math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
+    block = math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     length = min(max_length, _MAX_LENGTH)
     keys_and_values = 2 * shape.layer_types.count("*") * shape.num_kv_heads * shape.kv_channels
     token_bytes = keys_and_values * shape.params_dtype.itemsize

@@ -21,6 +21,6 @@ def model_needs(directory: Path) -> str:
     state = shape.cached_layout(CacheConfig().resolved())
     return (
         f"{directory}: layers {pattern}, {architecture.max_sequence_length:,} positions, SSM chunk of "
-        f"{shape.ssm_chunk_size} tokens; {shape.block_bytes(1):,} bytes of KV a token and {state.slot_bytes:,} bytes a "
+        f"{shape.grain} tokens; {shape.block_bytes(1):,} bytes of KV a token and {state.slot_bytes:,} bytes a "
         "state, all ranks together"
     )

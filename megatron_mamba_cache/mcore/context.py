@@ -29,9 +29,10 @@ from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, 
 from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
+from ..recurrences.interface import LayerStates
+from ..recurrences.mamba2.recurrence import CONV, SSM
 from ..recurrences.mamba_slot_allocator import StateSlotAllocator
 from ..recurrences.model_shape import HybridModelShape
-from ..recurrences.pool import LayerStates
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..step.captured_step import EarlyStep, GraphsByShape
 from ..step.log_probs import followed_tokens, selected_log_probs
@@ -388,14 +389,14 @@ class MambaCacheContext(DynamicInferenceContext):
         return self.step.batch.positions
 
     def layer_states(self, layer_number: int) -> LayerStates:
-        """Return the state pool of a Mamba layer, numbered from 1 over this rank's layers."""
+        """Return the states of a recurrent layer, numbered from 1 over this rank's layers."""
         return self.memory.state_pool.layer(self.layer_map[layer_number - 1])
 
     @override
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Return conv windows and SSM states of a layer over all slots; see `LayerStates` for their shapes."""
-        states = self.layer_states(layer_number)
-        return states.conv, states.ssm
+        """Return conv windows and SSM states of a layer over all slots; see `Mamba2.tensors`."""
+        live = self.layer_states(layer_number).live
+        return live[CONV], live[SSM]
 
     @override
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
@@ -459,12 +460,12 @@ class MambaCacheContext(DynamicInferenceContext):
     @property
     def mamba_conv_states(self) -> Tensor:
         """Conv windows of all slots: [layers, slots, window, conv dim]."""
-        return self.memory.state_pool.conv
+        return self.memory.state_pool.tensor(CONV)
 
     @property
     def mamba_ssm_states(self) -> Tensor:
         """SSM states of all slots: [layers, slots, heads, d_state, head dim]."""
-        return self.memory.state_pool.ssm
+        return self.memory.state_pool.tensor(SSM)
 
     @property
     def mamba_metadata(self) -> LiveSlots:

@@ -4,32 +4,29 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from megatron.core.transformer.identity_op import IdentityOp
 
 from ..config import CacheConfig
 from ..ranks.group import OneRank, Ranks, on_all_ranks
+from ..recurrences.interface import Recurrence
 from ..recurrences.model_facts import facts_of
-from ..recurrences.model_shape import HybridModelShape
+from ..recurrences.model_shape import HybridModelShape, RecurrentLayers
 from ..speculation.step_time import CPU, GPU, StepReads, StepTime
 from .expert_layer import waits_for_experts
-from .mixers.mamba2 import CachingMambaMixer
 from .model_ranks import num_expert_ranks
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
 from .stacked_experts import StackedExperts
 
 
-@dataclass(frozen=True, slots=True)
-class _MixerShape:
-    """Sizes of the Mamba mixers on a rank, all of them alike."""
+@runtime_checkable
+class RecurrentMixer(Protocol):
+    """A mixer of a recurrent layer, which computes rows from states in slots."""
 
-    conv_dim: int
-    d_conv: int
-    ssm_shape: tuple[int, int, int]
-    ssm_chunk_size: int
+    recurrence: Recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class _Part:
 
     layer_types: tuple[str, ...]
     num_weights: int  # that a token is multiplied with, in all layers
-    mixers: _MixerShape | None  # None: no Mamba layer here
+    recurrences: tuple[Recurrence, ...]  # of each recurrent layer
     waits_for_experts: bool
     fingerprint: str
 
@@ -57,19 +54,20 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
     num_tensor_ranks = ranks.num_ranks // ranks.num_stages
     check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
-    mixers = _agreed_mixers(parts)
-    config = model.config
+    recurrences = _agreed_recurrences(parts)
+    config, layer_types = model.config, parts[ranks.index].layer_types
+    mine = parts[ranks.index].recurrences
     if config.num_query_groups % num_tensor_ranks:
         raise ValueError(
             f"{config.num_query_groups} KV heads do not divide by {num_tensor_ranks} tensor-parallel ranks; choose "
             "a --tensor-model-parallel-size that divides them"
         )
     return HybridModelShape(
-        layer_types=parts[ranks.index].layer_types,
-        conv_dim=mixers.conv_dim,
-        d_conv=mixers.d_conv,
-        ssm_shape=mixers.ssm_shape,
-        ssm_chunk_size=mixers.ssm_chunk_size,
+        layer_types=layer_types,
+        recurrent=tuple(
+            RecurrentLayers(recurrence, tuple(index for index, own in enumerate(mine) if own == recurrence))
+            for recurrence in recurrences
+        ),
         num_heads=config.num_attention_heads // num_tensor_ranks,
         num_kv_heads=config.num_query_groups // num_tensor_ranks,
         softmax_scale=config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale,
@@ -90,16 +88,16 @@ def _part_of(model: Any) -> _Part:
                 f"the model's spec has no layer for {symbol!r} of its pattern, and Megatron left those layers out; "
                 "build it from a spec that has one"
             )
-    found = {
-        Symbols.MAMBA: [module for module in model.modules() if isinstance(module, CachingMambaMixer)],
+    found: dict[str, list[Any]] = {
+        Symbols.MAMBA: [module for module in model.modules() if isinstance(module, RecurrentMixer)],
         Symbols.ATTENTION: [module for module in model.modules() if isinstance(module, CachingSelfAttention)],
     }
     if any(not modules and symbol in layer_types for symbol, modules in found.items()):
         raise ValueError(
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
-    mixers = _mixer_shape(found[Symbols.MAMBA])
-    return _Part(layer_types, weights_of_token(model), mixers, waits_for_experts(model), _fingerprint(model))
+    recurrences = tuple(mixer.recurrence for mixer in found[Symbols.MAMBA])
+    return _Part(layer_types, weights_of_token(model), recurrences, waits_for_experts(model), _fingerprint(model))
 
 
 def weights_of_token(model: Any) -> int:
@@ -131,8 +129,9 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
     output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
     num_experts = settings.num_moe_experts if expert else 0
     top_k = settings.moe_router_topk if expert else 0
-    itemsize, state_itemsize = shape.params_dtype.itemsize, shape.state_layout(config).ssm_dtype.itemsize
-    state = pattern.count(Symbols.MAMBA) * prod(shape.ssm_shape) * state_itemsize
+    itemsize, (group,) = shape.params_dtype.itemsize, shape.state_groups(config)
+    matrices = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in group.tensors if tensor.is_matrix)
+    state = pattern.count(Symbols.MAMBA) * matrices
     return StepReads(
         num_layers=len(pattern),
         weights=(layers + output) * itemsize,
@@ -152,23 +151,15 @@ def _mean_of_layers(stages: Sequence[_Part]) -> int:
     return sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages)
 
 
-def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:
-    if not mixers:
-        return None
-    mixer = mixers[0]
-    ssm_shape = mixer.nheads_local_tp, mixer.d_state, mixer.headdim
-    return _MixerShape(mixer.conv1d.weight.shape[0], mixer.d_conv, ssm_shape, mixer.chunk_size)
-
-
-def _agreed_mixers(parts: Sequence[_Part]) -> _MixerShape:
-    """Return the sizes of the mixers, the same on all ranks that have any."""
-    shapes = [part.mixers for part in parts if part.mixers is not None]
-    if len(set(shapes)) > 1:
+def _agreed_recurrences(parts: Sequence[_Part]) -> tuple[Recurrence, ...]:
+    """Return the distinct recurrences of the layers, the same on all ranks that have any."""
+    found = [tuple(dict.fromkeys(part.recurrences)) for part in parts if part.recurrences]
+    if len(set(map(frozenset, found))) > 1:
         raise ValueError(
-            f"the ranks' Mamba mixers differ: {sorted(set(map(repr, shapes)))}; build all parts of the model with the "
+            f"the ranks' Mamba mixers differ: {sorted(set(map(repr, found)))}; build all parts of the model with the "
             "same sizes and SSM chunk"
         )
-    return shapes[0]
+    return found[0]
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:

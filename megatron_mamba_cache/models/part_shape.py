@@ -5,7 +5,8 @@ from math import prod
 import torch
 from megatron.core import parallel_state
 
-from ..recurrences.model_shape import HybridModelShape
+from ..recurrences.mamba2.recurrence import Mamba2
+from ..recurrences.model_shape import RECURRENT, HybridModelShape, RecurrentLayers
 from .architecture import HybridArchitecture
 from .parameter_shapes import parameters_of
 from .rank_part import RankPart, check_ranks
@@ -33,13 +34,18 @@ def part_shape(
         num_tensor_ranks: Ranks that share the layers; they divide the heads and their groups.
     """
     mamba, attention = architecture.mamba, architecture.attention
-    inner = mamba.num_heads * mamba.head_dim
-    return HybridModelShape(
-        layer_types=tuple(architecture.pattern if layers is None else architecture.pattern[layers.start : layers.stop]),
-        conv_dim=(inner + 2 * mamba.num_groups * mamba.state_dim) // num_tensor_ranks,
+    recurrence = Mamba2(
+        num_heads=mamba.num_heads // num_tensor_ranks,
+        head_dim=mamba.head_dim,
+        d_state=mamba.state_dim,
+        num_groups=mamba.num_groups // num_tensor_ranks,
         d_conv=mamba.d_conv,
-        ssm_shape=(mamba.num_heads // num_tensor_ranks, mamba.state_dim, mamba.head_dim),
-        ssm_chunk_size=mamba.ssm_chunk_size,
+        grain=mamba.ssm_chunk_size,
+    )
+    layer_types = tuple(architecture.pattern if layers is None else architecture.pattern[layers.start : layers.stop])
+    return HybridModelShape(
+        layer_types=layer_types,
+        recurrent=(RecurrentLayers(recurrence, tuple(range(layer_types.count(RECURRENT)))),),
         num_heads=attention.num_heads // num_tensor_ranks,
         num_kv_heads=attention.num_kv_heads // num_tensor_ranks,
         softmax_scale=attention.scale or attention.head_dim**-0.5,

@@ -171,10 +171,10 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, le
     """
     assert config.cache_gb is not None
     unit = shape.unit_bytes(config)
-    for_slabs = int(config.cache_gb * 2**30) - shape.rings_bytes(config) - shape.running_bytes(config)
+    for_slabs = int(config.cache_gb * 2**30) - shape.buffers_bytes(config) - shape.running_bytes(config)
     num_slabs = slab.slabs_in(for_slabs, unit)
     if for_slabs < shape.longest_bytes(config, slab):
-        num_live = config.max_requests if config.rounds_states else 0
+        num_live = config.max_requests if config.quantizes_states else 0
         raise CacheBudgetError(config.cache_gb, least_bytes / 2**30, config.max_sequence_length, num_live=num_live)
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
@@ -185,8 +185,8 @@ def _least_bytes(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) 
     """Return a rank's least budget, whatever `max_requests` was asked for: one request of the longest sequence runs."""
     longest = shape.longest_bytes(config, slab)
     if not shape.limits_requests(config):
-        return longest + shape.rings_bytes(config) + shape.running_bytes(config)
-    return longest + shape.ring_layout(config).ring_bytes  # more rings leave it its room
+        return longest + shape.buffers_bytes(config) + shape.running_bytes(config)
+    return longest + shape.request_buffer_bytes(config)  # more buffers leave it its room
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
@@ -215,10 +215,10 @@ def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:
     if not (config.prefix_caching or drafts):
         return live
     layout, states_gb = shape.cached_layout(config), config.prefix_caching_mamba_gb or 0.0
-    if config.rounds_states:
+    if config.quantizes_states:
         drafts_bytes = live * drafts * shape.state_layout(config).slot_bytes
-        return layout.num_slots_in(states_gb, 0, beside_bytes=drafts_bytes) if layout.num_layers else _ANY_NUMBER
-    num_slots = layout.num_slots_in(states_gb, live, drafts) if layout.num_layers else _ANY_NUMBER
+        return layout.num_slots_in(states_gb, 0, beside_bytes=drafts_bytes) if layout.slot_bytes else _ANY_NUMBER
+    num_slots = layout.num_slots_in(states_gb, live, drafts) if layout.slot_bytes else _ANY_NUMBER
     return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
 
 

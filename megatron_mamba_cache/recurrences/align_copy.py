@@ -1,44 +1,58 @@
-"""Align copy: keep the state at the block boundary that a verify step's accepted tokens reached.
+"""Align copy: cache the state at the block boundary that a verify step's accepted tokens reached.
 
 The device decides. For each row, with running = computed + scheduled - drafts,
 
     aligned = (running + max(accepted, 1) - 1) // block_size * block_size
     copy iff aligned >= running and aligned > 0;  shift = aligned - running
 
-The SSM state of column state_column + shift goes to the row's target slot, and so does the conv window of column
-state_column, from input `shift` on, whose last inputs may lie beside the row's ring.
+Whole tensors are read from the slot of column state_column + shift. Windows are read from the slot of column
+state_column, from input `shift` on; their last inputs may be in a tail, one buffer a request.
 
-Layout: see `slot_tiles` and `window_tiles`. Grid: the programs that stay resident. Each decides all rows, numbers
-those that move bytes, and takes every n-th of their tiles, all layers and both state types: one row spreads over the
-whole device, and a step that moves nothing costs one decision. Graph safe: no host sync, one launch, grid fixed at
-capture.
+Layout: see `slot_tiles`; a tile of a quantized tensor is a head's channels over all rows. Grid: the programs that stay
+resident. Each decides all rows, numbers those that move bytes, and takes every n-th of their tiles, all layers and all
+tensors: one row spreads over the whole device, and a step that moves nothing costs one decision. Graph safe: no host
+sync, one launch, grid fixed at capture.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.kernel_launches import launches_kernel
-from .align_rows import AlignRows
-from .draft_inputs import DraftInputs, check_draft_inputs
-from .prefill_rows import PAD_SLOT
-from .reference_align import align_copy_ref
-from .slot_tiles import CopyTiling, copy_tiles, cut_slots, next_turn, numbered, of_number
-from .window_tiles import copy_windows, cut_windows
+from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from .draft_inputs import DraftInputs
+from .moves import StateMove, align_copy_ref, check_moves, check_rows
+from .quantized_states import QuantizedStates, quantized_places, store_quantized
+from .rows import PAD_SLOT, AlignRows
+from .slot_tiles import (
+    CopyTiling,
+    SlotStates,
+    access_bytes,
+    copy_tiles,
+    copy_windows,
+    cut_slots,
+    next_turn,
+    numbered,
+    of_number,
+    one_time,
+)
 
-__all__ = ["ROWS_AT_A_TIME", "TILING", "AlignRows", "align_copy", "align_copy_ref"]
+__all__ = ["QUANTIZING", "ROWS_AT_A_TIME", "TILING", "align_copy", "align_copy_ref"]
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
+QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)
+"""The tiling where a tensor is quantized on its way."""
 ROWS_AT_A_TIME = 256
 """Rows that a program decides at once; more rows take several rounds."""
+_QUANTIZED_WIDTH = 32
 _PAD = tl.constexpr(PAD_SLOT)
+_WHOLE, _WINDOW, _QUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-class RowsToDecide(NamedTuple):
-    """A kernel's view of `AlignRows`, and of where their windows go on: the rings, None if in their slots."""
+class _Rows(NamedTuple):
+    """A kernel's view of `AlignRows`, and of the buffers of tails; None if there is no tail."""
 
     computed: Tensor
     scheduled: Tensor
@@ -47,17 +61,49 @@ class RowsToDecide(NamedTuple):
     columns: Tensor
     state_columns: Tensor
     targets: Tensor
-    rings: Tensor | None
+    buffers: Tensor | None
     accepted_stride: int
     columns_stride: int
     num_columns: int
 
 
-@triton.jit
-def decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
-    """Decide ROWS rows: whether each keeps a state, and whether its target is another place than its source.
+class _Cut(NamedTuple):
+    """A tensor as the kernel takes it: source, target, tail, and the compile-time sizes of its tiles.
 
-    Then SSM source << 32 | conv source, target << 32 | shift, and the ring.
+    Of a quantized tensor, `times` are heads, `length` rows of a head and `lanes` channels.
+    """
+
+    source: Any
+    target: Any
+    tail: SlotStates | None
+    motion: int
+    layers: int
+    times: int
+    length: int
+    lanes: int
+    width: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one slot."""
+        if self.motion == _QUANTIZED.value:
+            return self.layers * self.times * triton.cdiv(self.lanes, self.width)
+        return self.layers * triton.cdiv(self.length, self.width)
+
+
+class _Matrices(NamedTuple):
+    """A kernel's view of a tensor that is quantized on its way; strides count elements."""
+
+    first: Tensor
+    layer_stride: int
+    slot_stride: int
+
+
+@triton.jit
+def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
+    """Decide ROWS rows: whether each keeps a state, and whether its target is another slot than its source.
+
+    Then whole source << 32 | window source, target << 32 | shift, and the buffer of the tail.
     """
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -77,136 +123,177 @@ def decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     reached = is_near & (shift >= 0) & (aligned > 0) & (state_column + shift < rows.num_columns)
 
     column = rows.columns + row * rows.columns_stride + state_column
-    conv_source = tl.load(column, mask=reached, other=_PAD)
-    ssm_source = tl.load(column + shift, mask=reached, other=_PAD)
-    is_real = (conv_source != _PAD) & (ssm_source != _PAD)
-    is_elsewhere = (shift > 0) | (conv_source != target)
-    sources, destinations = (ssm_source.to(tl.int64) << 32) | conv_source, (target.to(tl.int64) << 32) | shift
-    rings = tl.zeros_like(sources)
-    if rows.rings is not None:
-        rings += tl.load(rows.rings + row, mask=reached, other=0)
-    return reached & is_real, is_elsewhere, sources, destinations, rings
+    window_source = tl.load(column, mask=reached, other=_PAD)
+    whole_source = tl.load(column + shift, mask=reached, other=_PAD)
+    is_real = (window_source != _PAD) & (whole_source != _PAD)
+    is_elsewhere = (shift > 0) | (window_source != target)
+    sources, destinations = (whole_source.to(tl.int64) << 32) | window_source, (target.to(tl.int64) << 32) | shift
+    buffers = tl.zeros_like(sources)
+    if rows.buffers is not None:
+        buffers += tl.load(rows.buffers + row, mask=reached, other=0)
+    return reached & is_real, is_elsewhere, sources, destinations, buffers
+
+
+@triton.jit
+def _quantize_tiles(
+    matrices,
+    places,
+    source,
+    target,
+    first_tile,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D_STATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Quantize every n-th tile from `first_tile` on, n programs, of slot `source` into slot `target`: all layers."""
+    PARTS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
+    n = tl.arange(0, triton.next_power_of_2(D_STATE))
+    has_n = n < D_STATE
+    for tile in range(first_tile, LAYERS * HEADS * PARTS, tl.num_programs(0)):
+        layer = tl.cast(tile // (HEADS * PARTS), tl.int64)
+        head = tile % (HEADS * PARTS) // PARTS
+        p = tile % PARTS * WIDTH + tl.arange(0, WIDTH)
+        has_p = p < CHANNELS
+        states = matrices.first + layer * matrices.layer_stride + source * matrices.slot_stride
+        states += head * (D_STATE * CHANNELS)
+        inside = has_n[:, None] & has_p[None, :]
+        state = tl.load(states + n[:, None] * CHANNELS + p[None, :], mask=inside, other=0.0)
+        store_quantized(places, layer, target, state.to(tl.float32), head, n, p, has_n, has_p, D_STATE, CHANNELS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "block_size"])
 def _align_copy_kernel(
     rows,
-    conv,
-    behind,
-    ssm,
+    sources,
+    targets,
+    tails,
     num_rows,
     block_size,
     ROWS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    MOTIONS: tl.constexpr,
+    TILES: tl.constexpr,
     LAYERS: tl.constexpr,
-    CONV_TIMES: tl.constexpr,
-    CONV_LENGTH: tl.constexpr,
-    CONV_LANES: tl.constexpr,
-    CONV_WIDTH: tl.constexpr,
-    SSM_LENGTH: tl.constexpr,
-    SSM_LANES: tl.constexpr,
-    SSM_WIDTH: tl.constexpr,
+    TIMES: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTHS: tl.constexpr,
 ):
-    CONV_TILES: tl.constexpr = LAYERS * ((CONV_LENGTH + CONV_WIDTH - 1) // CONV_WIDTH)
-    SSM_TILES: tl.constexpr = LAYERS * ((SSM_LENGTH + SSM_WIDTH - 1) // SSM_WIDTH)
+    """Long because of its arguments."""
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
-        keeps, is_elsewhere, sources, destinations, rings = decide(rows, first_row, num_rows, block_size, ROWS)
-        moves = keeps & is_elsewhere
+        keeps, is_elsewhere, from_slots, to_slots, buffers = _decide(rows, first_row, num_rows, block_size, ROWS)
+        moves = keeps
+        if IN_PLACE:
+            moves = keeps & is_elsewhere
         num_moves = tl.sum(moves.to(tl.int32), axis=0)
         if num_moves > 0:
             numbers = numbered(moves)
             for number in range(1, num_moves + 1):
-                source = of_number(sources, numbers, number)
-                destination = of_number(destinations, numbers, number)
-                ssm_source = source >> 32
-                conv_source = source & 0x7FFFFFFF
+                source = of_number(from_slots, numbers, number)
+                destination = of_number(to_slots, numbers, number)
+                buffer = of_number(buffers, numbers, number)
+                whole = source >> 32
                 target = destination >> 32
-                shift = destination & 0x7FFFFFFF
-                if ssm_source != target:
-                    copy_tiles(ssm, ssm, ssm_source, target, turn, LAYERS, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
-                turn = next_turn(turn, SSM_TILES)
-                ring = of_number(rings, numbers, number)
-                copy_windows(
-                    conv, conv, behind, conv_source, target, shift, ring, turn,
-                    LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
-                )  # fmt: skip
-                turn = next_turn(turn, CONV_TILES)
+                for i in tl.static_range(len(MOTIONS)):
+                    if MOTIONS[i] == _WHOLE:
+                        if (not IN_PLACE) or whole != target:
+                            copy_tiles(
+                                sources[i], targets[i], whole, target, turn, LAYERS[i], LENGTHS[i], LANES[i], WIDTHS[i]
+                            )
+                    elif MOTIONS[i] == _WINDOW:
+                        copy_windows(
+                            sources[i], targets[i], tails[i], source & 0x7FFFFFFF, target, destination & 0x7FFFFFFF,
+                            buffer, turn, LAYERS[i], TIMES[i], LENGTHS[i], LANES[i], WIDTHS[i],
+                        )  # fmt: skip
+                    else:
+                        _quantize_tiles(
+                            sources[i], targets[i], whole, target, turn,
+                            LAYERS[i], TIMES[i], LENGTHS[i], LANES[i], WIDTHS[i],
+                        )  # fmt: skip
+                    turn = next_turn(turn, TILES[i])
 
 
-def align_copy(
-    conv_pool: Tensor,
-    ssm_pool: Tensor,
-    rows: AlignRows,
-    block_size: int,
-    window_len: int,
-    tiling: CopyTiling = TILING,
-    *,
-    drafts: DraftInputs | None = None,
-) -> None:
+def align_copy(moves: Sequence[StateMove], rows: AlignRows, block_size: int, tiling: CopyTiling | None = None) -> None:
     """Copy each row's state at the block boundary that its accepted tokens reached into its target, in place.
 
-    A row that reaches no boundary, has no target or is padded copies nothing, whatever its counts. The target may be
-    one of the row's own columns, a source included. Every other slot, the target's window from window_len on, and
-    bytes between the states of a strided pool stay as they are.
+    A row that reaches no boundary, has no target or is padded copies nothing, whatever its counts. Where states move
+    within the pools, the target may be one of the row's own columns, a source included. Every other slot, a window past
+    the inputs that move, and bytes between the states of a strided pool stay as they are.
 
     Args:
-        conv_pool: [layers, slots, window, conv_dim], oldest input first; channels contiguous. window >= window_len +
-            the largest shift, or window_len if `drafts` are given.
-        ssm_pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous. Without heads, only conv windows
-            are copied.
-        window_len: conv inputs that a cached state keeps, at least 1.
-        drafts: Where the rows' windows go on from input window_len on, all layers; None: in their slots.
+        moves: The tensors that are copied, either all within their pools or all into others.
+        tiling: By default `QUANTIZING` where a tensor is quantized, else `TILING`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
     Reference: `align_copy_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
-    check_pools(conv_pool, ssm_pool, block_size, window_len)
-    check_rows(rows, conv_pool.device)
-    if drafts is not None:
-        check_draft_inputs(drafts, conv_pool, rows.targets.shape[0])
-    if 0 in (rows.targets.shape[0], conv_pool.numel()):
+    moves = [move for move in moves if move.source.shape[0]]
+    if block_size < 1:
+        raise ValueError(f"need block_size >= 1, found {block_size}")
+    if not moves:
         return
-    if not launches_kernel(conv_pool):
-        align_copy_ref(conv_pool, ssm_pool, rows, block_size, window_len, drafts)
+    check_moves(moves, rows.targets.shape[0])
+    check_rows(rows, moves[0].source.device)
+    if rows.targets.shape[0] == 0 or not moves[0].source.shape[1] or not moves[0].num_targets:
         return
-    _launch(conv_pool, ssm_pool, rows, block_size, window_len, tiling, drafts)
-
-
-def _launch(
-    conv_pool: Tensor,
-    ssm_pool: Tensor,
-    rows: AlignRows,
-    block_size: int,
-    window_len: int,
-    tiling: CopyTiling,
-    drafts: DraftInputs | None,
-) -> None:
-    windows = conv_pool[:, :, :window_len]
-    conv = cut_windows(windows, windows, drafts, tiling)
-    ssm = cut_slots(ssm_pool.flatten(2)[:, :, None], tiling)
-    _align_copy_kernel[(tiling.num_programs(conv_pool.device),)](
-        rows=rows_to_decide(rows, drafts),
-        conv=conv.sources.states,
-        behind=conv.behind,
-        ssm=ssm.states,
+    quantizes = [move for move in moves if isinstance(move.target, QuantizedStates)]
+    if not launches_kernel(rows.targets) or not all(is_computed_in_fp32(move.source) for move in quantizes):
+        align_copy_ref(moves, rows, block_size)
+        return
+    tiling = tiling or (QUANTIZING if quantizes else TILING)
+    cut = [_cut(move, tiling) for move in sorted(moves, key=lambda move: move.window_len > 0)]
+    _align_copy_kernel[(tiling.num_programs(rows.targets.device),)](
+        rows=_view(rows, next((move.tail for move in moves if move.tail is not None), None)),
+        sources=tuple(tensor.source for tensor in cut),
+        targets=tuple(tensor.target for tensor in cut),
+        tails=tuple(tensor.tail for tensor in cut),
         num_rows=rows.targets.shape[0],
         block_size=block_size,
         ROWS=ROWS_AT_A_TIME,
-        LAYERS=conv_pool.shape[0],
-        **conv.sizes,
-        SSM_LENGTH=ssm.length,
-        SSM_LANES=ssm.lanes,
-        SSM_WIDTH=ssm.width,
+        IN_PLACE=moves[0].is_in_place,
+        MOTIONS=tuple(tensor.motion for tensor in cut),
+        TILES=tuple(tensor.num_tiles for tensor in cut),
+        LAYERS=tuple(tensor.layers for tensor in cut),
+        TIMES=tuple(tensor.times for tensor in cut),
+        LENGTHS=tuple(tensor.length for tensor in cut),
+        LANES=tuple(tensor.lanes for tensor in cut),
+        WIDTHS=tuple(tensor.width for tensor in cut),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
 
 
-def rows_to_decide(rows: AlignRows, drafts: DraftInputs | None) -> RowsToDecide:
-    """Return a kernel's view of the rows."""
-    return RowsToDecide(
+def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
+    source, target, num_layers = move.source, move.target, move.source.shape[0]
+    if isinstance(target, QuantizedStates):
+        heads, d_state, channels = source.shape[2:]
+        width = min(_QUANTIZED_WIDTH, triton.next_power_of_2(channels))
+        matrices = _Matrices(source, source.stride(0), source.stride(1))
+        places = quantized_places(target)
+        assert places is not None
+        return _Cut(matrices, places, None, _QUANTIZED.value, num_layers, heads, d_state, channels, width)
+    pools = [one_time(source), one_time(target)]
+    if move.window_len:
+        pools = [pool[:, :, : move.window_len].flatten(3) for pool in (source, target)]
+    if move.tail is not None:
+        pools.append(move.tail.inputs.flatten(3))
+    access = access_bytes(*pools)
+    sources, targets, *tails = (cut_slots(pool, tiling, access) for pool in pools)
+    motion = _WINDOW.value if move.window_len else _WHOLE.value
+    tail = tails[0].states if tails else None
+    return _Cut(
+        sources.states, targets.states, tail, motion, num_layers, targets.times, targets.length, targets.lanes,
+        targets.width,
+    )  # fmt: skip
+
+
+def _view(rows: AlignRows, tail: DraftInputs | None) -> _Rows:
+    return _Rows(
         rows.computed,
         rows.scheduled,
         rows.drafts,
@@ -214,46 +301,8 @@ def rows_to_decide(rows: AlignRows, drafts: DraftInputs | None) -> RowsToDecide:
         rows.columns,
         rows.state_columns,
         rows.targets,
-        None if drafts is None else drafts.rings,
+        None if tail is None else tail.rings,
         accepted_stride=rows.accepted.stride(0),
         columns_stride=rows.columns.stride(0),
         num_columns=rows.columns.shape[1],
     )
-
-
-def check_pools(conv_pool: Tensor, ssm_pool: Tensor, block_size: int, window_len: int) -> None:
-    """Raise a ValueError unless an align copy can read the pools."""
-    if conv_pool.dim() != 4 or ssm_pool.dim() != 5 or conv_pool.shape[:2] != ssm_pool.shape[:2]:
-        raise ValueError(
-            "need conv_pool [layers, slots, window, conv_dim] and ssm_pool [layers, slots, heads, d_state, head_dim] "
-            f"of equal layers and slots, found {tuple(conv_pool.shape)} and {tuple(ssm_pool.shape)}"
-        )
-    if conv_pool.device != ssm_pool.device:
-        raise ValueError(f"need both pools on one device, found {conv_pool.device} and {ssm_pool.device}")
-    if not conv_pool[:1, :1, :1].is_contiguous() or not ssm_pool[:1, :1].is_contiguous():
-        raise ValueError(
-            "need contiguous channels in conv_pool and contiguous states in ssm_pool, "
-            f"found strides {conv_pool.stride()} and {ssm_pool.stride()}"
-        )
-    if block_size < 1 or not 1 <= window_len <= conv_pool.shape[2]:
-        raise ValueError(
-            f"need block_size >= 1 and window_len from 1 to the pool's window {conv_pool.shape[2]}, "
-            f"found {block_size} and {window_len}"
-        )
-
-
-def check_rows(rows: AlignRows, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
-    vectors = {
-        name: getattr(rows, name)
-        for name in ("computed", "scheduled", "drafts", "accepted", "state_columns", "targets")
-    }
-    num_rows = rows.targets.shape[0]
-    for name, values in (vectors | {"columns": rows.columns}).items():
-        dtypes = (torch.int32, torch.int64) if name == "accepted" else (torch.int32,)
-        if values.dtype not in dtypes or values.device != device:
-            raise ValueError(f"need {name} of {dtypes} on {device}, found {values.dtype} on {values.device}")
-        if values.dim() != (2 if name == "columns" else 1) or values.shape[0] != num_rows:
-            raise ValueError(f"need {name} for {num_rows} rows, found {tuple(values.shape)}")
-        if name != "accepted" and values.shape[-1] > 1 and values.stride(-1) != 1:
-            raise ValueError(f"need contiguous {name}, found strides {values.stride()}")

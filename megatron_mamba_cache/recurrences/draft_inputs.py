@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .row_checks import check_vectors
+from .rows import check_vectors
 
 
 @dataclass(frozen=True, slots=True)

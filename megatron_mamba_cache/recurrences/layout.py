@@ -1,24 +1,31 @@
-"""Shapes and sizes of one slot of the state pool."""
+"""The tensors of a slot and of KV blocks: their shapes and sizes, and the device memory that they take.
+
+A KV buffer is [2, layers, blocks, block size, kv heads, head dim]: keys, then values. State tensors are those of a
+layout's parts, each [layers, slots, ...]. They have memory of their own, or all are views of one memory cut into slabs,
+where all layers of a block lie together, and all layers of a slot.
+"""
 
 import math
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .slab_shape import aligned
-
-_SCALE = torch.float32
+from .interface import StateGroup
+from .slab_shape import SlabShape, UnitBytes, aligned
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPart:
-    """What a slot holds of one layer, of one kind.
+    """One tensor of a slot.
 
     Args:
+        num_layers: Layers of this rank that have it; 1 if all layers of a group share it.
         shape: Of one layer.
     """
 
+    num_layers: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -33,29 +40,44 @@ class SlotPart:
         return aligned(self.num_bytes)
 
 
-class SlotLayout(ABC):
-    """One slot over the Mamba layers of this rank.
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """One slot over the recurrent layers of this rank.
 
-    Attributes:
-        num_layers: Mamba layers of this rank.
+    Args:
+        parts: In the order of their bytes, where those of a slot lie together; all layers of the first come first.
     """
 
-    num_layers: int
+    parts: tuple[SlotPart, ...]
 
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[SlotPart, ...]:
-        """What a slot holds; where its bytes lie together, all layers of the first part come first."""
+    @staticmethod
+    def of(groups: Sequence[StateGroup], num_drafts: int = 0) -> "SlotLayout":
+        """Return the layout of live states: a part for each tensor of each group.
+
+        Args:
+            num_drafts: The inputs of drafts that a window has room for, after those that a cached one keeps.
+        """
+        return SlotLayout(
+            tuple(
+                SlotPart(
+                    group.num_layers_of(tensor),
+                    (tensor.shape[0] + num_drafts * (tensor.motion == "window"), *tensor.shape[1:]),
+                    tensor.dtype,
+                )
+                for group in groups
+                for tensor in group.tensors
+            )
+        )
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot over all layers and parts."""
-        return self.num_layers * sum(part.num_bytes for part in self.parts)
+        return sum(part.num_layers * part.num_bytes for part in self.parts)
 
     @property
     def aligned_bytes(self) -> int:
         """Bytes of a slot whose layers lie together."""
-        return self.num_layers * sum(part.aligned_bytes for part in self.parts)
+        return sum(part.num_layers * part.aligned_bytes for part in self.parts)
 
     def num_slots_in(self, budget_gb: float, num_live: int, num_drafts: int = 0, *, beside_bytes: int = 0) -> int:
         """Return a pool's number of slots: those the budget buys for cached and draft states, and `num_live` live ones.
@@ -85,47 +107,81 @@ class SlotLayout(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class StateLayout(SlotLayout):
-    """One slot: the conv window and the SSM state of every Mamba layer of this rank.
+class BlockLayout:
+    """The KV blocks of a rank.
 
     Args:
-        num_layers: Mamba layers of this rank.
-        conv_shape: (window, conv_dim), time-major, window >= d_conv - 1, oldest input first.
-        ssm_shape: (heads, d_state, head_dim).
-        conv_dtype, ssm_dtype: Each state type has its own.
+        num_layers: Attention layers.
+        block_shape: (block size, kv heads, head dim).
     """
 
     num_layers: int
-    conv_shape: tuple[int, ...]
-    ssm_shape: tuple[int, ...]
-    conv_dtype: torch.dtype
-    ssm_dtype: torch.dtype
+    block_shape: tuple[int, int, int]
+    dtype: torch.dtype
 
     @property
-    def parts(self) -> tuple[SlotPart, ...]:
-        """The conv window and the SSM state."""
-        return SlotPart(self.conv_shape, self.conv_dtype), SlotPart(self.ssm_shape, self.ssm_dtype)
+    def num_elements(self) -> int:
+        """Elements of one layer's keys, or values, of a block."""
+        return math.prod(self.block_shape)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedLayout(SlotLayout):
-    """One place of a cached state that is rounded to 8 bits; see `RoundedStates`.
+def state_tensors(states: SlotLayout, num_slots: int, device: torch.device | int | str) -> tuple[Tensor, ...]:
+    """Return a tensor for each part of the states, with memory of its own, all zero."""
+    return tuple(
+        torch.zeros((part.num_layers, num_slots, *part.shape), dtype=part.dtype, device=device) for part in states.parts
+    )
+
+
+def separate_tensors(
+    states: SlotLayout, blocks: BlockLayout, num_slots: int, num_blocks: int, device: torch.device | int | str
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the tensors of states and a KV buffer, each with memory of its own, all zero."""
+    shape = (2, blocks.num_layers, num_blocks, *blocks.block_shape)
+    return state_tensors(states, num_slots, device), torch.zeros(shape, dtype=blocks.dtype, device=device)
+
+
+def slab_tensors(
+    states: SlotLayout,
+    blocks: BlockLayout,
+    slab: SlabShape,
+    unit: UnitBytes,
+    num_slabs: int,
+    device: torch.device | int | str,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the tensors of states and a KV buffer over the same memory, all zero.
+
+    Slot s and block b lie where `SlabSpace` says; after the last slab comes one block more.
 
     Args:
-        num_layers: Mamba layers of this rank.
-        conv_shape: (d_conv - 1, conv_dim), time-major, oldest input first.
-        ssm_shape: (heads, d_state, head_dim).
-        conv_dtype: Conv windows are not rounded.
+        unit: What this rank stores of a state and of a block.
     """
+    slab_bytes = slab.slab_bytes(unit)
+    memory = torch.zeros(num_slabs * slab_bytes + unit.block, dtype=torch.uint8, device=device)
+    slot_bytes, block_bytes = slab_bytes // slab.slots_per_slab, slab_bytes // slab.blocks_per_slab
+    num_slots, first_byte, views = num_slabs * slab.slots_per_slab, 0, []
+    for part in states.parts:
+        shape = (part.num_layers, num_slots, *part.shape)
+        views.append(_view(memory, part.dtype, shape, (part.aligned_bytes, slot_bytes), first_byte))
+        first_byte += part.num_layers * part.aligned_bytes
+    half = blocks.num_elements * blocks.dtype.itemsize
+    num_blocks = num_slabs * slab.blocks_per_slab + 1
+    shape = (2, blocks.num_layers, num_blocks, *blocks.block_shape)
+    return tuple(views), _view(memory, blocks.dtype, shape, (half, 2 * half, block_bytes), 0)
 
-    num_layers: int
-    conv_shape: tuple[int, ...]
-    ssm_shape: tuple[int, int, int]
-    conv_dtype: torch.dtype
 
-    @property
-    def parts(self) -> tuple[SlotPart, ...]:
-        """The conv window, the values of the SSM state and their scales."""
-        heads, _, head_dim = self.ssm_shape
-        scales = SlotPart((heads, head_dim), _SCALE)
-        return SlotPart(self.conv_shape, self.conv_dtype), SlotPart(self.ssm_shape, torch.int8), scales
+def bytes_of(*views: Tensor) -> Tensor:
+    """Return the memory that `slab_tensors` has cut, [bytes] uint8."""
+    view = max(views, key=lambda tensor: tensor.untyped_storage().nbytes())
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+
+
+def _view(
+    memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...], lead_bytes: tuple[int, ...], first_byte: int
+) -> Tensor:
+    """Return a view whose leading dimensions have strides of `lead_bytes`, and whose others are contiguous."""
+    inner = torch.empty(shape[len(lead_bytes) :], device="meta").stride()
+    strides = (*(num_bytes // dtype.itemsize for num_bytes in lead_bytes), *inner)
+    if math.prod(shape) == 0:
+        return torch.zeros(shape, dtype=dtype, device=memory.device)
+    whole = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(shape, strides, first_byte // dtype.itemsize)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,13 +12,70 @@ from ..errors import CacheCapacityError
 from ..policy.boundaries import BoundaryRule, select_boundaries
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.slot_pool import SlotPool
-from .layout import StateLayout
+from .interface import StateGroup, StateTensor
 from .pool import StatePool
-from .rounded_pool import RoundedPool
-from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 """The most boundaries that a prompt itself determines: the end of its KV match, its last and its last but one."""
+
+
+class LiveStateIndex(Protocol):
+    """Where the live state of each request is."""
+
+    @property
+    def request_to_mamba_state_idx(self) -> Sequence[int] | Tensor:
+        """[requests] live slot of each request."""
+
+
+class SlotAllocatorContext(Protocol):
+    """All that a slot allocator reads of an inference context."""
+
+    block_size_tokens: int
+    max_tokens: int
+
+    @property
+    def mamba_conv_states(self) -> Tensor:
+        """[layers, live slots, *conv_states_shape]."""
+
+    @property
+    def mamba_ssm_states(self) -> Tensor:
+        """[layers, live slots, *ssm_states_shape]."""
+
+    @property
+    def mamba_metadata(self) -> LiveStateIndex:
+        """The live slot of each request."""
+
+    @property
+    def request_to_kv_block_ids(self) -> Sequence[Sequence[int]] | Tensor:
+        """[requests][block index] KV block ids."""
+
+
+class PromptRequest(Protocol):
+    """All that `compute_and_store_offsets` reads of a request."""
+
+    prompt_tokens: Sequence[int] | Tensor
+    finished_chunk_token_count: int
+
+
+class StepReservations(Protocol):
+    """Boundaries that an engine itself reserved for the running step."""
+
+    def boundary_offsets(self) -> list[list[int]]:
+        """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
+
+    def publish_prompts(self) -> None:
+        """Publish what the step wrote for prompts."""
+
+
+class NoReservations:
+    """The null object without an engine: all reservations come through `compute_and_store_offsets`."""
+
+    def boundary_offsets(self) -> list[list[int]]:
+        """Return no rows."""
+        return []
+
+    def publish_prompts(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +94,7 @@ class StateSlotAllocator:
     def __init__(
         self,
         context: SlotAllocatorContext,
-        pool: StatePool | RoundedPool,
+        pool: StatePool,
         slots: SlotPool,
         rule: BoundaryRule,
         reservations: StepReservations,
@@ -119,13 +177,16 @@ class StateSlotAllocator:
         Raises:
             ValueError: If the block has no slot (allocate one first), or the layer or a shape is not the pool's.
         """
-        slot = self._slot_or_error(block_id)
-        layout = self.state_pool.layout
-        if not 0 <= layer_idx < layout.num_layers:
-            raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {layout.num_layers - 1}")
-        _require_shape("ssm_state", ssm_state, layout.ssm_shape)
-        _require_shape("conv_state", conv_state, layout.conv_shape)
-        self.state_pool.store_layer(layer_idx, slot, conv_state, ssm_state)
+        slot, cached = self._slot_or_error(block_id), self.state_pool.cached
+        num_layers = len(self.state_pool.groups[0].layers)
+        if not 0 <= layer_idx < num_layers:
+            raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {num_layers - 1}")
+        states = {"conv_state": conv_state, "ssm_state": ssm_state}
+        for index, (name, state) in enumerate(states.items()):
+            if tuple(state.shape) != (shape := cached.shape(index)):
+                raise ValueError(f"{name} has shape {tuple(state.shape)}; a layer's is {shape}")
+        for index, state in enumerate(states.values()):
+            cached.store_layer(index, layer_idx, slot, state)
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
         """Copy the live states of requests to slots, all layers and state types.
@@ -139,15 +200,14 @@ class StateSlotAllocator:
         if len(targets) != len(sources):
             raise ValueError(f"{len(targets)} slots for {len(sources)} request indices; give one for each")
         live_slots = [self._live_slot(request_idx) for request_idx in sources]
-        self.state_pool.store_from(self.context.mamba_conv_states, self.context.mamba_ssm_states, live_slots, targets)
+        self.state_pool.cached.store_from(self._live_states, *self._sent(live_slots, targets))
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the block's state to the request's live slot; return whether there was one to copy."""
         slot = self.get_slot(block_id)
         if slot < 0:
             return False
-        live_slot = self._live_slot(request_idx)
-        self.state_pool.restore_to(self.context.mamba_conv_states, self.context.mamba_ssm_states, [slot], [live_slot])
+        self.state_pool.cached.restore_to(self._live_states, *self._sent([slot], [self._live_slot(request_idx)]))
         return True
 
     def compute_and_store_offsets(
@@ -230,6 +290,14 @@ class StateSlotAllocator:
         for item in self._stored.pop(request_idx, []):
             self.slots.cancel(item.slot)
 
+    @property
+    def _live_states(self) -> tuple[Tensor, Tensor]:
+        return self.context.mamba_conv_states, self.context.mamba_ssm_states
+
+    def _sent(self, src: Sequence[int], dst: Sequence[int]) -> Tensor:
+        """Return slot numbers, all of `src` and all of `dst`, [2, n] int32 on the pool's device."""
+        return torch.tensor([list(src), list(dst)], dtype=torch.int32).to(self.state_pool.device)
+
     def _live_slot(self, request_idx: int) -> int:
         return int(self.context.mamba_metadata.request_to_mamba_state_idx[request_idx])
 
@@ -255,13 +323,11 @@ class MambaSlotAllocator(StateSlotAllocator):
     ) -> None:
         if max_slots < 1:
             raise ValueError(f"max_slots is {max_slots}; at least 1 state slot is needed")
-        layout = StateLayout(
-            num_mamba_layers, tuple(conv_states_shape), tuple(ssm_states_shape), conv_states_dtype, ssm_states_dtype
+        tensors = (
+            StateTensor("conv", tuple(conv_states_shape), conv_states_dtype),
+            StateTensor("ssm", tuple(ssm_states_shape), ssm_states_dtype),
         )
-        pool = StatePool.zeros(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+        group = StateGroup(tuple(range(num_mamba_layers)), tensors, grain=1)
+        pool = StatePool.zeros([group], max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())
 
-
-def _require_shape(name: str, state: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(state.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(state.shape)}; a layer's is {shape}")

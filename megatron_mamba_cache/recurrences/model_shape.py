@@ -1,19 +1,18 @@
 """The sizes of a hybrid model that the cache depends on."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 
 from ..config import CacheConfig
-from .layout import RoundedLayout, SlotLayout, StateLayout
-from .mamba2.replay_rings import RingLayout
-from .mamba2.replay_rows import least_capacity, least_x_capacity
-from .mamba2.replay_tiling import replays_fast
+from .cached_form import CACHED_FORMS
+from .interface import DraftBuffers, Recurrence, ReplayedRecurrence, StateDtypes, StateGroup
+from .layout import SlotLayout
 from .slab_shape import SlabShape, UnitBytes
 
-MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
+RECURRENT, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
 _MOST_IN_WINDOWS = 2
 """Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
@@ -25,14 +24,24 @@ _LAUNCHED_PRODUCTS = 270_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentLayers:
+    """Layers of one recurrence with equal sizes.
+
+    Args:
+        layers: Which of the recurrent layers of this rank, counted from 0.
+    """
+
+    recurrence: Recurrence
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HybridModelShape:
     """Sizes of a hybrid model on this rank, and a fingerprint of the whole model's architecture.
 
     Args:
-        layer_types: One symbol a layer of this rank: M Mamba, * attention, - MLP, E mixture of experts.
-        conv_dim, d_conv: Channels and taps of the causal convolution.
-        ssm_shape: (heads, d_state, head_dim).
-        ssm_chunk_size: That of the whole model, even if this rank has no Mamba layer.
+        layer_types: One symbol a layer of this rank: M recurrent, * attention, - MLP, E mixture of experts.
+        recurrent: The recurrences of the whole model, even if this rank has no layer of one.
         num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
@@ -42,10 +51,7 @@ class HybridModelShape:
     """
 
     layer_types: tuple[str, ...]
-    conv_dim: int
-    d_conv: int
-    ssm_shape: tuple[int, int, int]
-    ssm_chunk_size: int
+    recurrent: tuple[RecurrentLayers, ...]
     num_heads: int
     num_kv_heads: int
     softmax_scale: float
@@ -62,9 +68,14 @@ class HybridModelShape:
         return EXPERTS in self.layer_types
 
     @property
-    def num_mamba_layers(self) -> int:
-        """Mamba layers of this rank."""
-        return self.layer_types.count(MAMBA)
+    def num_recurrent_layers(self) -> int:
+        """Recurrent layers of this rank."""
+        return self.layer_types.count(RECURRENT)
+
+    @property
+    def grain(self) -> int:
+        """Tokens; a block is a multiple of it."""
+        return math.lcm(*(layers.recurrence.grain for layers in self.recurrent))
 
     @property
     def num_attention_layers(self) -> int:
@@ -76,68 +87,73 @@ class HybridModelShape:
         per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
         return block_size * per_token * self.params_dtype.itemsize
 
-    def state_layout(self, config: CacheConfig) -> StateLayout:
-        """Return the layout of a live state's slot under the configured dtypes and number of drafts.
-
-        Conv inputs of drafts lie in the slot where the states after them have slots, and else beside the ring.
-        """
-        return StateLayout(
-            num_layers=self.num_mamba_layers,
-            conv_shape=(self.d_conv - 1 + config.num_draft_slots, self.conv_dim),
-            ssm_shape=self.ssm_shape,
-            conv_dtype=self._dtype(config.conv_state_dtype),
-            ssm_dtype=self._dtype(config.ssm_state_dtype),
+    def state_groups(self, config: CacheConfig) -> tuple[StateGroup, ...]:
+        """Return the groups of recurrent layers, with their tensors in the configured dtypes."""
+        dtypes = self._dtypes(config)
+        return tuple(
+            StateGroup(layers.layers, layers.recurrence.tensors(dtypes), layers.recurrence.grain)
+            for layers in self.recurrent
         )
 
-    def _dtype(self, name: str) -> torch.dtype:
-        return {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    def state_layout(self, config: CacheConfig) -> SlotLayout:
+        """Return the layout of a live state's slot.
+
+        Windows have room for the inputs of drafts where the states after those have slots.
+        """
+        return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a cached state's slot: that of a live one, unless cached states are rounded."""
-        live = self.state_layout(config)
-        if not config.rounds_states:
-            return live
-        return RoundedLayout(live.num_layers, (self.d_conv - 1, self.conv_dim), self.ssm_shape, live.conv_dtype)
+        """Return the layout of a cached state's slot: that of a live one, unless cached states are quantized."""
+        form = CACHED_FORMS[config.cached_state_dtype if config.quantizes_states else "live"]
+        return form.layout(self.state_groups(config), self.state_layout(config))
+
+    def _dtypes(self, config: CacheConfig) -> StateDtypes:
+        named = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
+        return StateDtypes(self.params_dtype, named[config.conv_state_dtype], named[config.ssm_state_dtype])
 
     def running_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes of all requests' live and draft states, where they have places of their own, else 0."""
-        return config.num_running_slots * self.state_layout(config).slot_bytes if config.rounds_states else 0
+        """Return the bytes of all requests' live and draft states, where those have slots of their own, else 0."""
+        return config.num_running_slots * self.state_layout(config).slot_bytes if config.quantizes_states else 0
 
-    def ring_layout(self, config: CacheConfig) -> RingLayout:
-        """Return the layout of the ring of a request whose states are replayed."""
-        heads, d_state, head_dim = self.ssm_shape
-        ring_len, max_tokens = config.ring_len or 0, 1 + config.num_speculative_tokens
-        return RingLayout(
-            num_layers=self.num_mamba_layers,
-            capacity=least_capacity(ring_len, max_tokens),
-            x_capacity=least_x_capacity(ring_len, max_tokens),
-            heads=heads,
-            head_dim=head_dim,
-            groups=(self.conv_dim - heads * head_dim) // (2 * d_state),
-            d_state=d_state,
-            dtype=self.params_dtype,
-            conv_dim=self.conv_dim,
-            conv_dtype=self.state_layout(config).conv_dtype,
-            num_drafts=config.num_speculative_tokens,
-        )
+    def draft_buffers(self, config: CacheConfig) -> DraftBuffers | None:
+        """Return the layout of what replayed states keep for each running request; None if states are not replayed."""
+        if not config.replays:
+            return None
+        recurrence = self._replayed
+        if recurrence is None:
+            names = ", ".join(layers.recurrence.name for layers in self.recurrent)
+            raise ValueError(
+                f"draft_states is 'replay', which a model of {names} layers does not have: set --draft-states window"
+            )
+        fold_len, num_drafts = config.ring_len or 0, config.num_speculative_tokens
+        return recurrence.buffers(self.num_recurrent_layers, self._dtypes(config), fold_len, num_drafts)
+
+    @property
+    def _replayed(self) -> ReplayedRecurrence | None:
+        """The recurrence of all layers if its states can be replayed."""
+        recurrence = self.recurrent[0].recurrence
+        return recurrence if len(self.recurrent) == 1 and isinstance(recurrence, ReplayedRecurrence) else None
+
+    def request_buffer_bytes(self, config: CacheConfig) -> int:
+        """Return the bytes of a running request's buffer; 0 if states are not replayed."""
+        buffers = self.draft_buffers(config)
+        return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
         """Return after how many tokens a replayed state is stored less exactly than it is computed; None if never."""
-        is_rounded = config.replays and self.state_layout(config).ssm_dtype.itemsize < torch.float32.itemsize
+        is_rounded = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
         return config.ring_len if is_rounded else None
 
-    def rings_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes of the rings of all requests; 0 if states are not replayed."""
-        return config.max_requests * self.ring_layout(config).ring_bytes if config.replays else 0
+    def buffers_bytes(self, config: CacheConfig) -> int:
+        """Return the bytes of the buffers of all requests; 0 if states are not replayed."""
+        return config.max_requests * self.request_buffer_bytes(config)
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
         """Return what this rank stores of a cached state and of a KV block."""
         token_row = (
             self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
         )
-        live = self.state_layout(config)
-        are_live = live.num_layers and not config.rounds_states
-        state_row = live.ssm_shape[-1] * live.ssm_dtype.itemsize if are_live else 1
+        state_row = 1 if config.quantizes_states else _row_bytes(self.state_groups(config))
         cached_bytes = self.cached_layout(config).aligned_bytes
         return UnitBytes(cached_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
 
@@ -146,7 +162,7 @@ class HybridModelShape:
     ) -> CacheConfig:
         """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided, by the model's sizes.
 
-        Replayed states take less time for more than a request or two, and where drafts have large states. Rings are
+        Replayed states take less time for more than a request or two, and where drafts have large states. Buffers are
         reserved for `max_requests`, which are no more than one budget has room for, and leave room for one request of
         the longest sequence.
 
@@ -158,18 +174,19 @@ class HybridModelShape:
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
         if not self.limits_requests(config):
             return config
-        budget, of_ring = int((config.cache_gb or 0.0) * 2**30), self.ring_layout(config).ring_bytes
+        budget, of_buffer = int((config.cache_gb or 0.0) * 2**30), self.request_buffer_bytes(config)
         fitting = budget // max(self.request_bytes(config), 1)
-        beside_longest = (budget - self.longest_bytes(config, slab)) // of_ring if of_ring else fitting
+        beside_longest = (budget - self.longest_bytes(config, slab)) // of_buffer if of_buffer else fitting
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
 
     def with_forms(self, config: CacheConfig) -> CacheConfig:
         """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided."""
-        state_bytes = prod(self.ssm_shape) * self._dtype(config.ssm_state_dtype).itemsize
+        tensors = [tensor for group in self.state_groups(config) for tensor in group.tensors]
+        state_bytes = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor.is_matrix)
         draft_bytes = config.max_requests * config.num_speculative_tokens * state_bytes
         is_larger = config.max_requests > _MOST_IN_WINDOWS or draft_bytes > _MOST_DRAFT_BYTES
-        _, d_state, head_dim = self.ssm_shape
-        prefers_replay = is_larger and replays_fast(head_dim, d_state)
+        replayed = self._replayed
+        prefers_replay = is_larger and replayed is not None and replayed.replays_fast
         launched = self.most_launched or 0
         return config.resolved(prefers_replay=prefers_replay, most_launched=launched // 1024 * 1024)
 
@@ -180,25 +197,36 @@ class HybridModelShape:
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:
-        """Return whether one budget limits `max_requests`: where it pays for their rings and live states."""
-        return config.cache_gb is not None and config.replays and not config.rounds_states
+        """Return whether one budget limits `max_requests`: where it pays for their buffers and live states."""
+        return config.cache_gb is not None and config.replays and not config.quantizes_states
 
     def request_bytes(self, config: CacheConfig) -> int:
-        """Return the least bytes of a running request whose states are replayed: of a state, a KV block and a ring."""
+        """Return the least bytes of a running request whose states are replayed: a state, a KV block and a buffer."""
         unit = self.unit_bytes(config)
-        return unit.state + unit.block + self.ring_layout(config).ring_bytes
+        return unit.state + unit.block + self.request_buffer_bytes(config)
 
     def longest_bytes(self, config: CacheConfig, slab: SlabShape) -> int:
-        """Return the bytes that one request of the longest sequence needs of one budget in slabs, besides its ring."""
+        """Return what one request of the longest sequence needs of one budget in slabs, besides its buffer; bytes."""
         unit = self.unit_bytes(config)
         num_blocks = -(-config.max_sequence_length // config.block_size_tokens)
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""
-        if config.prefix_caching and config.block_size_tokens % self.ssm_chunk_size:
+        if config.prefix_caching and config.block_size_tokens % self.grain:
             raise ValueError(
                 f"block_size_tokens is {config.block_size_tokens}, which is not a multiple of the model's SSM chunk of "
-                f"{self.ssm_chunk_size}: set --inference-dynamic-batching-block-size to a multiple of it, or "
+                f"{self.grain}: set --inference-dynamic-batching-block-size to a multiple of it, or "
                 "--no-prefix-caching"
             )
+
+
+def _row_bytes(groups: Sequence[StateGroup]) -> int:
+    """Return of which number of bytes two states of a matrix lie a multiple apart: a row's."""
+    rows = (
+        tensor.shape[-1] * tensor.dtype.itemsize
+        for group in groups
+        for tensor in group.tensors
+        if tensor.is_matrix and group.layers
+    )
+    return math.lcm(*rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import along_first_dim, redirect_padding
-from .prefill_rows import PAD_SLOT
+from .rows import PAD_SLOT
 
 
 def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.kernel_launches import launches_kernel
-from .prefill_rows import PAD_SLOT
 from .reference_slots import copy_slots_between_ref, copy_slots_ref, zero_slots_ref
+from .rows import PAD_SLOT
 from .slot_tiles import (
     CopyTiling,
     SlotTiles,
@@ -24,6 +24,7 @@ from .slot_tiles import (
     next_turn,
     numbered,
     of_number,
+    one_time,
     zero_tiles,
 )
 
@@ -128,8 +129,8 @@ def copy_slots_between(
         return
     from_tiles, to_tiles = [], []
     for source, pool in moved:
-        from_times, to_times = _as_one_time(source), _as_one_time(pool)
-        access = min(access_bytes(from_times), access_bytes(to_times))
+        from_times, to_times = one_time(source), one_time(pool)
+        access = access_bytes(from_times, to_times)
         from_tiles.append(cut_slots(from_times, tiling, access))
         to_tiles.append(cut_slots(to_times, tiling, access))
     _copy_slots_kernel[(tiling.num_programs(src.device),)](
@@ -163,7 +164,7 @@ def zero_slots(pools: Sequence[Tensor], slots: Tensor, tiling: CopyTiling = TILI
     if not launches_kernel(slots):
         zero_slots_ref(pools, slots)
         return
-    tiles = [cut_slots(_as_one_time(pool), tiling) for pool in cleared]
+    tiles = [cut_slots(one_time(pool), tiling) for pool in cleared]
     _zero_slots_kernel[(tiling.num_programs(slots.device),)](
         pools=tuple(cut.states for cut in tiles),
         slots=slots,
@@ -172,10 +173,6 @@ def zero_slots(pools: Sequence[Tensor], slots: Tensor, tiling: CopyTiling = TILI
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
-
-
-def _as_one_time(pool: Tensor) -> Tensor:
-    return pool.flatten(2)[:, :, None]
 
 
 def _sizes(pools: Sequence[Tensor], tiles: Sequence[SlotTiles]) -> dict[str, object]:

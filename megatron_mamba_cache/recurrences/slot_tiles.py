@@ -1,8 +1,8 @@
 """Slots of a pool cut into tiles, so that resident programs share the copy of one slot.
 
-Copies ignore dtypes: a slot and layer hold [times, elements] of the widest integer that size and alignment allow; a
-conv window that moves has one time for each input (`window_tiles`), all else only one. A tile has all times of a power
-of two of elements, so a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
+Copies ignore dtypes: a slot and layer hold [times, elements] of the widest integer that size and alignment allow. A
+window that moves has one time for each input, all else only one. A tile has all times of a power of two of elements, so
+a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
 """
 
 from dataclasses import dataclass
@@ -67,8 +67,12 @@ class SlotTiles:
     width: int
 
 
-def access_bytes(pool: Tensor) -> int:
-    """Return the widest access, at most 16 bytes, that is aligned everywhere in a pool of `cut_slots`."""
+def access_bytes(*pools: Tensor) -> int:
+    """Return the widest access, at most 16 bytes, that is aligned everywhere in pools of `cut_slots`."""
+    return min(map(_access_bytes, pools))
+
+
+def _access_bytes(pool: Tensor) -> int:
     size = pool.element_size()
     return gcd(16, pool.shape[3] * size, pool.data_ptr(), *(stride * size for stride in pool.stride()[:3]))
 
@@ -92,6 +96,11 @@ def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> Sl
         lanes=access // dtype.itemsize,
         width=min(triton.next_power_of_2(max(length, 1)), tiling.tile_len // triton.next_power_of_2(num_times)),
     )
+
+
+def one_time(pool: Tensor) -> Tensor:
+    """Return a pool [layers, slots, ...] as [layers, slots, 1, elements]."""
+    return pool.flatten(2)[:, :, None]
 
 
 @triton.jit
@@ -167,3 +176,54 @@ def zero_tiles(
             tl.store(layer + to_slot + element, zeros)
         else:
             tl.store(layer + to_slot + element, zeros, mask=element < LENGTH)
+
+
+@triton.jit
+def copy_windows(
+    states,
+    target_states,
+    tail,
+    source,
+    target,
+    shift,
+    buffer,
+    first_tile,
+    LAYERS: tl.constexpr,
+    TIMES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Copy every n-th tile from `first_tile` on, n programs, of the window in slot `source`, from input `shift` on.
+
+    All layers. Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be
+    equal.
+
+    Args:
+        tail: Where the inputs from TIMES on are, at `buffer`; None: in the slot as well.
+    """
+    TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
+    time = tl.arange(0, triton.next_power_of_2(TIMES))[:, None]
+    # Multiplying by LANES last tells the compiler that every address is aligned to LANES elements.
+    from_slot = (source * states.slot_stride + shift * states.time_stride) * LANES
+    to_slot = target * target_states.slot_stride * LANES
+    for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
+        layer = tl.cast(tile // TILES, tl.int64)
+        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)[None, :]
+        sources = states.first + layer * states.layer_stride * LANES + from_slot
+        sources += time * states.time_stride * LANES + element  # [TIMES, WIDTH]
+        targets = target_states.first + layer * target_states.layer_stride * LANES + to_slot
+        targets += time * target_states.time_stride * LANES + element
+        inside = (time < TIMES) & (element < LENGTH)
+        if tail is None:
+            values = tl.load(sources, mask=inside)
+        else:
+            is_in_tail = shift + time >= TIMES
+            from_buffer = (buffer * tail.slot_stride + (shift - TIMES) * tail.time_stride) * LANES
+            later = tail.first + layer * tail.layer_stride * LANES + from_buffer
+            later += time * tail.time_stride * LANES + element
+            values = tl.where(
+                is_in_tail, tl.load(later, mask=inside & is_in_tail), tl.load(sources, mask=inside & ~is_in_tail)
+            )
+        tl.debug_barrier()  # a write may overwrite what another thread of this program reads
+        tl.store(targets, values, mask=inside)

@@ -13,10 +13,8 @@ from ..kernels.attention.attention_rows import AttentionRows
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
-from ..recurrences.align_copy import AlignRows
-from ..recurrences.decode_rows import DecodeRows
 from ..recurrences.mamba2.replay_rows import ReplayRows
-from ..recurrences.prefill_rows import PAD_SLOT, PrefillRows
+from ..recurrences.rows import PAD_SLOT, AlignRows, DecodeRows, PrefillRows
 from .buffers import StepBuffers
 from .logits import StepLogits, view_logits, write_logits
 from .prefill_metadata import write_prefill_rows
@@ -73,7 +71,6 @@ class StepGeometry:
     block_size: int
     ssm_chunk_size: int
     dummy_block: BlockId
-    window_len: int  # conv inputs that a state carries
 
 
 def lay_out_step(

@@ -108,7 +108,7 @@ def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str |
 
 def device_reason(memory: CacheMemory) -> str | None:
     """Return why the device cannot capture, None if it can."""
-    return None if memory.state_pool.ssm.is_cuda else "the model runs on a CPU"
+    return None if memory.state_pool.device.type == "cuda" else "the model runs on a CPU"
 
 
 @torch.inference_mode()

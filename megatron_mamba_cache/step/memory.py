@@ -26,12 +26,11 @@ from ..policy.requests import RunningRequest
 from ..policy.slabs import SlabSpace
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
-from ..recurrences.layout import RoundedLayout
-from ..recurrences.memory_sizes import MemorySizes
+from ..recurrences.interface import LiveState
+from ..recurrences.layout import BlockLayout, bytes_of, separate_tensors, slab_tensors, state_tensors
 from ..recurrences.model_shape import HybridModelShape
-from ..recurrences.pool import DraftWindow, RingState, StatePool
-from ..recurrences.pool_tensors import BlockLayout, bytes_of, separate_tensors, slab_tensors, state_tensors
-from ..recurrences.rounded_pool import RoundedPool
+from ..recurrences.pool import StatePool
+from ..recurrences.slab_shape import MemorySizes
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_shapes import most_padding_rows
@@ -72,7 +71,7 @@ class CacheMemory:
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
-        running = FixedPlaces(config.num_running_slots) if config.rounds_states else None
+        running = FixedPlaces(config.num_running_slots) if config.quantizes_states else None
         self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
         rule = EVICTION_RULES[config.eviction](capacity.state_len)
         pools = CachePools.over(_space(capacity), rule, block_size=config.block_size_tokens, running=running)
@@ -82,13 +81,13 @@ class CacheMemory:
         self.below = AttachedTiers()
         if below is not None:
             self.below = below.attach(
-                pools, bytes_of(self.state_pool.cached.conv, self.kv_buffer), counters, self.clear_stale_blocks
+                pools, bytes_of(self.state_pool.cached.parts[0], self.kv_buffer), counters, self.clear_stale_blocks
             )
         self._sizes = MemorySizes.of(
             capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
-        ).beside(shape.rings_bytes(config), shape.running_bytes(config))
+        ).beside(shape.buffers_bytes(config), shape.running_bytes(config))
         self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device, shares_steps))
-        self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
+        self.geometry = StepGeometry(config.block_size_tokens, shape.grain, self.dummy_block)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
         self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
@@ -140,10 +139,10 @@ class CacheMemory:
         Args:
             num_rows: The step's first prefill rows, among which are all that start from a cached state.
         """
-        pool, buffers = self.state_pool, self.step_buffers
-        if pool.rounded is not None:
-            sources, targets = (buffers.device(name)[:num_rows] for name in ("source_slots", "final_slots"))
-            pool.rounded.restore(pool.conv, pool.ssm, sources, targets)
+        if not self.state_pool.cached.is_live:
+            names = "source_slots", "final_slots"
+            sources, targets = (self.step_buffers.device(name)[:num_rows] for name in names)
+            self.state_pool.cached.restore(sources, targets)
 
     def close(self, rows: Iterable[RunningRequest]) -> None:
         """Keep below what rows have published, and wait for all copies: the memory is about to be freed."""
@@ -159,22 +158,19 @@ class CacheMemory:
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Bring the state of all computed tokens of each row into its live slot, and take back what kept it before."""
-        ring_len = self.state_pool.ring_len
-        if ring_len:
-            folding = [row for row in rows if not row.is_prefilling and row.folded(ring_len) < row.computed]
-            states = [RingState(row.live_slot, row.ring or 0, row.folded(ring_len), row.computed) for row in folding]
-            self.state_pool.fold(states)
-        else:
-            folding = []
-        shifted = [row for row in rows if row.accepted > 1]
-        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1, row.ring or 0) for row in shifted]
-        self.state_pool.settle(windows, self.geometry.window_len)
-        for row in {id(row): row for row in (*folding, *shifted)}.values():
+        unsettled = [(row, state) for row in rows if (state := self._live_state(row)).is_unsettled]
+        self.state_pool.drafts.settle([state for _, state in unsettled])
+        for row, _ in unsettled:
             self.prefix_cache.close_draft_states(row)
+
+    def _live_state(self, row: RunningRequest) -> LiveState:
+        fold_len = self.step_buffers.limits.ring_len
+        folded = row.computed if not fold_len or row.is_prefilling else row.folded(fold_len)
+        return LiveState(row.live_slot, row.state_slot, row.accepted, row.ring or 0, folded, row.computed)
 
     def pause(self, rows: Sequence[RunningRequest]) -> None:
         """Take back the draft slots of rows that pause. A ring stays: it costs the same whether its row runs or not."""
-        if not self.state_pool.ring_len:
+        if not self.step_buffers.limits.ring_len:
             self.settle(rows)
 
 
@@ -209,15 +205,13 @@ def _allocated(
             parts, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
         else:
             parts, kv_buffer = separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
-        rounded = None
-        if isinstance(states, RoundedLayout):
-            rounded, parts = RoundedPool(states, *parts), state_tensors(live, config.num_running_slots, device)
-        conv, ssm = parts
-        pool = StatePool(live, conv, ssm, rounded=rounded)
-        if config.replays:
-            layout, num_rings = shape.ring_layout(config), config.max_requests
-            rings, draft_inputs = layout.zeros(num_rings, device), layout.draft_inputs(num_rings, device)
-            pool = pool.with_rings(rings, config.ring_len or 0, draft_inputs)
+        cached = None
+        if config.quantizes_states:
+            cached, parts = parts, state_tensors(live, config.num_running_slots, device)
+        pool = StatePool(shape.state_groups(config), parts, cached)
+        buffers = shape.draft_buffers(config)
+        if buffers is not None:
+            pool.keep_drafts_in(buffers.draft_states(pool.live, config.max_requests, config.ring_len or 0))
         return pool, kv_buffer
     except (RuntimeError, MemoryError) as error:
         if capacity.slab is not None:
@@ -227,7 +221,7 @@ def _allocated(
         block_bytes = shape.block_bytes(config.block_size_tokens)
         raise CacheCapacityError(
             f"cannot allocate {_states_bytes(capacity, shape, config) / 2**30:.3g} GiB of states, "
-            f"{shape.rings_bytes(config) / 2**30:.3g} GiB of their rings and "
+            f"{shape.buffers_bytes(config) / 2**30:.3g} GiB of their rings and "
             f"{num_blocks * block_bytes / 2**30:.3g} GiB of KV blocks; lower "
             "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
         ) from error
@@ -269,13 +263,13 @@ def _step_buffers(
         max_tokens=config.max_tokens,
         max_rows=max_rows,
         # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
-        max_chunks=config.max_tokens // shape.ssm_chunk_size + 2 * max_rows,
+        max_chunks=config.max_tokens // shape.grain + 2 * max_rows,
         max_blocks=max_blocks,
         max_drafts=config.num_speculative_tokens,
         max_length=config.max_sequence_length,
         marks_real_tokens=shape.has_experts,
         ring_len=config.ring_len or 0,
-        restores_states=config.rounds_states,
+        restores_states=config.quantizes_states,
     )
     with step_memory(config):
         return StepBuffers(limits, device)

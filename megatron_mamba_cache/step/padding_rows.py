@@ -5,7 +5,7 @@ import numpy as np
 from ..policy.block_hashing import BlockKeyChain
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
-from ..recurrences.prefill_rows import PAD_SLOT
+from ..recurrences.rows import PAD_SLOT
 
 _GREEDY = SamplingSettings(top_k=1)
 

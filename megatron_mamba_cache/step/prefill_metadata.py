@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..policy.requests import RunningRequest
 from ..policy.ssm_chunks import plan_ssm_chunks
-from ..recurrences.prefill_rows import PAD_SLOT
+from ..recurrences.rows import PAD_SLOT
 from .buffers import StepBuffers
 
 

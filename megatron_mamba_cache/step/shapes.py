@@ -7,7 +7,7 @@ import numpy as np
 
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest, num_decoding
-from ..recurrences.prefill_rows import PAD_SLOT
+from ..recurrences.rows import PAD_SLOT
 from .buffers import StepBuffers
 from .padding_rows import decode_padding_row, prefill_padding_row
 

@@ -11,7 +11,6 @@ from ..kernels.sampling.matching import accept_matching
 from ..kernels.sampling.sampling import sample_tokens, token_probabilities
 from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio
 from ..ranks.group import Ranks
-from ..recurrences.mamba2.boundary_plan import plan_boundary_folds
 from .batch import StepBatch
 from .logits import Draws, StepLogits
 from .memory import CacheMemory
@@ -85,11 +84,6 @@ def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemor
     """Write the boundary state of each decode row that reached a boundary into the slot reserved for it."""
     if step.align is None:
         return
-    accepted = outcome[: step.align.targets.shape[0], 0]
-    pool, geometry = memory.state_pool, memory.geometry
-    rows = replace(step.align, accepted=accepted)
-    if step.replay is None or pool.rings is None:
-        pool.align_copy(rows, geometry.block_size, geometry.window_len)
-    else:
-        pool.fold_boundaries(plan_boundary_folds(step.replay, rows, pool.ring_len, geometry.block_size))
-        pool.copy_windows(rows, geometry.block_size, step.replay.rings)
+    rows = replace(step.align, accepted=outcome[: step.align.targets.shape[0], 0])
+    pool = memory.state_pool
+    pool.drafts.cache_boundaries(pool.cached, step.replay, rows, memory.geometry.block_size)

@@ -19,8 +19,8 @@ from ..kernels.kernel_launches import is_computed_in_fp32
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
-from ..recurrences.pool import DraftWindow, RingState
-from ..recurrences.prefill_rows import PAD_SLOT
+from ..recurrences.interface import LiveState
+from ..recurrences.rows import PAD_SLOT
 from .buffers import StepLimits
 from .logits import Draws
 from .model import StepModel
@@ -50,7 +50,7 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
     Call it between steps only. On a CPU it does nothing.
     """
-    if runner.memory.state_pool.ssm.is_cuda:
+    if runner.memory.state_pool.device.type == "cuda":
         with progress(_LAUNCHES):
             rehearse(model, runner)
             runner.planner.warmup()
@@ -63,7 +63,7 @@ def compile_prefill_ahead(model: StepModel, runner: StepRunner) -> None:
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
     """Do what `warm_up` does, for steps without decode rows."""
-    if runner.memory.state_pool.ssm.is_cuda:
+    if runner.memory.state_pool.device.type == "cuda":
         rehearse_prefill(model, runner)
 
 
@@ -80,7 +80,7 @@ def _compile_ahead(runner: StepRunner, rehearse_steps: Callable[[], None]) -> No
 def _may_compile_ahead(runner: StepRunner) -> bool:
     """Return whether a GPU computes with kernels alone all that indexes come from."""
     pool = runner.memory.state_pool
-    return pool.ssm.is_cuda and is_computed_in_fp32(pool.conv)
+    return pool.device.type == "cuda" and is_computed_in_fp32(*pool.tensors)
 
 
 @torch.inference_mode()
@@ -102,9 +102,8 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
                 for draws in Draws:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step's integers overwrite this one's
-    if limits.max_drafts:
-        memory.state_pool.settle([DraftWindow(PAD_SLOT, PAD_SLOT, 1)], memory.geometry.window_len)
-    memory.state_pool.fold([RingState(PAD_SLOT, 0, 0, 0)])
+    accepted = 2 if limits.max_drafts else 1
+    memory.state_pool.drafts.settle([LiveState(PAD_SLOT, PAD_SLOT, accepted, computed=1)])
 
 
 @torch.inference_mode()

@@ -19,21 +19,22 @@ from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
-from megatron_mamba_cache.recurrences import model_shape
-from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
+from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
+from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 
 GIB = 2**30
 
 
-def shape_of(pattern: str, **sizes: Any) -> HybridModelShape:
+_MAMBA_8B = Mamba2(num_heads=128, head_dim=64, d_state=128, num_groups=8, d_conv=4, grain=128)
+
+
+def shape_of(pattern: str, recurrence: Mamba2 = _MAMBA_8B, **sizes: Any) -> HybridModelShape:
     """Return a shape of Nemotron-H 8B's sizes, but for the layers."""
     whole = HybridModelShape(
         layer_types=tuple(pattern),
-        conv_dim=10_240,
-        d_conv=4,
-        ssm_shape=(128, 128, 64),
-        ssm_chunk_size=128,
+        recurrent=(RecurrentLayers(recurrence, tuple(range(pattern.count("M")))),),
         num_heads=32,
         num_kv_heads=8,
         softmax_scale=1.0,
@@ -46,8 +47,8 @@ def shape_of(pattern: str, **sizes: Any) -> HybridModelShape:
 
 
 DENSE_8B = shape_of("M" * 24 + "*" * 4 + "-" * 24)
-NANO_30B = shape_of("M" * 23 + "*" * 6 + "E" * 23, ssm_shape=(64, 128, 64), conv_dim=6144, num_kv_heads=2)
-SMALL = shape_of("M*-", ssm_shape=(12, 16, 32), conv_dim=448, num_kv_heads=2, ssm_chunk_size=64, vocab_size=2048)
+NANO_30B = shape_of("M" * 23 + "*" * 6 + "E" * 23, replace(_MAMBA_8B, num_heads=64), num_kv_heads=2)
+SMALL = shape_of("M*-", Mamba2(12, 32, 16, 2, d_conv=4, grain=64), num_kv_heads=2, vocab_size=2048)
 SHAPES = (DENSE_8B, NANO_30B, SMALL)
 
 
@@ -60,11 +61,11 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     """Return the bytes of the pools that the settings buy."""
     config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
-    beside = shape.rings_bytes(config) + shape.running_bytes(config)
+    beside = shape.buffers_bytes(config) + shape.running_bytes(config)
     if capacity.slab is not None:
         unit = shape.unit_bytes(config)
         return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + beside
-    slots = capacity.num_slots * shape.cached_layout(config).slot_bytes if shape.num_mamba_layers else 0
+    slots = capacity.num_slots * shape.cached_layout(config).slot_bytes if shape.num_recurrent_layers else 0
     blocks = capacity.num_blocks * shape.block_bytes(config.block_size_tokens) if shape.num_attention_layers else 0
     return slots + blocks + beside
 
@@ -94,7 +95,7 @@ def test_pools_fit_the_fraction_and_use_it(
     assert taken >= 0.95 * allowed
     assert (config.cache_gb is None) is bool(split) and config.num_cuda_graphs == 9
     assert config.max_sequence_length == 131_072 or (not split and taken < 12 * GIB)
-    assert config.block_size_tokens % shape.ssm_chunk_size == 0 and config.block_size_tokens >= 256
+    assert config.block_size_tokens % shape.grain == 0 and config.block_size_tokens >= 256
 
 
 def test_an_8b_model_on_a_card_of_139_gib_runs_256_requests_at_once() -> None:
@@ -125,7 +126,7 @@ def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
 def test_states_have_the_form_that_memory_was_sized_for(
     shape: HybridModelShape, cache_gb: float, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: True)
+    monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
     flags = {"cache_gb": cache_gb, "num_speculative_tokens": num_drafts}
     found = card_settings(shape, 131_072, Card(24 * GIB, 0.9, 21_504), flags)
     config = shape.resolved(CacheConfig(**found | flags))
@@ -225,7 +226,7 @@ def test_what_a_part_of_a_split_leaves_holds_the_other_part(
         return
     config = CacheConfig(**found | given_fields).resolved()
     num_slots = CacheCapacity.of(config, shape, OneRank()).num_slots
-    assert num_slots >= (1 if config.rounds_states else config.max_requests)
+    assert num_slots >= (1 if config.quantizes_states else config.max_requests)
     others = config.prefix_caching or config.num_draft_slots
     assert (config.prefix_caching_mamba_gb == 0) is (part == "buffer_size_gb" and not others)
 
@@ -248,7 +249,7 @@ def test_a_part_of_a_split_that_a_flag_sets_is_kept_and_the_other_takes_the_rest
     form = {"draft_states": "replay"}
     free, set_by_flag = card_settings(DENSE_8B, 4096, card, form), card_settings(DENSE_8B, 4096, card, kept | form)
     sizes = CacheConfig(draft_states="replay").resolved()
-    live_bytes = DENSE_8B.state_layout(sizes).slot_bytes + DENSE_8B.ring_layout(sizes).ring_bytes
+    live_bytes = DENSE_8B.state_layout(sizes).slot_bytes + DENSE_8B.request_buffer_bytes(sizes)
     live_gb = free["max_requests"] * live_bytes / GIB
     assert kept.items() <= set_by_flag.items() and "cache_gb" not in set_by_flag
     assert math.isclose(set_by_flag[of_the_other], free["cache_gb"] - live_gb - next(iter(kept.values())))

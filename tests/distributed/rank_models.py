@@ -110,9 +110,10 @@ def _set(place: SimpleNamespace, path: list[str], weight: Tensor) -> None:
 
 def _state_bytes(shape: HybridModelShape, num_drafts: int) -> int:
     """Return the bytes of one fp32 state on this rank."""
-    heads, state, channels = shape.ssm_shape
-    window = shape.d_conv - 1 + num_drafts
-    return _bytes(shape.num_mamba_layers * 4 * (window * shape.conv_dim + heads * state * channels))
+    sizes = shape.recurrent[0].recurrence
+    heads, state, channels = sizes.num_heads, sizes.d_state, sizes.head_dim
+    window = sizes.d_conv - 1 + num_drafts
+    return _bytes(shape.num_recurrent_layers * 4 * (window * sizes.conv_dim + heads * state * channels))
 
 
 def _bytes(count: int) -> int:

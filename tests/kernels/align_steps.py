@@ -1,14 +1,16 @@
 """Rows of verify steps on the host, and what the align copy must do to them, taken from the host's plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_mamba_cache.policy.align import AlignCopy, plan_align_copy
-from megatron_mamba_cache.recurrences.align_copy import AlignRows
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
+from megatron_mamba_cache.recurrences.moves import StateMove
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,39 @@ class Pools:
             after.conv[:, row.target, :window_len] = self.conv[:, row.columns[row.state_column], window]
             after.ssm[:, row.target] = self.ssm[:, row.columns[plan.source_column]]
         return after
+
+
+def within_pools(op: Callable[..., None]) -> Callable[..., None]:
+    """Return an align copy of a conv pool and an SSM pool, within both."""
+
+    def run(
+        conv: Tensor,
+        ssm: Tensor,
+        rows: AlignRows,
+        block_size: int,
+        window_len: int,
+        *tiling: object,
+        drafts: DraftInputs | None = None,
+    ) -> None:
+        op([StateMove(conv, conv, window_len, drafts), StateMove(ssm, ssm)], rows, block_size, *tiling)
+
+    return run
+
+
+def quantizing(op: Callable[..., None]) -> Callable[..., None]:
+    """Return an align copy of a conv pool into `ends` and of an SSM pool into quantized states."""
+
+    def run(
+        conv: Tensor,
+        ssm: Tensor,
+        rows: AlignRows,
+        block_size: int,
+        window_len: int,
+        ends: Tensor,
+        places: QuantizedStates,
+        *,
+        drafts: DraftInputs | None = None,
+    ) -> None:
+        op([StateMove(conv, ends, window_len, drafts), StateMove(ssm, places)], rows, block_size)
+
+    return run

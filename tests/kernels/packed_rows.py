@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.decode_rows import DecodeRows
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT, PrefillRows
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
 
 
 @dataclass(frozen=True, slots=True)

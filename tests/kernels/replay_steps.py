@@ -15,7 +15,7 @@ from megatron_mamba_cache.recurrences.mamba2.replay_rows import (
     least_x_capacity,
 )
 from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.packed_rows import poisoned_pool, same_bits
 from tests.kernels.ssm_steps import SSMShape, SSMSteps
 

@@ -3,23 +3,23 @@
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.rounded_states import RoundedStates
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
 from tests.kernels.packed_rows import same_bits
 
 
-def patterned(num_slots: int, state_shape: tuple[int, int, int], device: str, *lead: int) -> RoundedStates:
+def patterned(num_slots: int, state_shape: tuple[int, int, int], device: str, *lead: int) -> QuantizedStates:
     """Return places whose slots a kernel must not read, each with numbers of its own; `lead` are layers."""
     heads, d_state, head_dim = state_shape
     values = torch.randint(-99, 99, (*lead, num_slots, heads, d_state, head_dim), dtype=torch.int8, device=device)
-    return RoundedStates(values, torch.rand(*lead, num_slots, heads, head_dim, device=device) + 7)
+    return QuantizedStates(values, torch.rand(*lead, num_slots, heads, head_dim, device=device) + 7)
 
 
-def cloned(places: RoundedStates) -> RoundedStates:
+def cloned(places: QuantizedStates) -> QuantizedStates:
     """Return a copy."""
-    return RoundedStates(places.values.clone(), places.scales.clone())
+    return QuantizedStates(places.values.clone(), places.scales.clone())
 
 
-def holds_rounded(places: RoundedStates, slot: int, state: Tensor) -> bool:
+def holds_rounded(places: QuantizedStates, slot: int, state: Tensor) -> bool:
     """Return whether a slot of one layer holds exactly what `state` is rounded to, computed on the CPU."""
     values, scales = by_the_formula(state.cpu())
     return same_bits(places.values[slot].cpu(), values) and same_bits(places.scales[slot].cpu(), scales)
@@ -39,7 +39,7 @@ def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def assert_only_written(before: RoundedStates, after: RoundedStates, written: set[int]) -> None:
+def assert_only_written(before: QuantizedStates, after: QuantizedStates, written: set[int]) -> None:
     """Check that every slot not in `written` kept its bits, in places of one layer."""
     for slot in range(before.values.shape[0]):
         kept = same_bits(before.values[slot], after.values[slot]) and same_bits(before.scales[slot], after.scales[slot])

@@ -8,10 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.align_copy import AlignRows
-from megatron_mamba_cache.recurrences.decode_rows import DecodeRows
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows, DecodeRows
 from tests.kernels.packed_rows import same_bits
 
 _SPARE = 2  # rings of no row

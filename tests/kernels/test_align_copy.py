@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
-from megatron_mamba_cache.recurrences.align_copy import ROWS_AT_A_TIME, AlignRows, align_copy, align_copy_ref
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.align_copy import ROWS_AT_A_TIME
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
-from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row
+from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row, within_pools
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 from tests.kernels.split_windows import align_beside_rings
@@ -26,6 +26,8 @@ BLOCK = 16
 WINDOW_LEN = 3
 NUM_LAYERS = 2
 Op = Callable[[Tensor, Tensor, AlignRows, int, int], None]
+align_copy = within_pools(align_copy_module.align_copy)
+align_copy_ref = within_pools(align_copy_module.align_copy_ref)
 OPS = {"kernel": align_copy, "twin": align_copy_ref}
 OPS |= {f"{name}, beside rings": align_beside_rings(op) for name, op in OPS.items()}
 both_ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -272,11 +274,11 @@ def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignRows], tuple[object, ..
         return arguments
 
     return {
-        "slots": (lambda p, r: (p.conv[:, 1:], p.ssm, r, BLOCK, WINDOW_LEN), "equal layers and slots"),
-        "dimensions": (lambda p, r: (p.conv[0], p.ssm, r, BLOCK, WINDOW_LEN), "equal layers and slots"),
-        "devices": (lambda p, r: (p.conv, p.ssm.to("meta"), r, BLOCK, WINDOW_LEN), "one device"),
-        "channel-major": (lambda p, r: (p.conv.mT.contiguous().mT, p.ssm, r, BLOCK, WINDOW_LEN), "contiguous channels"),
-        "window": (lambda p, r: (p.conv, p.ssm, r, BLOCK, 8), "window_len"),
+        "slots": (lambda p, r: (p.conv[:, 1:], p.ssm, r, BLOCK, WINDOW_LEN), "slots on cpu"),
+        "dimensions": (lambda p, r: (p.conv[0], p.ssm, r, BLOCK, WINDOW_LEN), "slots on cpu, found"),
+        "devices": (lambda p, r: (p.conv, p.ssm.to("meta"), r, BLOCK, WINDOW_LEN), "slots on cpu, found .* on meta"),
+        "channel-major": (lambda p, r: (p.conv.mT.contiguous().mT, p.ssm, r, BLOCK, WINDOW_LEN), "contiguous inputs"),
+        "window": (lambda p, r: (p.conv, p.ssm, r, BLOCK, 8), "need windows of at least 8 inputs"),
         "block": (lambda p, r: (p.conv, p.ssm, r, 0, WINDOW_LEN), "block_size"),
         "dtype": (with_rows(drafts=torch.zeros(1, dtype=torch.int64)), "drafts"),
         "accepted dtype": (with_rows(accepted=torch.zeros(1)), "accepted"),

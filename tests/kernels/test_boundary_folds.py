@@ -18,7 +18,7 @@ from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_bounda
 from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRing
 from megatron_mamba_cache.recurrences.mamba2.replay_tiling import folds_by_products
 from megatron_mamba_cache.recurrences.mamba2.state_replay import state_replay
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import same_bits
 from tests.kernels.replay_steps import ReplayedRequests, Turn, int32, layered, poisoned_ring

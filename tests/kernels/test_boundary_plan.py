@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megatron_mamba_cache.policy.align import plan_align_copy
-from megatron_mamba_cache.recurrences.align_rows import AlignRows
 from megatron_mamba_cache.recurrences.mamba2.boundary_plan import plan_boundary_folds, plan_boundary_folds_ref
 from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRows
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 
 BLOCK, RING = 16, 8
 FIELDS = ("slots", "rings", "folded", "ends", "targets")

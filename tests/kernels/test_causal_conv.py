@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv.causal_conv import ConvTiling, causal_conv, causal_conv_ref
 from megatron_mamba_cache.recurrences.conv.conv_verify import conv_verify, conv_verify_ref
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT, PrefillRows
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (
     RowSpec,

@@ -21,8 +21,7 @@ from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
-from megatron_mamba_cache.recurrences import rounded_align, rounded_states, slot_copies
-from megatron_mamba_cache.recurrences.align_copy import align_copy
+from megatron_mamba_cache.recurrences import quantized_states, slot_copies
 from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv import conv_verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
@@ -40,10 +39,9 @@ from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles
 from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import tile_shape
 from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify
-from megatron_mamba_cache.recurrences.rounded_align import rounded_align_copy
-from megatron_mamba_cache.recurrences.rounded_states import restore_states
+from megatron_mamba_cache.recurrences.quantized_states import restore_states
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
-from tests.kernels.align_steps import StepRow, device_rows
+from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.rounded_places import patterned
@@ -74,6 +72,7 @@ def test_align_copy_compiles_with_wide_accesses(
     compiled = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     conv, ssm = torch.empty(2, 1, 6, conv_dim, dtype=dtype), torch.empty(2, 1, *ssm_shape, dtype=dtype)
     rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
+    align_copy = within_pools(align_copy_module.align_copy)
     align_copy(conv, ssm, rows, 16, 3)
     slots, drafts = cut_window(conv, rows.columns[:, 0], 3)
     align_copy(slots, ssm, rows, 16, 3, drafts=drafts)
@@ -296,14 +295,14 @@ def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
 
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
 def test_rounded_states_are_written_and_restored_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
-    restore = compile_for_hopper(rounded_states, "_restore_kernel")
-    align = compile_for_hopper(rounded_align, "_rounded_align_kernel")
+    restore = compile_for_hopper(quantized_states, "_restore_kernel")
+    align = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     ssm, places = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)
     slots = torch.zeros(3, dtype=torch.int32)
     restore_states(places, ssm, slots, slots)
     conv, ends = torch.empty(2, 3, 6, 10240, dtype=torch.bfloat16), torch.empty(2, 3, 3, 10240, dtype=torch.bfloat16)
     rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
-    rounded_align_copy(conv, ssm, rows, 16, 3, ends, places)
+    quantizing(align_copy_module.align_copy)(conv, ssm, rows, 16, 3, ends, places)
     assert "v4.b32" in global_accesses(restore.ptx[0], "st") and "v4.b32" in global_accesses(align.ptx[0], "ld")
     assert "div.rn.f32" in align.ptx[0]
 

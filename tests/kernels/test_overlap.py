@@ -29,7 +29,7 @@ from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences.conv import causal_conv, conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import ssd_tiles, state_verify
-from megatron_mamba_cache.recurrences.prefill_rows import whole_rows
+from megatron_mamba_cache.recurrences.rows import whole_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
 from tests.kernels.ssm_steps import SSMShape, random_steps

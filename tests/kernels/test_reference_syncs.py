@@ -35,10 +35,10 @@ from megatron_mamba_cache.recurrences.mamba2.reference_ssd import ssd_scan_ref, 
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.state_replay import fold_boundaries, state_replay
 from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify
-from megatron_mamba_cache.recurrences.reference_align import align_copy_ref
+from megatron_mamba_cache.recurrences.moves import align_copy_ref
 from megatron_mamba_cache.recurrences.reference_slots import copy_slots_ref, zero_slots_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
-from tests.kernels.align_steps import StepRow, device_rows, padding_row
+from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
 from tests.kernels.ssm_steps import SSMShape, random_steps
@@ -142,10 +142,8 @@ def align_call() -> Callable[[], object]:
     rows = device_rows([StepRow(13, 3, 2, 3, (0, 1, 2), 3), padding_row(3)], "cuda")
     conv_pool, ssm_pool = randn(2, 4, 5, 6), randn(2, 4, 2, 3, 5)
     drafts = DraftInputs(randn(2, 3, 2, 6), int32(1, 0))
-    return lambda: (
-        align_copy_ref(conv_pool, ssm_pool, rows, 16, 3),
-        align_copy_ref(conv_pool, ssm_pool, rows, 16, 3, drafts),
-    )
+    align = within_pools(align_copy_ref)
+    return lambda: (align(conv_pool, ssm_pool, rows, 16, 3), align(conv_pool, ssm_pool, rows, 16, 3, drafts=drafts))
 
 
 def attention_call() -> Callable[[], object]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.recurrences import rounded_align, rounded_states
-from megatron_mamba_cache.recurrences.align_copy import align_copy_ref
+from megatron_mamba_cache.recurrences import align_copy as align_copy_module
+from megatron_mamba_cache.recurrences import quantized_states
 from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv, causal_conv_ref
 from megatron_mamba_cache.recurrences.mamba2 import boundary_folds_portable, ssd_scan_portable
@@ -23,15 +23,14 @@ from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import tile_shape
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.recurrences.rounded_align import rounded_align_copy, rounded_align_copy_ref
-from megatron_mamba_cache.recurrences.rounded_states import (
-    RoundedStates,
+from megatron_mamba_cache.recurrences.moves import StateMove
+from megatron_mamba_cache.recurrences.quantized_states import (
+    quantize,
     restore_states,
     restore_states_ref,
-    round_states,
 )
-from tests.kernels.align_steps import StepRow, device_rows, padding_row
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from tests.kernels.align_steps import StepRow, device_rows, padding_row, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
@@ -45,6 +44,10 @@ from tests.kernels.rounded_places import (
 from tests.kernels.split_windows import align_beside_rings
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
+rounded_align_copy, rounded_align_copy_ref = (
+    quantizing(op) for op in (align_copy_module.align_copy, align_copy_module.align_copy_ref)
+)
+align_copy_ref = within_pools(align_copy_module.align_copy_ref)
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 ODD = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 SCANNED = SSMShape(heads=4, head_dim=16, d_state=32, groups=2)
@@ -64,7 +67,7 @@ def test_a_rounded_state_is_within_half_a_step_of_the_state(
     d_state: int, head_dim: int, size: float, seed: int
 ) -> None:
     state = torch.randn(2, d_state, head_dim, generator=torch.Generator().manual_seed(seed)) * size
-    values, scales = round_states(state)
+    values, scales = quantize(state, torch.int8)
     assert all(same_bits(*pair) for pair in zip((values, scales), by_the_formula(state), strict=True))
     restored = values.double() * scales.double()[:, None]
     steps = scales.double().clamp_min(2 * 2.0**-126 * 127)
@@ -74,7 +77,7 @@ def test_a_rounded_state_is_within_half_a_step_of_the_state(
 
 def test_the_largest_value_of_a_channel_comes_back_to_a_rounding() -> None:
     state = torch.randn(8, 128, 64)
-    values, scales = round_states(state)
+    values, scales = quantize(state, torch.int8)
     largest = state.abs().amax(1)
     restored = (values.float() * scales[:, None]).abs().amax(1)
     torch.testing.assert_close(restored, largest, rtol=2e-7, atol=0)
@@ -98,15 +101,14 @@ def test_restore_writes_the_product_and_nothing_else(
         if PAD_SLOT not in (source, target):
             expected[:, target] = places.values[:, source] * places.scales[:, source][..., None, :]
     slots = torch.tensor([src, dst], dtype=torch.int32)
-    run = op if op is restore_states else lambda rounded, *rest: op(rounded.values, rounded.scales, *rest)
     launches = op is restore_states and num_pairs > 0
-    with launches_expected(rounded_states, "_restore_kernel", of_kernel=launches, device="cpu"):
-        run(places, pool, slots[0], slots[1])
+    with launches_expected(quantized_states, "_restore_kernel", of_kernel=launches, device="cpu"):
+        op(places, pool, slots[0], slots[1])
     assert same_bits(pool, expected)
 
 
 def test_restore_takes_many_pairs_in_rounds(device: str) -> None:
-    num_pairs = rounded_states.SLOTS_AT_A_TIME + 3 if not INTERPRETED else 9
+    num_pairs = quantized_states.SLOTS_AT_A_TIME + 3 if not INTERPRETED else 9
     places, pool = patterned(5, (1, 2, 2), device, 1), torch.zeros(1, num_pairs, 1, 2, 2, device=device)
     src = torch.arange(num_pairs, dtype=torch.int32, device=device) % 5
     restore_states(places, pool, src, torch.arange(num_pairs, dtype=torch.int32, device=device))
@@ -117,9 +119,9 @@ def test_restore_takes_many_pairs_in_rounds(device: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"values": torch.zeros(1, 2, 2, 3, 4)}, "need values of torch.int8"),
+        ({"values": torch.zeros(1, 2, 2, 3, 4)}, "need values of .torch.int8, torch.float8_e4m3fn"),
         ({"values": torch.zeros(1, 2, 2, 4, 4, dtype=torch.int8)}, r"\[..., slots, 2, 3, 4\]"),
-        ({"scales": torch.zeros(1, 2, 2, 4, dtype=torch.float16)}, "need scales of torch.float32"),
+        ({"scales": torch.zeros(1, 2, 2, 4, dtype=torch.float16)}, "need scales of .torch.float32"),
         ({"scales": torch.zeros(2, 2, 2, 4)}, "need scales"),
         ({"scales": torch.zeros(1, 2, 4, 2).transpose(2, 3)}, "with strides"),
     ],
@@ -207,7 +209,7 @@ def test_a_fold_rounds_the_state_that_an_exact_one_writes(
         boundary_folds_portable, "_fold_boundaries_kernel", of_kernel=op is fold_boundaries, device=device
     ):
         op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), 8, places)
-    in_layer, untouched = (RoundedStates(states.values[0], states.scales[0]) for states in (places, before))
+    in_layer, untouched = (states.of_layer(0) for states in (places, before))
     for target, slot in ((4, 0), (0, 2)):
         assert holds_rounded(in_layer, target, exact[0, slot])
     assert_only_written(untouched, in_layer, {0, 4})
@@ -240,14 +242,12 @@ def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
     before, ends_before, pools = cloned(places), ends.clone(), (conv.clone(), ssm.clone())
     rows = device_rows(ALIGN_ROWS, device)
     run = op if places_of_drafts == "in slots" else align_beside_rings(op)
-    if op is rounded_align_copy:
-        with launches_expected(rounded_align, "_rounded_align_kernel", of_kernel=True, device=device):
-            run(conv, ssm, rows, 16, 3, ends, places)
-    else:
-        run(conv, ssm, rows, 16, 3, ends, places.values, places.scales)
+    is_kernel = op is rounded_align_copy
+    with launches_expected(align_copy_module, "_align_copy_kernel", of_kernel=is_kernel, device=device):
+        run(conv, ssm, rows, 16, 3, ends, places)
     assert all(same_bits(*pair) for pair in zip((conv, ssm), pools, strict=True))
     for layer in range(2):
-        of_layer, untouched = (RoundedStates(states.values[layer], states.scales[layer]) for states in (places, before))
+        of_layer, untouched = (states.of_layer(layer) for states in (places, before))
         for target in (3, 10):
             assert holds_rounded(of_layer, target, roomy[1][layer, target + 11])
             assert same_bits(ends[layer, target], roomy[0][layer, target + 11, :3])
@@ -256,12 +256,10 @@ def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
     assert same_bits(ends, ends_before)
 
 
-@pytest.mark.parametrize("op", [rounded_align_copy, rounded_align_copy_ref])
-def test_an_align_copy_of_states_without_heads_moves_windows_alone(op: Callable[..., None], device: str) -> None:
-    conv, ssm = torch.randn(2, 11, 7, 10, device=device), torch.zeros(2, 11, 0, 7, 5, device=device)
-    places, ends = patterned(11, (0, 7, 5), device, 2), torch.zeros(2, 11, 3, 10, device=device)
-    states = (places,) if op is rounded_align_copy else (places.values, places.scales)
-    op(conv, ssm, device_rows(ALIGN_ROWS, device), 16, 3, ends, *states)
+@pytest.mark.parametrize("op", [align_copy_module.align_copy, align_copy_module.align_copy_ref])
+def test_an_align_copy_of_windows_alone_moves_nothing_else(op: Callable[..., None], device: str) -> None:
+    conv, ends = torch.randn(2, 11, 7, 10, device=device), torch.zeros(2, 11, 3, 10, device=device)
+    op([StateMove(conv, ends, 3)], device_rows(ALIGN_ROWS, device), 16)
     assert same_bits(ends[:, 3], conv[:, 0, 3:6]) and same_bits(ends[:, 10], conv[:, 10, :3])
     assert not ends[:, [slot for slot in range(11) if slot not in (3, 10)]].any()
 

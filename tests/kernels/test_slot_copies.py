@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
 from megatron_mamba_cache.recurrences import slot_copies
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.recurrences.reference_slots import copy_slots_between_ref
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.recurrences.slot_copies import (
     SLOTS_AT_A_TIME,
     copy_slots,

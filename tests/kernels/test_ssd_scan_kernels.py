@@ -17,7 +17,7 @@ from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import cut_rows, scan_tiles, ssd_scan, ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import head_slices, tile_shape
 from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT, PrefillRows
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import (
     RowSpec,

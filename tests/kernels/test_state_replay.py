@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
-from megatron_mamba_cache.recurrences.decode_rows import DecodeRows
 from megatron_mamba_cache.recurrences.mamba2 import replay_coefficients, state_replay_portable
 from megatron_mamba_cache.recurrences.mamba2.boundary_folds_portable import fold_portably
 from megatron_mamba_cache.recurrences.mamba2.replay_rows import ReplayRing, ReplayRows
@@ -30,6 +29,7 @@ from megatron_mamba_cache.recurrences.mamba2.state_replay import (
     state_replay_ref,
 )
 from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify, state_verify_ref
+from megatron_mamba_cache.recurrences.rows import DecodeRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import one_token_rows, same_bits
 from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, layered, poisoned_ring, ring_tensors

@@ -519,6 +519,9 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     seen = Counter(requests=len(work.arrivals))
     pending = dict(enumerate(work.arrivals))
     rng = random.Random(len(work.arrivals))
+    groups = run.context.memory.state_pool.groups
+    windows_of = [tensor.shape[0] for group in groups for tensor in group.tensors if tensor.motion == "window"]
+    window_len = max(windows_of, default=0)
     while pending or run.engine.has_unfinished_requests():
         assert run.num_steps < MAX_STEPS, run.context.snapshot()
         if not pending and run.engine.requests.keys() == {NEIGHBOUR}:
@@ -540,7 +543,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
         for request_id, computed in _prefilling(run).items():
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
-            seen["short_chunks"] += computed - before.get(request_id, 0) < work.subject.shape.d_conv
+            seen["short_chunks"] += computed - before.get(request_id, 0) <= window_len
         after = {row.request_id: row.accepted for row in run.context.rows if not row.is_prefilling}
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
@@ -548,7 +551,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     if work.subject.sizes.dtype != torch.float32:
         margin = HALF_EXPERTS_MARGIN if "E" in work.subject.sizes.pattern else HALF_MARGIN
         tally = run.assert_near_oracle(_greedy_ones(work), margin, HALF_ROUTING_MARGIN)
-    elif work.config.rounds_states:
+    elif work.config.quantizes_states:
         tally = run.assert_near_oracle(_greedy_ones(work), ROUNDING_MARGIN)
     else:
         tally = assert_replies_are_the_oracles(work, run)

@@ -194,7 +194,7 @@ def assert_nothing_is_copied_for(row: RunningRequest, run: EngineRun) -> None:
     """Send a row back whose step at a boundary runs already, and assert that its slot stays as it is in that step."""
     slot = row.reserved[0].slot
     run.engine._send_back([row.request_id])
-    states = run.context.memory.state_pool.ssm[:, slot]
+    states = run.context.memory.state_pool.tensor("ssm")[:, slot]
     states.fill_(7.0)
     run.step()
     assert bool((states == 7.0).all())

@@ -225,7 +225,7 @@ def test_capturing_touches_no_state_and_takes_nothing() -> None:
     run = start(decode_checkpoints="all", num_speculative_tokens=2)
     run.run(0, some_tokens(60), 40)
     pool, kv = run.context.memory.state_pool, run.context.memory.kv_buffer
-    before = pool.conv.clone(), pool.ssm.clone(), kv[:, :, :-1].clone()
+    before = pool.tensor("conv").clone(), pool.tensor("ssm").clone(), kv[:, :, :-1].clone()
     counters = run.counters
     snapshot = run.context.snapshot().as_dict()
     run.engine.create_cuda_graphs()
@@ -237,7 +237,7 @@ def test_capturing_touches_no_state_and_takes_nothing() -> None:
     assert after == snapshot
     dummy = run.context.memory.dummy_block
     assert dummy == kv.shape[2] - 1
-    for old, new in zip(before, (pool.conv, pool.ssm, kv[:, :, :-1]), strict=True):
+    for old, new in zip(before, (pool.tensor("conv"), pool.tensor("ssm"), kv[:, :, :-1]), strict=True):
         assert torch.equal(old, new)
 
 

@@ -105,7 +105,7 @@ def test_skip_ends_at_the_deepest_state_however_much_kv_is_cached() -> None:
 def test_prompt_shorter_than_the_convolution_works(num_tokens: int) -> None:
     run = start_run(32)
     prompt = distinct_tokens(num_tokens, 0)
-    assert num_tokens < run.subject.shape.d_conv
+    assert num_tokens < run.subject.shape.recurrent[0].recurrence.d_conv
     assert computed_tokens(run, [prompt, prompt]) == [num_tokens, num_tokens]
     run.assert_exact()
 

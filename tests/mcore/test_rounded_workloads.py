@@ -14,9 +14,9 @@ import torch
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.policy.state_reservations import StateReservations
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.recurrences.rounded_pool import RoundedPool
-from megatron_mamba_cache.recurrences.rounded_states import round_states
+from megatron_mamba_cache.recurrences.cached_form import StoredStates
+from megatron_mamba_cache.recurrences.quantized_states import quantize
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -60,9 +60,9 @@ def totals() -> Iterator[WorkloadTotals]:
     assert totals.tally.num_stopped <= MOST_CHANGED * totals.tally.num_compared
 
 
-def digest_of(pool: RoundedPool, slot: int) -> bytes:
+def digest_of(states: StoredStates, slot: int) -> bytes:
     """Return a digest of all that a slot holds."""
-    parts = (pool.conv[:, slot], pool.ssm.values[:, slot], pool.ssm.scales[:, slot])
+    parts = [part[:, slot] for part in states.parts]
     return sha256(b"".join(part.contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in parts)).digest()
 
 
@@ -82,23 +82,24 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
 
     def published_state(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
-        rounded = memory.state_pool.rounded
-        assert rounded is not None
+        rounded = memory.state_pool.cached
+        assert not rounded.is_live
         published[memory.blocks.key_of(block)].add(digest_of(rounded, state.slot))
         publish(pool, row, state, block)
 
     def checked(memory: CacheMemory, rows: Sequence[RunningRequest]) -> None:
         prepare(memory, rows)
-        pool, rounded = memory.state_pool, memory.state_pool.rounded
-        assert rounded is not None
+        pool, rounded = memory.state_pool, memory.state_pool.cached
+        assert not rounded.is_live
+        conv, values_of, scales_of = rounded.parts
         for row in rows:
             if row.source_block is not None and row.live_slot != PAD_SLOT:
                 source = row.source_slot
                 assert digest_of(rounded, source) in published[memory.blocks.key_of(row.source_block)]
-                values, scales = rounded.ssm.values[:, source], rounded.ssm.scales[:, source]
-                assert torch.equal(pool.ssm[:, row.live_slot], values * scales[..., None, :])
-                window = pool.conv[:, row.live_slot, : rounded.conv.shape[2]]
-                assert torch.equal(window, rounded.conv[:, source])
+                values, scales = values_of[:, source], scales_of[:, source]
+                assert torch.equal(pool.tensor("ssm")[:, row.live_slot], values * scales[..., None, :])
+                window = pool.tensor("conv")[:, row.live_slot, : conv.shape[2]]
+                assert torch.equal(window, conv[:, source])
 
     patch.setattr(CacheMemory, "__init__", noted)
     patch.setattr(StateReservations, "_publish_state", published_state)
@@ -146,8 +147,8 @@ def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def rounded(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
-        ssm = memory.state_pool.ssm[:, state.slot]
-        values, scales = round_states(ssm)
+        ssm = memory.state_pool.tensor("ssm")[:, state.slot]
+        values, scales = quantize(ssm, torch.int8)
         ssm.copy_(values * scales[..., None, :])
         publish(pool, row, state, block)
 

@@ -10,8 +10,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
-from megatron_mamba_cache.recurrences.align_rows import AlignRows
-from megatron_mamba_cache.recurrences.pool import DraftWindow, StatePool
+from megatron_mamba_cache.recurrences.interface import DraftStates, LiveState
+from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayedDrafts
+from megatron_mamba_cache.recurrences.rows import AlignRows
+from megatron_mamba_cache.recurrences.window import DraftSlots
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import runner as runner_module
@@ -55,7 +57,7 @@ def greedy_texts() -> dict[int, list[int]]:
 
 
 def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., None]:
-    def counted(pool: StatePool, rows: AlignRows, block_size: int, beside: Any) -> None:
+    def counted(drafts: DraftStates, stored: Any, replay: Any, rows: AlignRows, block_size: int) -> None:
         fields = zip(
             rows.computed.tolist(),
             rows.scheduled.tolist(),
@@ -65,7 +67,7 @@ def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., 
             strict=True,
         )
         counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
-        original(pool, rows, block_size, beside)
+        original(drafts, stored, replay, rows, block_size)
 
     return counted
 
@@ -74,8 +76,8 @@ def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., 
 def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collect, for each align copy that is launched, how many rows it copies."""
     counts: list[int] = []
-    for name in ("align_copy", "copy_windows"):  # of windows of states, and of replayed ones
-        monkeypatch.setattr(StatePool, name, _counted(getattr(StatePool, name), counts))
+    for drafts in (DraftSlots, ReplayedDrafts):
+        monkeypatch.setattr(drafts, "cache_boundaries", _counted(drafts.cache_boundaries, counts))
     yield counts
 
 
@@ -262,13 +264,13 @@ def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pyte
 
 def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[int] = []
-    settle = StatePool.settle
+    settle = DraftSlots.settle
 
-    def counted(pool: StatePool, windows: Sequence[DraftWindow], window_len: int) -> None:
-        settled.extend(window.offset for window in windows)
-        settle(pool, windows, window_len)
+    def counted(drafts: DraftSlots, states: Sequence[LiveState]) -> None:
+        settled.extend(state.accepted - 1 for state in states)
+        settle(drafts, states)
 
-    monkeypatch.setattr(StatePool, "settle", counted)
+    monkeypatch.setattr(DraftSlots, "settle", counted)
     for kv_blocks in range(9, 16):
         run = start_run(5, accuracy=0.9, kv_blocks=kv_blocks, paused_blocks=kv_blocks - 1, max_sequence_length=64)
         for request_id in range(3):

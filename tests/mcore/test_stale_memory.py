@@ -28,7 +28,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
         initialise(memory, *args, **settings)
         space = memory.pools.space
         assert isinstance(space, SlabSpace)
-        for states in (memory.state_pool.conv, memory.state_pool.ssm):
+        for states in (memory.state_pool.tensor("conv"), memory.state_pool.tensor("ssm")):
             states.fill_(math.nan)
         memory.kv_buffer[:, :, : memory.dummy_block] = math.nan
         space._slabs.held_states[:] = [True] * space.num_slabs

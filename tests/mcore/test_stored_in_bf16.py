@@ -68,10 +68,10 @@ def served(
         run.add(request, prompt, 70)
     run.finish()
     cache, pool = run.context.cache, run.context.memory.state_pool
-    window = run.context.memory.geometry.window_len
+    window = run.context.memory.state_pool.groups[0].tensors[0].shape[0]
     slots = {cache.kv.key_of(block): cache.slots.slot_of(block) for block in cache.slots.cached_blocks()}
     states = {
-        key: (pool.conv[:, slot, :window].clone(), pool.ssm[:, slot].clone())
+        key: (pool.tensor("conv")[:, slot, :window].clone(), pool.tensor("ssm")[:, slot].clone())
         for key, slot in slots.items()
         if key is not None and slot is not None
     }

@@ -405,7 +405,7 @@ def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(tmp_p
     run.assert_nothing_held()
     assert run.counters.prompt_tokens_from_host > run.counters.prompt_tokens_skipped / 2
     form = run.context._below._disk.directory.form
-    assert form.state_bytes == run.context.memory.state_pool.rounded.layout.aligned_bytes
+    assert form.state_bytes == run.context.shape.cached_layout(run.context.cache_config).aligned_bytes
     run.engine.close()
     run = EngineRun.start(tiny_hybrid(), config)
     wanted = talks.most

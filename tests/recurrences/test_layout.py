@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.recurrences.layout import RoundedLayout, SlotLayout, StateLayout
+from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
+from megatron_mamba_cache.recurrences.layout import SlotLayout
+from tests.recurrences.state_groups import window_and_matrix
 
-LAYOUT = StateLayout(2, (3, 160), (8, 16, 32), torch.bfloat16, torch.float32)
+LAYOUT = SlotLayout.of([window_and_matrix(2, (3, 160), (8, 16, 32), torch.bfloat16, torch.float32)])
 
 
 def least_in(message: str) -> float:
@@ -29,11 +31,15 @@ SHAPES = {"8B": (24, 10240, (128, 128, 64)), "Nemotron 3 Nano": (23, 6144, (64, 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("live", "least"), [(torch.float32, 3.6), (torch.bfloat16, 1.85)])
-def test_rounded_states_of_published_models_are_so_much_smaller(name: str, live: torch.dtype, least: float) -> None:
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_quantized_states_of_published_models_are_so_much_smaller(
+    name: str, live: torch.dtype, least: float, form: str
+) -> None:
     """Conv windows and scales counted, packed and where a slot's bytes lie together."""
     layers, conv_dim, ssm = SHAPES[name]
-    exact: SlotLayout = StateLayout(layers, (3, conv_dim), ssm, torch.bfloat16, live)
-    rounded: SlotLayout = RoundedLayout(layers, (3, conv_dim), ssm, torch.bfloat16)
+    groups = [window_and_matrix(layers, (3, conv_dim), ssm, torch.bfloat16, live)]
+    exact = SlotLayout.of(groups)
+    rounded = CACHED_FORMS[form].layout(groups, exact)
     assert rounded.slot_bytes == layers * (2 * 3 * conv_dim + math.prod(ssm) + 4 * ssm[0] * ssm[2])
     assert exact.slot_bytes / rounded.slot_bytes >= least
     assert exact.aligned_bytes / rounded.aligned_bytes >= least
@@ -82,7 +88,8 @@ def test_budget_below_one_request_s_drafts_is_refused_with_the_least_that_works(
 
 @given(st.integers(1, 100), st.integers(1, 10_000), st.integers(1, 300), st.sampled_from([2**20, 2**24, 1, 1000]))
 def test_the_least_budget_that_is_named_always_works(layers: int, channels: int, heads: int, scale: int) -> None:
-    layout = StateLayout(layers, (3, channels), (heads, scale), torch.float32, torch.float32)
+    group = window_and_matrix(layers, (3, channels), (heads, scale), torch.float32, torch.float32)
+    layout = SlotLayout.of([group])
     with pytest.raises(ValueError) as error:
         layout.num_slots_in((layout.slot_bytes - 1) / 2**30 - 1e-12, num_live=0)
     least = least_in(str(error.value))

@@ -11,7 +11,6 @@ from megatron_mamba_cache.errors import CacheCapacityError
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.slot_pool import SlotPool
-from megatron_mamba_cache.recurrences.layout import StateLayout
 from megatron_mamba_cache.recurrences.mamba_slot_allocator import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     NoReservations,
@@ -19,6 +18,7 @@ from megatron_mamba_cache.recurrences.mamba_slot_allocator import (
     StepReservations,
 )
 from megatron_mamba_cache.recurrences.pool import StatePool
+from tests.recurrences.state_groups import window_and_matrix
 
 NUM_LAYERS, CONV_SHAPE, SSM_SHAPE = 2, (3, 6), (2, 4, 5)
 LIVE_SLOTS = [4, 0, 3]  # of requests 0, 1, 2
@@ -45,7 +45,7 @@ def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
     own = MambaSlotAllocator(
         context(block_size), max_slots, NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.bfloat16, torch.float32
     )
-    own.context = context(block_size, device=own.state_pool.ssm.device)  # type: ignore[assignment]
+    own.context = context(block_size, device=own.state_pool.tensor("ssm").device)  # type: ignore[assignment]
     return own
 
 
@@ -53,8 +53,8 @@ def sharing_allocator(
     num_slots: int, device: str, rule: BoundaryRule, reservations: StepReservations
 ) -> StateSlotAllocator:
     """Return an allocator over a pool and a slot map that it does not own."""
-    layout = StateLayout(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
-    pool = StatePool.zeros(layout, num_slots, device)
+    group = window_and_matrix(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
+    pool = StatePool.zeros([group], num_slots, device)
     return StateSlotAllocator(context(device=device), pool, SlotPool(num_slots), rule, reservations)
 
 
@@ -218,8 +218,8 @@ def test_state_stored_from_tensors_is_restored_bit_by_bit() -> None:
     own.allocate_slots_batch([6, 7])
     pool, live = own.state_pool, own.context
     generator = torch.Generator().manual_seed(1)
-    ssm = torch.randn((NUM_LAYERS, *SSM_SHAPE), generator=generator).to(pool.ssm)
-    conv = torch.randn((NUM_LAYERS, *CONV_SHAPE), generator=generator).to(pool.conv)
+    ssm = torch.randn((NUM_LAYERS, *SSM_SHAPE), generator=generator).to(pool.tensor("ssm"))
+    conv = torch.randn((NUM_LAYERS, *CONV_SHAPE), generator=generator).to(pool.tensor("conv"))
     for layer in range(NUM_LAYERS):
         own.store_from_tensors(7, layer, ssm[layer], conv[layer])
     before = live.mamba_ssm_states.clone(), live.mamba_conv_states.clone()
@@ -229,7 +229,7 @@ def test_state_stored_from_tensors_is_restored_bit_by_bit() -> None:
     others = [slot for slot in range(5) if slot != LIVE_SLOTS[1]]
     assert torch.equal(live.mamba_ssm_states[:, others], before[0][:, others])
     assert torch.equal(live.mamba_conv_states[:, others], before[1][:, others])
-    assert not pool.ssm[:, own.get_slot(6)].any()
+    assert not pool.tensor("ssm")[:, own.get_slot(6)].any()
 
 
 def test_live_states_come_back_bit_by_bit() -> None:
@@ -267,7 +267,7 @@ def test_restoring_without_a_state_says_so_and_changes_nothing() -> None:
 
 def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
     own = allocator()
-    ssm, conv = own.state_pool.ssm[0, 0], own.state_pool.conv[0, 0]
+    ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
     with pytest.raises(ValueError, match="block 7 has no state slot"):
         own.store_from_tensors(7, 0, ssm, conv)
 
@@ -276,7 +276,7 @@ def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
 def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
     own = allocator()
     own.allocate_slots_batch([7])
-    ssm, conv = own.state_pool.ssm[0, 0], own.state_pool.conv[0, 0]
+    ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
     with pytest.raises(ValueError, match=f"layer_idx is {layer}; it must be from 0 to 1"):
         own.store_from_tensors(7, layer, ssm, conv)
 
@@ -296,7 +296,7 @@ def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
     own.allocate_slots_batch([7])
     with pytest.raises(ValueError, match=message):
         own.store_from_tensors(7, 0, torch.ones(ssm_shape), torch.ones(conv_shape))
-    assert not own.state_pool.ssm.any() and not own.state_pool.conv.any()
+    assert not own.state_pool.tensor("ssm").any() and not own.state_pool.tensor("conv").any()
 
 
 def test_tensors_of_slots_and_requests_name_what_lists_do() -> None:
@@ -305,14 +305,14 @@ def test_tensors_of_slots_and_requests_name_what_lists_do() -> None:
     own.store_from_live_batch(slots, torch.tensor([2, 0]))  # type: ignore[arg-type]
     for block, request in ((7, 2), (8, 0)):
         expected = own.context.mamba_ssm_states[:, LIVE_SLOTS[request]]
-        assert torch.equal(own.state_pool.ssm[:, own.get_slot(block)], expected)
+        assert torch.equal(own.state_pool.tensor("ssm")[:, own.get_slot(block)], expected)
 
 
 def test_live_batch_of_unequal_lengths_changes_nothing() -> None:
     own = allocator()
     with pytest.raises(ValueError, match="2 slots for 1 request indices"):
         own.store_from_live_batch(own.allocate_slots_batch([7, 8]), [2])
-    assert not own.state_pool.ssm.any()
+    assert not own.state_pool.tensor("ssm").any()
 
 
 # Boundaries of a running step.
@@ -371,7 +371,7 @@ def test_gpu_data_has_a_padded_row_for_each_prefill_request_in_order() -> None:
     assert counts.tolist() == [0, 1, 2]
     assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
     assert offsets.shape == (3, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST) and MAX_INTERMEDIATE_OFFSETS_PER_REQUEST == 3
-    assert offsets.device == counts.device == own.state_pool.ssm.device
+    assert offsets.device == counts.device == own.state_pool.tensor("ssm").device
 
 
 def test_no_request_has_no_gpu_data() -> None:

@@ -10,11 +10,18 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
-from megatron_mamba_cache.recurrences import model_shape
+from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
 from megatron_mamba_cache.recurrences.mamba2 import replay_tiling
-from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
+
+
+def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:
+    """Return a rank's part of a model with these layers."""
+    (recurrent,) = whole.recurrent
+    layers = RecurrentLayers(recurrent.recurrence, tuple(range(list(types).count("M"))))
+    return replace(whole, layer_types=tuple(types), recurrent=(layers,))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +39,7 @@ from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
 def test_states_are_replayed_where_that_is_faster(
     fields: dict[str, Any], is_fast: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: is_fast)
+    monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: is_fast)
     assert DENSE_8B.resolved(CacheConfig(**fields)).replays == replays
 
 
@@ -50,7 +57,7 @@ def test_states_are_replayed_where_that_is_faster(
 def test_few_drafts_of_small_states_have_a_window(
     fields: dict[str, Any], replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_shape, "replays_fast", lambda head_dim, d_state: True)
+    monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
     assert NANO_30B.resolved(CacheConfig(**fields)).replays == replays
 
 
@@ -64,7 +71,7 @@ def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
     asked = CacheConfig(max_requests=256, max_sequence_length=512, **fields)
     config = DENSE_8B.resolved(asked)
     assert (config.max_requests < 256) is is_lowered
-    unit, ring = DENSE_8B.unit_bytes(config), DENSE_8B.ring_layout(config).ring_bytes
+    unit, ring = DENSE_8B.unit_bytes(config), DENSE_8B.request_buffer_bytes(config)
     assert config.max_requests * (unit.state + unit.block + ring) <= cache_gb * 2**30
     assert not is_lowered or (config.max_requests + 1) * (unit.state + unit.block + ring) > cache_gb * 2**30
     for others in ({"draft_states": "window"}, {"cached_state_dtype": "int8"}):
@@ -108,7 +115,7 @@ STAGES = {
 def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: int, num_drafts: int) -> None:
     """And run as many requests as the stage with the least room for them."""
     whole, layers = STAGES[name]
-    shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
+    shapes = [part_of(whole, types) for types in layers]
     fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}
     config = CacheConfig(cache_gb=0.1, max_requests=256, **fields)
     units = [shape.unit_bytes(config.resolved()) for shape in shapes]
@@ -131,7 +138,7 @@ def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: in
 @pytest.mark.parametrize("name", STAGES)
 def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_drafts: int) -> None:
     whole, layers = STAGES[name]
-    shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
+    shapes = [part_of(whole, types) for types in layers]
     asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
     units = [shape.unit_bytes(asked.resolved()) for shape in shapes]
 
@@ -140,10 +147,10 @@ def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_draft
             CacheCapacity.of(shape.resolved(asked, lambda unit: units), shape, ranks)
         return refused.value.least_gb
 
-    found = [least_gb(shape, Stages(units)) for shape in shapes if shape.num_mamba_layers]
+    found = [least_gb(shape, Stages(units)) for shape in shapes if shape.num_recurrent_layers]
     stages = Stages(units, [round(each * 2**30) for each in found])
     print(name, num_drafts, found)
-    assert {least_gb(shape, stages) for shape in shapes if shape.num_mamba_layers} == {max(found)}
+    assert {least_gb(shape, stages) for shape in shapes if shape.num_recurrent_layers} == {max(found)}
     enough = replace(asked, cache_gb=max(found) * (1 + 1e-9))
     for shape in shapes:
         assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs

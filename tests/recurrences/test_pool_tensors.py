@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.layout import StateLayout
+from megatron_mamba_cache.recurrences.layout import BlockLayout, SlotLayout, slab_tensors
 from megatron_mamba_cache.recurrences.pool import StatePool
-from megatron_mamba_cache.recurrences.pool_tensors import BlockLayout, slab_tensors
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
+from tests.recurrences.state_groups import window_and_matrix
 
-STATES = StateLayout(3, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
+GROUP = window_and_matrix(3, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
+STATES = SlotLayout.of([GROUP])
 BLOCKS = BlockLayout(2, (4, 2, 8), torch.bfloat16)
 BLOCK_BYTES = 2 * BLOCKS.num_layers * BLOCKS.num_elements * 2
 UNIT = UnitBytes(STATES.aligned_bytes, BLOCK_BYTES, 32)
@@ -20,7 +21,7 @@ SHAPES = [SlabShape.fitting([UNIT]), SlabShape(2, 3), SlabShape(1, 1)]
 
 def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
     parts, kv = slab_tensors(STATES, BLOCKS, slab, UNIT, NUM_SLABS, device)
-    return StatePool(STATES, *parts), kv
+    return StatePool([GROUP], parts), kv
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
@@ -32,12 +33,12 @@ def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: 
     slots = [slot for slot in range(num_slots) if slot // slab.slots_per_slab == 1]
     blocks = [block for block in range(num_blocks) if block // slab.blocks_per_slab != 1]
     for slot in slots:
-        pool.conv[:, slot] = slot + 1
-        pool.ssm[:, slot] = -(slot + 1)
+        pool.tensor("conv")[:, slot] = slot + 1
+        pool.tensor("ssm")[:, slot] = -(slot + 1)
     for block in blocks:
         kv[:, :, block] = block + 100
     for slot in slots:
-        assert (pool.conv[:, slot] == slot + 1).all() and (pool.ssm[:, slot] == -(slot + 1)).all()
+        assert (pool.tensor("conv")[:, slot] == slot + 1).all() and (pool.tensor("ssm")[:, slot] == -(slot + 1)).all()
     for block in blocks:
         assert (kv[:, :, block] == block + 100).all()
 
@@ -49,29 +50,30 @@ def test_all_layers_of_a_place_lie_together(slab: SlabShape, device: str) -> Non
         slab.slab_bytes(UNIT) // slab.slots_per_slab,
         slab.slab_bytes(UNIT) // slab.blocks_per_slab,
     )
-    first = pool.conv.data_ptr()
+    first = pool.tensor("conv").data_ptr()
     assert kv.data_ptr() == first
-    last_state = pool.ssm[-1, 0].data_ptr() + pool.ssm[-1, 0].numel() * 4 - first
+    last_state = pool.tensor("ssm")[-1, 0].data_ptr() + pool.tensor("ssm")[-1, 0].numel() * 4 - first
     last_value = kv[1, -1, 0].data_ptr() + kv[1, -1, 0].numel() * 2 - first
     assert last_state <= STATES.aligned_bytes <= slot_bytes and last_value == BLOCK_BYTES <= block_bytes
-    assert pool.ssm.stride(1) * 4 == pool.conv.stride(1) * 2 == slot_bytes and kv.stride(2) * 2 == block_bytes
-    assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (pool.conv[1, 1], pool.ssm[2, 1], kv[0, 0, 1]))
+    conv, ssm = pool.tensors
+    assert ssm.stride(1) * 4 == conv.stride(1) * 2 == slot_bytes and kv.stride(2) * 2 == block_bytes
+    assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (conv[1, 1], ssm[2, 1], kv[0, 0, 1]))
 
 
 def test_copies_between_slots_of_a_slab_pool_move_only_states(device: str) -> None:
     pool, kv = tensors(SHAPES[0], device)
     kv[:, :, 0] = 7  # slab 0
-    pool.conv[:, 1].normal_()
-    pool.ssm[:, 1].normal_()
+    pool.tensor("conv")[:, 1].normal_()
+    pool.tensor("ssm")[:, 1].normal_()
     one, two = (torch.tensor([slot], dtype=torch.int32, device=device) for slot in (1, 2))
     pool.copy(one, two)
-    assert torch.equal(pool.conv[:, 1], pool.conv[:, 2]) and torch.equal(pool.ssm[:, 1], pool.ssm[:, 2])
+    assert all(torch.equal(states[:, 1], states[:, 2]) for states in pool.tensors)
     pool.zero(one)
-    assert not pool.ssm[:, 1].any() and pool.ssm[:, 2].any() and (kv[:, :, 0] == 7).all()
+    assert not pool.tensor("ssm")[:, 1].any() and pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
 
 
 def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> None:
-    no_states = StateLayout(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
+    no_states = SlotLayout.of([window_and_matrix(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)])
     unit = UnitBytes(0, UNIT.block, UNIT.token_row)
     parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
     assert [part.shape[0] for part in parts] == [0, 0] and kv.shape[1] == 2
@@ -83,7 +85,7 @@ def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 def test_states_lie_a_multiple_of_a_head_s_rows_apart(head_dim: int) -> None:
     """A kernel that sees the pool as a matrix with rows of a head's channels finds each state at a row's start."""
-    states = StateLayout(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)
+    states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
     (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")
     assert ssm.stride(1) % head_dim == 0

@@ -1,73 +1,72 @@
 """Moves of whole states within the pool."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from megatron_mamba_cache.recurrences.layout import StateLayout
+from megatron_mamba_cache.recurrences.interface import LiveState, StateGroup
+from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
+from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayedDrafts
 from megatron_mamba_cache.recurrences.mamba2.replay_rings import RingLayout
-from megatron_mamba_cache.recurrences.pool import DraftWindow, StatePool
+from megatron_mamba_cache.recurrences.pool import StatePool
 from tests.kernels.packed_rows import same_bits
+from tests.recurrences.state_groups import window_and_matrix
 
 WINDOW_LEN, NUM_DRAFTS = 3, 8
+GROUP: StateGroup = window_and_matrix(2, (WINDOW_LEN, 5), (2, 3, 4), torch.bfloat16, torch.float32)
 
 
 def random_pool(device: str) -> StatePool:
-    layout = StateLayout(2, (WINDOW_LEN + NUM_DRAFTS, 5), (2, 3, 4), torch.bfloat16, torch.float32)
-    pool = StatePool.zeros(layout, 12, device)
-    pool.conv.normal_()
-    pool.ssm.normal_()
+    pool = StatePool([GROUP], state_tensors(SlotLayout.of([GROUP], NUM_DRAFTS), 12, device))
+    for states in pool.tensors:
+        states.normal_()
     return pool
 
 
 WINDOWS = [
     [],
-    [DraftWindow(live=4, slot=7, offset=1)],
-    [DraftWindow(live=0, slot=11, offset=NUM_DRAFTS), DraftWindow(live=9, slot=2, offset=2)],
-    [DraftWindow(live=5, slot=6, offset=5), DraftWindow(live=1, slot=0, offset=1), DraftWindow(8, 3, 5)],
+    [LiveState(slot=4, accepted_slot=7, accepted=2)],
+    [LiveState(slot=0, accepted_slot=11, accepted=1 + NUM_DRAFTS), LiveState(slot=9, accepted_slot=2, accepted=3)],
+    [LiveState(5, 6, accepted=6), LiveState(1, 0, accepted=2), LiveState(8, 3, accepted=6), LiveState(10, 10, 1)],
 ]
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_settling_moves_the_accepted_column_into_the_live_slot(windows: list[DraftWindow], device: str) -> None:
+@pytest.mark.parametrize("states", WINDOWS)
+def test_settling_moves_the_accepted_column_into_the_live_slot(states: list[LiveState], device: str) -> None:
     pool = random_pool(device)
-    conv, ssm = pool.conv.clone(), pool.ssm.clone()
-    for window in windows:
-        ssm[:, window.live] = pool.ssm[:, window.slot]
-        kept = pool.conv[:, window.live, window.offset : window.offset + WINDOW_LEN]
-        conv[:, window.live, :WINDOW_LEN] = kept
-    pool.settle(windows, WINDOW_LEN)
-    assert same_bits(pool.conv, conv) and same_bits(pool.ssm, ssm)
+    conv, ssm = (tensor.clone() for tensor in pool.tensors)
+    for state in states:
+        ssm[:, state.slot] = pool.tensor("ssm")[:, state.accepted_slot]
+        first = state.accepted - 1
+        conv[:, state.slot, :WINDOW_LEN] = pool.tensor("conv")[:, state.slot, first : first + WINDOW_LEN]
+    pool.drafts.settle(states)
+    assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_settling_a_replayed_state_moves_its_window_from_beside_its_ring(
-    windows: list[DraftWindow], device: str
-) -> None:
-    layout = StateLayout(2, (WINDOW_LEN, 5), (2, 3, 4), torch.bfloat16, torch.float32)
+@pytest.mark.parametrize("states", WINDOWS)
+def test_settling_a_replayed_state_moves_its_window_from_beside_its_ring(states: list[LiveState], device: str) -> None:
     of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
-    pool = StatePool.zeros(layout, 12, device)
-    pool = pool.with_rings(of_rings.zeros(4, device), 4, of_rings.draft_inputs(4, device))
-    assert pool.draft_inputs is not None
-    for states in (pool.conv, pool.ssm, pool.draft_inputs):
-        states.normal_()
-    conv, ssm, draft_inputs = pool.conv.clone(), pool.ssm.clone(), pool.draft_inputs.clone()
-    windows = [replace(window, ring=3 - number) for number, window in enumerate(windows)]
-    for window in windows:
-        whole = torch.cat([conv[:, window.live], draft_inputs[:, window.ring]], dim=1)
-        conv[:, window.live] = whole[:, window.offset : window.offset + WINDOW_LEN]
-    pool.settle(windows, WINDOW_LEN)
-    assert same_bits(pool.conv, conv) and same_bits(pool.ssm, ssm) and same_bits(pool.draft_inputs, draft_inputs)
+    pool, draft_inputs = StatePool.zeros([GROUP], 12, device), of_rings.draft_inputs(4, device)
+    assert draft_inputs is not None
+    pool.keep_drafts_in(ReplayedDrafts(pool.live, of_rings.zeros(4, device), 4, draft_inputs))
+    for tensor in (*pool.tensors, draft_inputs):
+        tensor.normal_()
+    conv, ssm, before = pool.tensor("conv").clone(), pool.tensor("ssm").clone(), draft_inputs.clone()
+    states = [state._replace(buffer=3 - number) for number, state in enumerate(states)]
+    for state in states:
+        whole = torch.cat([conv[:, state.slot], draft_inputs[:, state.buffer]], dim=1)
+        conv[:, state.slot] = whole[:, state.accepted - 1 : state.accepted - 1 + WINDOW_LEN]
+    pool.drafts.settle(states)
+    assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
+    assert same_bits(draft_inputs, before)
 
 
 def test_slots_are_copied_and_cleared_over_all_layers_and_types(device: str) -> None:
     pool = random_pool(device)
-    conv, ssm = pool.conv.clone(), pool.ssm.clone()
+    conv, ssm = (tensor.clone() for tensor in pool.tensors)
     for states in (conv, ssm):
         states[:, 3] = states[:, 1]
         states[:, 2] = 0
     slots = torch.tensor([1, 3, 2], dtype=torch.int32, device=device)
     pool.copy(slots[:1], slots[1:2])
     pool.zero(slots[2:])
-    assert same_bits(pool.conv, conv) and same_bits(pool.ssm, ssm)
+    assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)

@@ -15,13 +15,13 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_uniform
 from megatron_mamba_cache.policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.batch import StepBatch, StepGeometry, lay_out_step
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
 from megatron_mamba_cache.step.logits import Draws
 
 BLOCK, SSM_CHUNK, DUMMY = 8, 4, 999
-GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY, window_len=3)
+GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY)
 MOST_DRAFTS = 7
 LIMITS = StepLimits(max_tokens=256, max_rows=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8, max_drafts=MOST_DRAFTS)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.recurrences.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view_step
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (

@@ -11,15 +11,10 @@ from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
 from typing_extensions import override
 
-from ...recurrences.conv.causal_conv import causal_conv
-from ...recurrences.conv.conv_verify import conv_verify
-from ...recurrences.draft_inputs import DraftInputs
-from ...recurrences.mamba2.ssd_scan import cut_rows, ssd_scan
-from ...recurrences.mamba2.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
-from ...recurrences.mamba2.state_replay import state_replay
-from ...recurrences.mamba2.state_verify import state_verify
-from ...recurrences.pool import LayerStates
-from ...recurrences.prefill_rows import PrefillRows, whole_rows
+from ...recurrences.interface import LayerStates
+from ...recurrences.mamba2.recurrence import Mamba2, Mamba2Weights
+from ...recurrences.mamba2.ssm_inputs import NO_LIMIT, SSMWeights
+from ...recurrences.rows import PrefillRows, whole_rows
 from ...step.batch import StepBatch
 from ..gated_norm import GatedGroupRMSNorm
 
@@ -66,6 +61,14 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         if not conv_bias:
             self.conv1d.bias = None
         self.time_step_limit = time_step_limit
+        self.recurrence = Mamba2(
+            num_heads=self.nheads_local_tp,
+            head_dim=self.headdim,
+            d_state=self.d_state,
+            num_groups=self.ngroups_local_tp,
+            d_conv=self.d_conv,
+            grain=self.chunk_size,
+        )
         self.rmsnorm = rmsnorm
         if rmsnorm:
             channels = self.d_inner_local_tp
@@ -119,35 +122,18 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: PrefillRows) -> Tensor:
-        tiles = cut_rows(inputs.dt, self._ssm_weights, rows, self.chunk_size, self.headdim, inputs.xbc.dtype)
-        weight, bias, after_cut = self._conv_weight, self.conv1d.bias, tiles is not None
-        xbc = causal_conv(inputs.xbc, weight, bias, states.conv, rows, ends=states.conv_ends, after_cut=after_cut)
-        tokens = self._ssm_tokens(xbc, inputs.dt)
-        y = ssd_scan(tokens, self._ssm_weights, states.ssm, rows, self.chunk_size, states.rounded, tiles=tiles)
+        y = self.recurrence.prefill(inputs.xbc, inputs.dt, self._weights, states, rows)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
         assert step.decode is not None
-        drafts = None
-        if states.draft_inputs is not None and step.replay is not None:
-            drafts = DraftInputs(states.draft_inputs, step.replay.rings)
-        xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, step.decode, drafts=drafts)
-        tokens = self._ssm_tokens(xbc, inputs.dt)
-        if states.ring is None or step.replay is None:
-            y = state_verify(tokens, self._ssm_weights, states.ssm, step.decode, after_conv=True)
-        else:
-            y = state_replay(
-                tokens, self._ssm_weights, states.ssm, states.ring, step.replay, states.ring_len, after_conv=True
-            )
+        y = self.recurrence.decode(inputs.xbc, inputs.dt, self._weights, states, step.decode, step.replay)
         return self._gate(y.flatten(1), inputs.z)
 
     def _full_sequences(self, projected: Tensor) -> Tensor:
         num_tokens, batch, _ = projected.shape
         rows = whole_rows(batch, num_tokens, self.chunk_size, projected.device)
-        no_state = LayerStates(
-            projected.new_zeros(1, self.d_conv - 1, self.conv1d.weight.shape[0]),
-            projected.new_zeros(1, self.nheads_local_tp, self.d_state, self.headdim, dtype=torch.float32),
-        )
+        no_state = self.recurrence.no_states(projected.dtype, projected.device)
         packed = self._split(projected.transpose(0, 1).flatten(0, 1))
         mixed = self._prefill_rows(packed, no_state, rows)
         return mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1)
@@ -156,23 +142,10 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         d_inner, bc = self.d_inner_local_tp, 2 * self.ngroups_local_tp * self.d_state
         return _MixerInputs(*projected.split([d_inner, d_inner + bc, self.nheads_local_tp], dim=-1))
 
-    def _ssm_tokens(self, xbc: Tensor, dt: Tensor) -> SSMTokens:
-        d_inner, gn = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
-        x, b, c = xbc.split([d_inner, gn, gn], dim=-1)
-        return SSMTokens(
-            x=x.unflatten(-1, (-1, self.headdim)),
-            dt=dt,
-            B=b.unflatten(-1, (-1, self.d_state)),
-            C=c.unflatten(-1, (-1, self.d_state)),
-        )
-
     @property
-    def _ssm_weights(self) -> SSMWeights:
-        return SSMWeights(self.A_log, self.D, self.dt_bias, self.time_step_limit)
-
-    @property
-    def _conv_weight(self) -> Tensor:
-        return self.conv1d.weight.squeeze(1)  # [conv_dim, d_conv]
+    def _weights(self) -> Mamba2Weights:
+        ssm = SSMWeights(self.A_log, self.D, self.dt_bias, self.time_step_limit)
+        return Mamba2Weights(self.conv1d.weight.squeeze(1), self.conv1d.bias, ssm)
 
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
         return self.norm(y, z) if self.rmsnorm else y * F.silu(z)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cached_form import StoredStates
+from .replay_drafts import ReplayedDrafts
 from .replay_rows import ReplayRing
 
 _STEP_VALUES = 2  # dt, and dt * A
@@ -41,7 +43,7 @@ class RingLayout:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
-    def ring_bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of a ring and its drafts' conv inputs over all layers."""
         of_x = self.x_capacity * self.heads * self.head_dim * self.dtype.itemsize
         keys = self.groups * self.d_state * self.dtype.itemsize
@@ -62,3 +64,10 @@ class RingLayout:
         """Return the inputs of `DraftInputs`, [layers, rings, drafts, conv_dim], all zero; None without drafts."""
         shape = (self.num_layers, num_rings, self.num_drafts, self.conv_dim)
         return torch.zeros(shape, dtype=self.conv_dtype, device=device) if self.num_drafts else None
+
+    def draft_states(self, live: StoredStates, num_requests: int, fold_len: int) -> ReplayedDrafts:
+        """Return draft states with rings for so many requests, all zero."""
+        device = live.device
+        return ReplayedDrafts(
+            live, self.zeros(num_requests, device), fold_len, self.draft_inputs(num_requests, device)
+        )

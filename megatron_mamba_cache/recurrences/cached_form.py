@@ -1,0 +1,184 @@
+"""The forms of cached states: as live ones, or with matrices quantized to 8 bits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .align_copy import align_copy
+from .draft_inputs import DraftInputs
+from .interface import StateGroup, StateTensor
+from .layout import SlotLayout, SlotPart
+from .moves import StateMove
+from .quantized_states import QuantizedStates, restore_states, store_quantized_ref
+from .rows import AlignRows
+from .slot_copies import copy_slots_between
+
+
+@dataclass(frozen=True, slots=True)
+class CachedForm:
+    """How cached states are stored.
+
+    Args:
+        values: The dtype of quantized matrices, a key of `MOST_VALUES`; None: cached states are slots of the live pool.
+    """
+
+    values: torch.dtype | None = None
+
+    def layout(self, groups: Sequence[StateGroup], live: SlotLayout) -> SlotLayout:
+        """Return the layout of a cached state's slot.
+
+        Args:
+            live: That of a live state.
+        """
+        if self.values is None:
+            return live
+        return SlotLayout(
+            tuple(part for group in groups for tensor in group.tensors for part in self._parts(group, tensor))
+        )
+
+    def _parts(self, group: StateGroup, tensor: StateTensor) -> tuple[SlotPart, ...]:
+        num_layers = group.num_layers_of(tensor)
+        if not tensor.is_matrix or self.values is None:
+            return (SlotPart(num_layers, tensor.shape, tensor.dtype),)
+        heads, _, channels = tensor.shape
+        values = SlotPart(num_layers, tensor.shape, self.values)
+        return values, SlotPart(num_layers, (heads, channels), torch.float32)
+
+
+CACHED_FORMS = {
+    "live": CachedForm(),
+    "int8": CachedForm(torch.int8),
+    "fp8": CachedForm(torch.float8_e4m3fn),
+}
+"""Every form by its name in the settings."""
+
+
+class StoredStates:
+    """The tensors that states are copied to and restored from: those of a live pool, or others in a cached form.
+
+    Args:
+        live: A tensor for each tensor of the groups, [layers, slots, ...].
+        parts: The tensors of `CachedForm.layout`; None: the live ones.
+    """
+
+    def __init__(self, groups: Sequence[StateGroup], live: Sequence[Tensor], parts: Sequence[Tensor] | None) -> None:
+        self.parts = tuple(live if parts is None else parts)
+        self.is_live = parts is None
+        self._tensors = [tensor for group in groups for tensor in group.tensors]
+        self._live = live
+        self._places = list(self.parts) if parts is None else _paired(self._tensors, parts)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of cached states; live ones are among them if `is_live`."""
+        return self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+        return self.parts[0].device
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of one layer of the tensor `index`."""
+        place = self._places[index]
+        return tuple((place.values if isinstance(place, QuantizedStates) else place).shape[2:])
+
+    def place(self, index: int) -> Tensor | QuantizedStates:
+        """Return the tensor `index`, counted over all groups, with all layers."""
+        return self._places[index]
+
+    def layer(self, index: int, layer: int) -> Tensor | QuantizedStates:
+        """Return one layer of the tensor `index`, counted over all groups."""
+        place = self._places[index]
+        return place.of_layer(layer) if isinstance(place, QuantizedStates) else place[layer]
+
+    def align_copy(
+        self,
+        rows: AlignRows,
+        block_size: int,
+        *,
+        tails: Mapping[int, DraftInputs] | None = None,
+        only_windows: bool = False,
+    ) -> None:
+        """Store the states at the boundaries that rows reached; see `align_copy`.
+
+        Args:
+            tails: Where windows continue that are not whole in their slots, by the index of their tensor.
+        """
+        moves = []
+        for index, (tensor, live) in enumerate(zip(self._tensors, self._live, strict=True)):
+            if tensor.motion == "window":
+                tail = (tails or {}).get(index)
+                moves.append(StateMove(live, self._places[index], tensor.shape[0], tail))
+            elif not only_windows:
+                moves.append(StateMove(live, self._places[index]))
+        align_copy(moves, rows, block_size)
+
+    def restore(self, src: Tensor, dst: Tensor) -> None:
+        """Write stored slots into live ones, all tensors; do nothing where those are the same slots.
+
+        Args:
+            src, dst: [n] int32 slot numbers on the device; a pair holding PAD_SLOT is skipped.
+        """
+        if not self.is_live:
+            self.restore_to(self._live, src, dst)
+
+    def restore_to(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+        """Write stored slots into slots of other tensors like the live ones, all tensors; arguments as in `restore`."""
+        copies = []
+        for index, states in enumerate(live):
+            place = self._places[index]
+            if isinstance(place, QuantizedStates):
+                restore_states(place, states, src, dst)
+            else:
+                copies.append((place, self._kept(index, states)))
+        if copies:
+            places, targets = zip(*copies, strict=True)
+            copy_slots_between(places, targets, src, dst)
+
+    def store_from(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+        """Store slots of tensors like the live ones, which may be these: `restore_to`, the other way.
+
+        Args:
+            dst: Pairwise distinct; no slot of `src` if both are slots of the same tensors.
+        """
+        copies = []
+        for index, states in enumerate(live):
+            place = self._places[index]
+            if isinstance(place, QuantizedStates):
+                for layer in range(states.shape[0]):
+                    store_quantized_ref(place.of_layer(layer), dst, states[layer].index_select(0, src.long()))
+            else:
+                copies.append((self._kept(index, states), place))
+        if copies:
+            sources, places = zip(*copies, strict=True)
+            copy_slots_between(sources, places, src, dst)
+
+    def store_layer(self, index: int, layer: int, slot: int, state: Tensor) -> None:
+        """Store one layer's state of one tensor.
+
+        Args:
+            state: Of the shape that a slot keeps.
+        """
+        place = self._places[index]
+        if isinstance(place, QuantizedStates):
+            slots = torch.tensor([slot], dtype=torch.int32, device=self.device)
+            store_quantized_ref(place.of_layer(layer), slots, state[None].to(self.device))
+        else:
+            place[layer, slot].copy_(state)
+
+    def _kept(self, index: int, states: Tensor) -> Tensor:
+        """Return what a cached state keeps of a live tensor."""
+        tensor = self._tensors[index]
+        return states[:, :, : tensor.shape[0]] if tensor.motion == "window" and not self.is_live else states
+
+
+def _paired(tensors: Sequence[StateTensor], parts: Sequence[Tensor]) -> list[Any]:
+    """Return a place for each tensor of the states: its part, or values and scales."""
+    remaining = iter(parts)
+    return [
+        QuantizedStates(next(remaining), next(remaining)) if tensor.is_matrix else next(remaining) for tensor in tensors
+    ]

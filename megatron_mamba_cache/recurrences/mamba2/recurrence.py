@@ -1,0 +1,170 @@
+"""Mamba2 as a recurrence: the sizes of its layers on this rank, and how rows of a step compute."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..conv.causal_conv import causal_conv
+from ..conv.conv_verify import conv_verify
+from ..draft_inputs import DraftInputs
+from ..interface import LayerStates, StateDtypes, StateTensor
+from ..rows import DecodeRows, PrefillRows
+from .replay_drafts import ReplayedLayer
+from .replay_rings import RingLayout
+from .replay_rows import ReplayRows, least_capacity, least_x_capacity
+from .replay_tiling import replays_fast
+from .ssd_scan import cut_rows, ssd_scan
+from .ssm_inputs import SSMTokens, SSMWeights
+from .state_replay import state_replay
+from .state_verify import state_verify
+
+CONV, SSM = "conv", "ssm"
+"""The state tensors of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """What a layer's convolution and recurrence read.
+
+    Args:
+        conv: [conv_dim, d_conv].
+        bias: [conv_dim].
+    """
+
+    conv: Tensor
+    bias: Tensor | None
+    ssm: SSMWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """The sizes of Mamba2 layers on this rank; a `Recurrence`.
+
+    Args:
+        num_groups: Groups of heads that share B and C.
+        d_conv: Taps of the convolution.
+        grain: Tokens of a tile of the scan; that of the whole model, even if this rank has no such layer.
+    """
+
+    num_heads: int
+    head_dim: int
+    d_state: int
+    num_groups: int
+    d_conv: int
+    grain: int
+
+    name = "mamba2"
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.d_state
+
+    def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
+        """Return the convolution's window, [d_conv - 1, conv_dim], and the state, [heads, d_state, head_dim]."""
+        return (
+            StateTensor(CONV, (self.d_conv - 1, self.conv_dim), dtypes.window, motion="window"),
+            StateTensor(SSM, (self.num_heads, self.d_state, self.head_dim), dtypes.whole, is_matrix=True),
+        )
+
+    @property
+    def replays_fast(self) -> bool:
+        """True if states are replayed by a kernel for the current device."""
+        return replays_fast(self.head_dim, self.d_state)
+
+    def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
+        """Return the layout of the buffer that replayed states keep for each running request.
+
+        Args:
+            fold_len: Tokens after which a replayed state is written.
+        """
+        return RingLayout(
+            num_layers=num_layers,
+            capacity=least_capacity(fold_len, 1 + num_drafts),
+            x_capacity=least_x_capacity(fold_len, 1 + num_drafts),
+            heads=self.num_heads,
+            head_dim=self.head_dim,
+            groups=self.num_groups,
+            d_state=self.d_state,
+            dtype=dtypes.model,
+            conv_dim=self.conv_dim,
+            conv_dtype=dtypes.window,
+            num_drafts=num_drafts,
+        )
+
+    def prefill(
+        self, xbc: Tensor, dt: Tensor, weights: Mamba2Weights, states: LayerStates, rows: PrefillRows
+    ) -> Tensor:
+        """Compute packed prompt tokens; write the states at boundaries and at the rows' ends, in place.
+
+        Args:
+            xbc: [tokens, conv_dim], as projected.
+            dt: [tokens, heads], likewise.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        cached_conv, cached_ssm = states.cached[CONV], states.cached[SSM]
+        is_live = states.cached is states.live
+        tiles = cut_rows(dt, weights.ssm, rows, self.grain, self.head_dim, xbc.dtype)
+        xbc = causal_conv(
+            xbc,
+            weights.conv,
+            weights.bias,
+            states.live[CONV],
+            rows,
+            ends=None if is_live else cached_conv,
+            after_cut=tiles is not None,
+        )
+        return ssd_scan(
+            self._tokens(xbc, dt),
+            weights.ssm,
+            states.live[SSM],
+            rows,
+            self.grain,
+            None if is_live else cached_ssm,
+            tiles=tiles,
+        )
+
+    def decode(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        weights: Mamba2Weights,
+        states: LayerStates,
+        rows: DecodeRows,
+        replay: ReplayRows | None,
+    ) -> Tensor:
+        """Compute one token and the drafts of each row, in place; arguments and result as in `prefill`.
+
+        Args:
+            replay: The rows as replayed states read them; None if states after drafts have slots.
+        """
+        replayed: ReplayedLayer | None = states.drafts if replay is not None else None
+        tail = None
+        if replayed is not None and replay is not None and replayed.draft_inputs is not None:
+            tail = DraftInputs(replayed.draft_inputs, replay.rings)
+        xbc = conv_verify(xbc, weights.conv, weights.bias, states.live[CONV], rows, drafts=tail)
+        tokens = self._tokens(xbc, dt)
+        if replayed is None or replay is None:
+            return state_verify(tokens, weights.ssm, states.live[SSM], rows, after_conv=True)
+        return state_replay(
+            tokens, weights.ssm, states.live[SSM], replayed.ring, replay, replayed.ring_len, after_conv=True
+        )
+
+    def no_states(self, dtype: torch.dtype, device: torch.device) -> LayerStates:
+        """Return one slot of zeros, for rows that start from no state and keep none."""
+        tensors = self.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
+        live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}
+        return LayerStates(live, live)
+
+    def _tokens(self, xbc: Tensor, dt: Tensor) -> SSMTokens:
+        of_keys = self.num_groups * self.d_state
+        x, b, c = xbc.split([self.num_heads * self.head_dim, of_keys, of_keys], dim=-1)
+        return SSMTokens(
+            x=x.unflatten(-1, (-1, self.head_dim)),
+            dt=dt,
+            B=b.unflatten(-1, (-1, self.d_state)),
+            C=c.unflatten(-1, (-1, self.d_state)),
+        )

@@ -1,0 +1,80 @@
+"""Replayed states: no state is kept for a draft; a ring keeps the inputs of tokens that the live slot does not hold."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cached_form import StoredStates
+from ..draft_inputs import DraftInputs
+from ..interface import LiveState
+from ..quantized_states import QuantizedStates
+from ..rows import AlignRows
+from ..window import columns_of, settling_rows
+from .boundary_plan import plan_boundary_folds
+from .replay_rows import BoundaryFolds, ReplayRing, ReplayRows
+from .state_replay import fold_boundaries
+
+_CONV, _SSM = 0, 1  # the tensors of the pool's one group
+
+
+class ReplayedLayer(NamedTuple):
+    """What decode rows of one layer read and write besides slots.
+
+    Args:
+        draft_inputs: [rings, drafts, conv_dim]; where the rows' conv windows continue. None without drafts.
+    """
+
+    ring: ReplayRing
+    ring_len: int
+    draft_inputs: Tensor | None
+
+
+class ReplayedDrafts:
+    """Draft states that are replayed, of a pool whose one group is Mamba2's; a `DraftStates`.
+
+    Args:
+        live: The pool's own tensors.
+        rings: With the layers as first dimension.
+        ring_len: Tokens after which a replayed state is written.
+        draft_inputs: [layers, rings, drafts, conv_dim]; None without drafts.
+    """
+
+    def __init__(self, live: StoredStates, rings: ReplayRing, ring_len: int, draft_inputs: Tensor | None) -> None:
+        self._live = live
+        self._rings = rings
+        self._ring_len = ring_len
+        self._draft_inputs = draft_inputs
+
+    def layer(self, index: int) -> ReplayedLayer:
+        """Return the rings of a layer."""
+        rings = self._rings
+        ring = ReplayRing(rings.x[index], rings.B[index], rings.steps[index])
+        return ReplayedLayer(ring, self._ring_len, None if self._draft_inputs is None else self._draft_inputs[index])
+
+    def cache_boundaries(
+        self, stored: StoredStates, replay: ReplayRows | None, rows: AlignRows, block_size: int
+    ) -> None:
+        """Fold the states at the boundaries that rows reached into their targets, and copy the windows there."""
+        assert replay is not None
+        folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
+        place = stored.place(_SSM)
+        quantized = place if isinstance(place, QuantizedStates) else None
+        fold_boundaries(self._live.parts[_SSM], self._rings, folds, self._ring_len, quantized)
+        stored.align_copy(rows, block_size, tails=self._tails(replay.rings), only_windows=True)
+
+    def settle(self, states: Sequence[LiveState]) -> None:
+        """Fold what rings hold into the live slots, and move the conv windows on, all layers, in place."""
+        folding = [state for state in states if state.folded < state.computed]
+        if folding:
+            lines = [(state.slot, state.buffer, state.folded, state.computed) for state in folding]
+            slots, rings, folded, ends = columns_of(lines).to(self._live.device)[:, : len(lines)]
+            ssm = self._live.parts[_SSM]
+            fold_boundaries(ssm, self._rings, BoundaryFolds(slots, rings, folded, ends, slots), self._ring_len)
+        shifted = [state for state in states if state.accepted > 1]
+        if shifted:
+            rows, buffers = settling_rows(shifted, self._live.device)
+            self._live.align_copy(rows, block_size=1, tails=self._tails(buffers), only_windows=True)
+
+    def _tails(self, rings: Tensor) -> dict[int, DraftInputs]:
+        return {} if self._draft_inputs is None else {_CONV: DraftInputs(self._draft_inputs, rings)}

@@ -1,0 +1,157 @@
+"""What an align copy moves of each state tensor, its torch twin, and the checks of its arguments; no host sync."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.reference import redirect_padding
+from .draft_inputs import DraftInputs, check_draft_inputs, windows_with_drafts
+from .quantized_states import QuantizedStates, store_quantized_ref
+from .rows import PAD_SLOT, AlignRows
+
+
+@dataclass(frozen=True, slots=True)
+class StateMove:
+    """One state tensor, from where running requests have it to where it is cached.
+
+    Args:
+        source: [layers, slots, *shape]; a slot contiguous, and of a window each input.
+        target: Likewise, the same tensor or another one with other slots; quantized, for [heads, rows, channels].
+        window_len: The inputs that a cached window keeps; 0 if the whole tensor is copied.
+        tail: Where the rows' windows go on from input `window_len` on, all layers; None: in their slots.
+    """
+
+    source: Tensor
+    target: Tensor | QuantizedStates
+    window_len: int = 0
+    tail: DraftInputs | None = None
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if cached states are slots of the same tensor."""
+        return self.target is self.source
+
+    @property
+    def num_targets(self) -> int:
+        """Slots of the target."""
+        return (self.target.values if isinstance(self.target, QuantizedStates) else self.target).shape[1]
+
+
+def align_copy_ref(moves: Sequence[StateMove], rows: AlignRows, block_size: int) -> None:
+    """Do what `align_copy` does. Every source is read before any write."""
+    if rows.targets.shape[0] == 0:
+        return
+    keeps, window, whole, shift = _decide(rows, block_size)
+    # A row that copies nothing repeats the first one that copies; if none does, slot 0 gets its own content.
+    redirect = redirect_padding(keeps)
+    targets = torch.where(keeps, rows.targets, 0).index_select(0, redirect).to(torch.int64)
+    sources = whole.index_select(0, redirect)
+    kept = [
+        _windows(move, keeps, window, shift).index_select(1, redirect)
+        if move.window_len
+        else move.source.index_select(1, sources)
+        for move in moves
+    ]
+    any_kept = keeps.any()
+    for move, states in zip(moves, kept, strict=True):
+        if isinstance(move.target, QuantizedStates):
+            for layer in range(states.shape[0]):
+                slots = torch.where(any_kept, targets, PAD_SLOT).to(torch.int32)
+                store_quantized_ref(move.target.of_layer(layer), slots, states[layer])
+            continue
+        target = move.target[:, :, : move.window_len] if move.window_len else move.target
+        own = states if move.is_in_place else torch.where(any_kept, states, target[:, :1])
+        target.index_copy_(1, targets, own)
+
+
+def _decide(rows: AlignRows, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return whether each row keeps a state, the slots of its window and of its whole tensors, and the shift.
+
+    [rows] each; 0 in rows that keep none.
+    """
+    running = rows.computed + rows.scheduled - rows.drafts
+    accepted = rows.accepted.to(torch.int32).clamp_min(1)
+    aligned = (running + accepted - 1).div(block_size, rounding_mode="floor") * block_size
+    # A padded row's counts may be stale: its columns are the bound.
+    in_window = rows.state_columns + aligned - running < rows.columns.shape[1]
+    reached = (aligned >= running) & (aligned > 0) & (rows.targets != PAD_SLOT) & in_window
+
+    shift = torch.where(reached, aligned - running, 0)
+    column = torch.where(reached, rows.state_columns, 0).to(torch.int64)
+    window, whole = (rows.columns.gather(1, at[:, None])[:, 0] for at in (column, column + shift))
+    keeps = reached & (window != PAD_SLOT) & (whole != PAD_SLOT)
+    window, whole, shift = (torch.where(keeps, values, 0).to(torch.int64) for values in (window, whole, shift))
+    return keeps, window, whole, shift
+
+
+def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Tensor:
+    """Return windows [layers, rows, window_len, ...]; those in slot 0 of rows that keep none."""
+    pool = move.source if move.tail is None else move.source[:, :, : move.window_len]
+    stored = windows_with_drafts(pool.index_select(1, slots), move.tail, keeps)
+    times = shift[:, None] + torch.arange(move.window_len, device=shift.device)  # [rows, window_len]
+    index = times.reshape(1, *times.shape, *[1] * (stored.dim() - 3))
+    return stored.gather(2, index.expand(stored.shape[0], -1, -1, *stored.shape[3:]))
+
+
+def check_moves(moves: Sequence[StateMove], num_rows: int) -> None:
+    """Raise a ValueError unless an align copy can make these moves together."""
+    first = moves[0]
+    for move in moves:
+        source = move.source
+        if source.dim() < 3 or source.shape[1] != first.source.shape[1] or source.device != first.source.device:
+            raise ValueError(
+                f"need sources [layers, slots, ...] of {first.source.shape[1]} slots on {first.source.device}, "
+                f"found {tuple(source.shape)} on {source.device}"
+            )
+        if (move.is_in_place, move.num_targets) != (first.is_in_place, first.num_targets):
+            raise ValueError("need all tensors to move within their pools, or all into pools of equally many slots")
+        if isinstance(move.target, QuantizedStates):
+            _check_contiguous(source, "source")
+            move.target.check(source)
+            continue
+        _check_window(move)
+        if move.tail is not None:
+            check_draft_inputs(move.tail, source, num_rows)
+
+
+def _check_window(move: StateMove) -> None:
+    source, target, window_len = move.source, move.target, move.window_len
+    assert isinstance(target, Tensor)
+    _check_contiguous(source, "source", 3 if window_len else 2)
+    _check_contiguous(target, "target", 3 if window_len else 2)
+    if window_len and not window_len <= min(source.shape[2], target.shape[2]):
+        raise ValueError(
+            f"need windows of at least {window_len} inputs, found {tuple(source.shape)} and {tuple(target.shape)}"
+        )
+    lead = 3 if window_len else 2
+    fits = source.shape[:1] + source.shape[lead:] == target.shape[:1] + target.shape[lead:]
+    if not fits or source.dtype != target.dtype or source.device != target.device:
+        raise ValueError(
+            f"need source and target that differ in slots only, found {tuple(source.shape)} of {source.dtype} on "
+            f"{source.device} and {tuple(target.shape)} of {target.dtype} on {target.device}"
+        )
+
+
+def _check_contiguous(pool: Tensor, name: str, lead: int = 2) -> None:
+    if not pool[(slice(1),) * lead].is_contiguous():
+        inner = "inputs" if lead == 3 else "slots"
+        raise ValueError(f"need contiguous {inner} in the {name}, found strides {pool.stride()}")
+
+
+def check_rows(rows: AlignRows, device: torch.device) -> None:
+    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
+    vectors = {
+        name: getattr(rows, name)
+        for name in ("computed", "scheduled", "drafts", "accepted", "state_columns", "targets")
+    }
+    num_rows = rows.targets.shape[0]
+    for name, values in (vectors | {"columns": rows.columns}).items():
+        dtypes = (torch.int32, torch.int64) if name == "accepted" else (torch.int32,)
+        if values.dtype not in dtypes or values.device != device:
+            raise ValueError(f"need {name} of {dtypes} on {device}, found {values.dtype} on {values.device}")
+        if values.dim() != (2 if name == "columns" else 1) or values.shape[0] != num_rows:
+            raise ValueError(f"need {name} for {num_rows} rows, found {tuple(values.shape)}")
+        if name != "accepted" and values.shape[-1] > 1 and values.stride(-1) != 1:
+            raise ValueError(f"need contiguous {name}, found strides {values.stride()}")

@@ -1,0 +1,247 @@
+"""States quantized to 8 bits, and back: values of int8 or fp8 (e4m3) times a float32 scale for each channel of a head.
+
+    scale = max over rows of |state| / most;  value = round(state / scale);  state' = value * scale
+
+`most` is the largest value of the dtype. Quotients are rounded to nearest (int8: floor(x + 1/2); fp8: ties to even) and
+nothing is fused, so every kernel that writes quantized states, and the twin, writes the same bits. A channel whose
+scale would be denormal is all zeros.
+
+Layout of a restore: a tile is a head's channels over all rows. Grid: the programs that stay resident; each reads all
+slot numbers, skips padding, and takes every n-th tile of what is left. Graph safe: no host sync, one launch, grid fixed
+at capture.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
+from .reference_slots import copy_slots_between_ref, store_slots
+from .rows import PAD_SLOT
+from .slot_tiles import next_turn, numbered, of_number
+
+WIDTH = 64
+NUM_WARPS = 4
+PROGRAMS_PER_SM = 4
+SLOTS_AT_A_TIME = 256
+"""Slot numbers that a program reads at once; more take several rounds."""
+MOST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The dtypes of quantized values, and the largest value of each."""
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+_INTERPRETED_PROGRAMS = 2
+_PAD = tl.constexpr(PAD_SLOT)
+_MOST_INT8, _MOST_FP8 = tl.constexpr(MOST_VALUES[torch.int8]), tl.constexpr(MOST_VALUES[torch.float8_e4m3fn])
+_LEAST = tl.constexpr(_LEAST_SCALE)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedStates:
+    """One layer's quantized states, or with one more dimension before the others all layers'.
+
+    Args:
+        values: [slots, heads, rows, channels] of a dtype of `MOST_VALUES`; a slot contiguous.
+        scales: [slots, heads, channels] float32; likewise.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def of_layer(self, layer: int) -> "QuantizedStates":
+        """Return the states of one layer."""
+        return QuantizedStates(self.values[layer], self.scales[layer])
+
+    def check(self, ssm_pool: Tensor) -> None:
+        """Raise a ValueError unless the states are those of `ssm_pool`, quantized, in any number of slots."""
+        states, lead = ssm_pool.shape, ssm_pool.dim() - 3
+        heads, d_state, head_dim = states[lead:]
+        shapes = {"values": (self.values, (heads, d_state, head_dim)), "scales": (self.scales, (heads, head_dim))}
+        for name, (tensor, inner) in shapes.items():
+            dtypes = tuple(MOST_VALUES) if name == "values" else (torch.float32,)
+            layers = tuple(tensor.shape[: lead - 1])
+            is_whole = tensor[(slice(1),) * lead].is_contiguous()
+            fits = tensor.dim() == lead + len(inner) and tuple(tensor.shape[lead:]) == inner and is_whole
+            is_typed = tensor.dtype in dtypes and tensor.device == ssm_pool.device
+            if not is_typed or not fits or layers != states[: lead - 1]:
+                raise ValueError(
+                    f"need {name} of {dtypes} on {ssm_pool.device}, [..., slots, {', '.join(map(str, inner))}], "
+                    f"found {tensor.dtype} on {tensor.device}, {tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
+
+
+class QuantizedPlaces(NamedTuple):
+    """A kernel's view of `QuantizedStates`; strides count elements."""
+
+    stored: Tensor
+    scales: Tensor
+    stored_layer: int
+    scales_layer: int
+    stored_slot: int
+    scales_slot: int
+
+
+def quantized_places(states: QuantizedStates | None) -> QuantizedPlaces | None:
+    """Return a kernel's view of quantized states; None if there are none."""
+    if states is None:
+        return None
+    of_layers = states.values.dim() == 5
+    layers = (states.values.stride(0), states.scales.stride(0)) if of_layers else (0, 0)
+    lead = int(of_layers)
+    slots = states.values.stride(lead), states.scales.stride(lead)
+    return QuantizedPlaces(states.values, states.scales, *layers, *slots)
+
+
+@triton.jit
+def store_quantized(
+    places, layer, slot, state, head, n, p, has_n, has_p, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Quantize channels `p` of a head's float32 state [n, p] into a slot; layer and slot are int64.
+
+    Args:
+        n: All rows, and what pads them to a power of two.
+        has_n, has_p: Which rows and channels of the state exist; others are zero.
+    """
+    IS_INT8: tl.constexpr = places.stored.dtype.element_ty == tl.int8
+    MOST: tl.constexpr = _MOST_INT8 if IS_INT8 else _MOST_FP8
+    scale = tl.div_rn(tl.max(tl.abs(state), axis=0), MOST)
+    scale = tl.where(scale < _LEAST, 0.0, scale)
+    values = tl.div_rn(state, tl.where(scale == 0.0, 1.0, scale)[None, :])
+    if IS_INT8:
+        values = tl.floor(values + 0.5)
+    scales = places.scales + layer * places.scales_layer + slot * places.scales_slot + head * HEAD_DIM
+    tl.store(scales + p, scale, mask=has_p)
+    stored = places.stored + layer * places.stored_layer + slot * places.stored_slot + head * (D_STATE * HEAD_DIM)
+    values = values.to(places.stored.dtype.element_ty)
+    tl.store(stored + n[:, None] * HEAD_DIM + p[None, :], values, mask=has_n[:, None] & has_p[None, :])
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["src", "dst"])
+def _restore_kernel(
+    places,
+    pool,
+    layer_stride,
+    slot_stride,
+    src,
+    dst,
+    num_slots,
+    SLOTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+):
+    programs = tl.num_programs(0)
+    PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
+    A_LAYER: tl.constexpr = HEADS * PARTS
+    n = tl.arange(0, triton.next_power_of_2(D_STATE))
+    turn = tl.program_id(0)
+    for first in range(0, num_slots, SLOTS):
+        index = first + tl.arange(0, SLOTS)
+        sources = tl.load(src + index, mask=index < num_slots, other=_PAD).to(tl.int64)
+        targets = tl.load(dst + index, mask=index < num_slots, other=_PAD).to(tl.int64)
+        restores = (sources != _PAD) & (targets != _PAD)
+        numbers = numbered(restores)
+        for number in range(1, tl.max(numbers, axis=0) + 1):
+            source, target = of_number(sources, numbers, number), of_number(targets, numbers, number)
+            for tile in range(turn, LAYERS * A_LAYER, programs):
+                layer = tl.cast(tile // A_LAYER, tl.int64)
+                head = tile % A_LAYER // PARTS
+                p = tile % PARTS * TILE_WIDTH + tl.arange(0, TILE_WIDTH)
+                inside = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
+                in_slot = head * (D_STATE * HEAD_DIM) + n[:, None] * HEAD_DIM + p[None, :]
+                values = places.stored + layer * places.stored_layer + source * places.stored_slot + in_slot
+                scales = places.scales + layer * places.scales_layer + source * places.scales_slot + head * HEAD_DIM
+                scale = tl.load(scales + p, mask=p < HEAD_DIM, other=0.0)
+                state = tl.load(values, mask=inside, other=0.0).to(tl.float32) * scale[None, :]
+                states = pool + layer * layer_stride + target * slot_stride + in_slot
+                tl.store(states, state.to(pool.dtype.element_ty), mask=inside)
+            turn = next_turn(turn, LAYERS * A_LAYER)
+
+
+def restore_states(states: QuantizedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Write quantized states into slots of a pool, all layers, in place.
+
+    Args:
+        states: With the layers as first dimension.
+        ssm_pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
+        src: [n] int32 slots of `states`; a pair holding PAD_SLOT is skipped.
+        dst: [n] int32 slots of `ssm_pool`, otherwise unique.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `restore_states_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
+    """
+    _check(states, ssm_pool, src, dst)
+    if src.shape[0] == 0 or 0 in (states.values.numel(), ssm_pool.numel()):
+        return
+    if not launches_kernel(ssm_pool) or not is_computed_in_fp32(ssm_pool):
+        restore_states_ref(states, ssm_pool, src, dst)
+        return
+    num_layers, _, heads, d_state, head_dim = ssm_pool.shape
+    _restore_kernel[(_num_programs(ssm_pool.device),)](
+        places=quantized_places(states),
+        pool=ssm_pool,
+        layer_stride=ssm_pool.stride(0),
+        slot_stride=ssm_pool.stride(1),
+        src=src,
+        dst=dst,
+        num_slots=src.shape[0],
+        SLOTS=SLOTS_AT_A_TIME,
+        LAYERS=num_layers,
+        HEADS=heads,
+        D_STATE=d_state,
+        HEAD_DIM=head_dim,
+        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def _num_programs(device: torch.device) -> int:
+    return PROGRAMS_PER_SM * num_multiprocessors(device) if device.type == "cuda" else _INTERPRETED_PROGRAMS
+
+
+def _check(states: QuantizedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    if ssm_pool.dim() != 5 or not ssm_pool[:1, :1].is_contiguous():
+        raise ValueError(
+            "need ssm_pool [layers, slots, heads, d_state, head_dim] of contiguous states, "
+            f"found {tuple(ssm_pool.shape)} with strides {ssm_pool.stride()}"
+        )
+    states.check(ssm_pool)
+    for name, slots in (("src", src), ("dst", dst)):
+        if slots.dtype != torch.int32 or slots.dim() != 1 or slots.device != ssm_pool.device:
+            raise ValueError(f"need {name} [n] int32 on {ssm_pool.device}, found {slots.dtype} on {slots.device}")
+    if src.shape != dst.shape or not (src.is_contiguous() and dst.is_contiguous()):
+        raise ValueError(f"need contiguous src and dst of one length, found {src.shape[0]} and {dst.shape[0]}")
+
+
+def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return states [..., rows, channels] as values of `dtype` and float32 scales [..., channels]."""
+    states = states.to(torch.float32)
+    largest = states.abs().amax(-2)
+    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # by a number, CUDA multiplies with its inverse
+    scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
+    values = states / torch.where(scales == 0, 1.0, scales)[..., None, :]
+    return (torch.floor(values + 0.5) if dtype == torch.int8 else values).to(dtype), scales
+
+
+def store_quantized_ref(places: QuantizedStates, slots: Tensor, states: Tensor) -> None:
+    """Quantize states [n, heads, rows, channels] into slots [n] int32 of one layer in place; skip PAD_SLOT."""
+    values, scales = quantize(states, places.values.dtype)
+    # Values travel as bytes: torch copies no fp8 by index.
+    store_slots(places.values.view(torch.int8), slots, values.view(torch.int8))
+    store_slots(places.scales, slots, scales)
+
+
+def restore_states_ref(states: QuantizedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Do what `restore_states` does."""
+    used = src.clamp_min(0).to(torch.int64)
+    values = states.values.view(torch.int8).index_select(1, used).view(states.values.dtype).to(torch.float32)
+    restored = values * states.scales.index_select(1, used)[..., None, :]
+    numbers = torch.where(src < 0, src, torch.arange(src.shape[0], dtype=src.dtype, device=src.device))
+    copy_slots_between_ref((restored,), (ssm_pool,), numbers, dst)

@@ -1,0 +1,71 @@
+"""States after drafts in slots of their own: the form that serves every recurrence.
+
+A draft window is a request's columns of slots. Column 0 is its live slot; column j has the state after token j of the
+step. Windows of inputs are in column 0's slot alone, which has room for those of drafts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .cached_form import StoredStates
+from .interface import LiveState
+from .rows import PAD_SLOT, AlignRows
+
+
+class DraftSlots:
+    """Draft states in slots of the pool; a `DraftStates`.
+
+    Args:
+        live: The pool's own tensors.
+    """
+
+    def __init__(self, live: StoredStates) -> None:
+        self._live = live
+
+    def layer(self, index: int) -> None:
+        """Return None: a layer's slots are all that there is."""
+
+    def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignRows, block_size: int) -> None:
+        """Cache the states at the boundaries that rows reached; see `align_copy`."""
+        stored.align_copy(rows, block_size)
+
+    def settle(self, states: Sequence[LiveState]) -> None:
+        """Copy the accepted column of each draft window to column 0, all layers, in place."""
+        shifted = [state for state in states if state.accepted > 1]
+        if shifted:
+            rows, _ = settling_rows(shifted, self._live.device)
+            self._live.align_copy(rows, block_size=1)
+
+
+def settling_rows(states: Sequence[LiveState], device: torch.device) -> tuple[AlignRows, Tensor]:
+    """Return rows of an align copy with blocks of one token, each ending at the accepted one, and their buffers."""
+    width = max(state.accepted for state in states)
+    numbers = [
+        [state.slot, state.accepted, state.buffer]
+        + [state.accepted_slot if column == state.accepted - 1 else state.slot for column in range(width)]
+        for state in states
+    ]
+    table = columns_of(numbers).to(device)[:, : len(states)]
+    ones, zeros = torch.ones_like(table[0]), torch.zeros_like(table[0])
+    rows = AlignRows(
+        computed=ones,
+        scheduled=zeros,
+        drafts=zeros,
+        accepted=table[1],
+        columns=table[3:].T.contiguous(),
+        state_columns=zeros,
+        targets=table[0],
+    )
+    return rows, table[2]
+
+
+def columns_of(lines: Sequence[Sequence[int]]) -> Tensor:
+    """Return lines of numbers as columns, [numbers, at least lines] int32.
+
+    Rows are padded to 16 bytes, so that every number of lines runs the same compiled kernel.
+    """
+    table = torch.full((len(lines[0]), -(-len(lines) // 4) * 4), PAD_SLOT, dtype=torch.int32)
+    table[:, : len(lines)] = torch.tensor(lines, dtype=torch.int32).T
+    return table
