@@ -27,10 +27,10 @@ from peers.causal_conv1d_peer import peer_conv
 from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
-from megatron_mamba_cache.recurrences.conv import conv_verify as conv_verify_module
-from megatron_mamba_cache.recurrences.conv.causal_conv import ConvTiling, causal_conv
-from megatron_mamba_cache.recurrences.conv.conv_verify import ConvVerifyTiling, conv_verify
+from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
+from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
+from megatron_mamba_cache.recurrences.conv.conv import ConvTiling, causal_conv
+from megatron_mamba_cache.recurrences.conv.verify import ConvVerifyTiling, conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import state_verify as state_verify_module
 from megatron_mamba_cache.recurrences.mamba2.replay_tiling import ReplayTiling
 from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights

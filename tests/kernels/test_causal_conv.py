@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
-from megatron_mamba_cache.recurrences.conv.causal_conv import ConvTiling, causal_conv, causal_conv_ref
-from megatron_mamba_cache.recurrences.conv.conv_verify import conv_verify, conv_verify_ref
+from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
+from megatron_mamba_cache.recurrences.conv.conv import ConvTiling, causal_conv
+from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
+from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (

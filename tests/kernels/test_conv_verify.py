@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.recurrences.conv import conv_verify as conv_verify_module
-from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv, causal_conv_ref
-from megatron_mamba_cache.recurrences.conv.conv_verify import ConvVerifyTiling, conv_verify, conv_verify_ref
+from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
+from megatron_mamba_cache.recurrences.conv.conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
+from megatron_mamba_cache.recurrences.conv.verify import ConvVerifyTiling, conv_verify
 from megatron_mamba_cache.recurrences.rows import DecodeRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (

@@ -22,10 +22,10 @@ from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences import quantized_states, slot_copies
-from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
-from megatron_mamba_cache.recurrences.conv import conv_verify as conv_verify_module
-from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
-from megatron_mamba_cache.recurrences.conv.conv_verify import conv_verify
+from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
+from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
+from megatron_mamba_cache.recurrences.conv.conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
 from megatron_mamba_cache.recurrences.mamba2 import (
     hopper_tiling,

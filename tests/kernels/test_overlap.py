@@ -27,7 +27,8 @@ from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
-from megatron_mamba_cache.recurrences.conv import causal_conv, conv_verify
+from megatron_mamba_cache.recurrences.conv import conv
+from megatron_mamba_cache.recurrences.conv import verify as conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import ssd_tiles, state_verify
 from megatron_mamba_cache.recurrences.rows import whole_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
@@ -118,7 +119,7 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
     (gated_silu, "_gated_silu_kernel"): lambda: gated_silu.gated_silu(half(1, 64)),
     (state_verify, "_state_verify_kernel"): update_states,
-    (causal_conv, "_causal_conv_kernel"): lambda: causal_conv.causal_conv(
+    (conv, "_causal_conv_kernel"): lambda: conv.causal_conv(
         half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT
     ),
     (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(
@@ -262,9 +263,9 @@ def test_a_convolution_beside_the_cutting_of_rows_ends_after_it(
 ) -> None:
     """What it reads and writes is not what the cutting writes; the scan, which waits for it alone, reads both."""
     ptx = overlapped_ptx(
-        causal_conv,
+        conv,
         "_causal_conv_kernel",
-        lambda: causal_conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT, after_cut=True),
+        lambda: conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT, after_cut=True),
         compile_for_hopper,
         monkeypatch,
     )

@@ -26,9 +26,9 @@ from megatron_mamba_cache.kernels.sampling.verification import (
     VerifyLogits,
     accept_by_ratio,
 )
-from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
-from megatron_mamba_cache.recurrences.conv.conv_verify import conv_verify
-from megatron_mamba_cache.recurrences.conv.reference_conv import causal_conv_ref, conv_verify_ref
+from megatron_mamba_cache.recurrences.conv.conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
+from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
 from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.reference_ssd import ssd_scan_ref, state_verify_ref

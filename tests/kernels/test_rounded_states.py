@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences import quantized_states
-from megatron_mamba_cache.recurrences.conv import causal_conv as causal_conv_module
-from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv, causal_conv_ref
+from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
+from megatron_mamba_cache.recurrences.conv.conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref
 from megatron_mamba_cache.recurrences.mamba2 import boundary_folds_portable, ssd_scan_portable
 from megatron_mamba_cache.recurrences.mamba2.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
-from megatron_mamba_cache.recurrences.conv.causal_conv import causal_conv
+from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.mamba2 import ssd_scan_portable, ssd_tiles
 from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import cut_rows, scan_tiles, ssd_scan, ssd_scan_ref

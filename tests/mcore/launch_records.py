@@ -24,7 +24,8 @@ from megatron_mamba_cache.kernels.experts import (
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.recurrences import align_copy
-from megatron_mamba_cache.recurrences.conv import causal_conv, conv_verify
+from megatron_mamba_cache.recurrences.conv import conv
+from megatron_mamba_cache.recurrences.conv import verify as conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import (
     boundary_folds,
     boundary_folds_portable,
@@ -51,7 +52,7 @@ KERNELS = (
     (boundary_folds_portable, "_fold_boundaries_kernel"),
     (boundary_folds_products, "_fold_boundaries_kernel"),
     (boundary_plan, "_plan_kernel"),
-    (causal_conv, "_causal_conv_kernel"),
+    (conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
     (expert_order, "_order_kernel"),
     (expert_order, "_count_kernel"),

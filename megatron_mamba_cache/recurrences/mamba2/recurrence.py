@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..conv.causal_conv import causal_conv
-from ..conv.conv_verify import conv_verify
+from ..conv.conv import causal_conv
+from ..conv.verify import conv_verify
 from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
 from ..rows import DecodeRows, PrefillRows

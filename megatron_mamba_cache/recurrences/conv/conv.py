@@ -28,19 +28,20 @@ from ...kernels.overlap import await_inputs, await_launcher, overlapping, releas
 from ...kernels.tuples import appended
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
-from .conv_row_ends import begin_row, count_up_to, end_chunk
-from .conv_runs import convolve_part, convolve_run
-from .conv_taps import (
+from .parts import (
     ConvInputs,
     ConvWindows,
+    begin_row,
     check_conv,
+    convolve_part,
+    convolve_run,
+    count_up_to,
+    end_chunk,
     load_bias,
     load_taps,
     weigh_and_activate,
 )
-from .reference_conv import causal_conv_ref
-
-__all__ = ["TILING", "ConvTiling", "causal_conv", "causal_conv_ref"]
+from .reference import causal_conv_ref
 
 
 @dataclass(frozen=True, slots=True)

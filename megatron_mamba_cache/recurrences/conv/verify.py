@@ -26,17 +26,8 @@ from ..decode_rows import DecodeRows
 from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
-from .conv_taps import (
-    ConvInputs,
-    ConvWindows,
-    check_conv,
-    load_bias,
-    load_taps,
-    weigh_and_activate,
-)
-from .reference_conv import conv_verify_ref
-
-__all__ = ["TILING", "ConvVerifyTiling", "conv_verify", "conv_verify_ref"]
+from .parts import ConvInputs, ConvWindows, check_conv, load_bias, load_taps, weigh_and_activate
+from .reference import conv_verify_ref
 
 
 @dataclass(frozen=True, slots=True)
