@@ -17,7 +17,8 @@ from loads.conversation_load import Conversation
 from megatron_mamba_cache.policy.admission import AdmissionPlan, Refusal
 from megatron_mamba_cache.policy.block_growth import grow_rows
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
-from megatron_mamba_cache.policy.requests import Candidate, RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
 
 Text = npt.NDArray[np.int64]
 

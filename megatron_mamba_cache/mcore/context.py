@@ -24,7 +24,8 @@ from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.kept_tokens import KeptTokens, StepTokens
 from ..policy.prefix_cache import PrefixCache
-from ..policy.requests import Candidate, RequestSpec, RunningRequest
+from ..policy.request_settings import RequestSpec
+from ..policy.requests import Candidate, RunningRequest
 from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, settings_of_peers
 from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks
@@ -65,9 +66,8 @@ class LiveSlots:
 class MambaCacheContext(DynamicInferenceContext):
     """Megatron's dynamic context with prefix caching for hybrid models.
 
-    Requests and steps are those of `runner`, which exists as long as the device memory does: not while the engine is
-    suspended. Beside the counts below, Megatron's constructor sets `block_allocator`, `is_tensor_state_allocated` and
-    sizes that never change, and its engine sets `SET_BY_MEGATRON` (`mcore/megatron_settings.py`).
+    Requests and steps are those of `runner`, which exists while the device memory does. Megatron's constructor sets
+    `block_allocator`, `is_tensor_state_allocated` and fixed sizes, its engine `SET_BY_MEGATRON` (`megatron_settings`).
 
     Raises:
         CacheCapacityError: If there is not enough memory.

@@ -9,7 +9,8 @@ from typing import Any
 from megatron.core.inference.inference_request import Status
 from torch import Tensor
 
-from ..policy.requests import RunningRequest, ScoredToken
+from ..policy.request_settings import ScoredToken
+from ..policy.requests import RunningRequest
 from ..step.prompt_log_probs import alternatives_by_text, named_alternatives
 from .request_spec import PROMPT_SCORES, PROMPT_TOP_N
 from .request_states import DraftCounts, RequestState, tokens_after
@@ -44,7 +45,7 @@ class Addition:
 
     def apply(self) -> None:
         """Append it; accepted drafts get no time of their own: the last token gets the step's."""
-        self.state.drafts = self.drafts_after
+        self.state.draft_counts = self.drafts_after
         request, others = self.request, self.tokens[:-1]
         if others:
             request.generated_tokens.extend(others)
@@ -138,8 +139,8 @@ def additions_of(
             chosen = [*(token.log_prob for token in scored), *chosen]
             if best is not None:
                 best = [*named_alternatives(scored, len(top_n[index][0][1]), text_of), *best]
-        after = state.drafts.plus(drafts)
-        found.append(Addition(request, tokens, chosen, best, state, state.drafts, after, scored or ()))
+        after = state.draft_counts.plus(drafts)
+        found.append(Addition(request, tokens, chosen, best, state, state.draft_counts, after, scored or ()))
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import CacheConfig, is_encodable
 from ..policy.logits_settings import logits_settings_of
-from ..policy.requests import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings
+from ..policy.request_settings import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings
 
 LOGITS, GRAMMAR = "logits_settings", "grammar"
 STOP_TOKEN_IDS, BREAKPOINTS = "stop_token_ids", "breakpoints"

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
-from ..policy.requests import Candidate, RequestSpec, RunningRequest
+from ..policy.request_settings import RequestSpec
+from ..policy.requests import Candidate, RunningRequest
 
 _REMEMBERED_REQUESTS = 65_536
 
@@ -43,7 +44,7 @@ class RequestState:
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
     tiers: TierTokens = TierTokens()  # of these
-    drafts: DraftCounts = DraftCounts()  # over its whole life, evictions included
+    draft_counts: DraftCounts = DraftCounts()  # over its whole life, evictions included
     admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
     row: RunningRequest | None = None  # the newest one, which may have left
     num_written_before: int = 0  # prompt tokens that the rows before it wrote to the cache
@@ -120,7 +121,9 @@ class RequestStates(dict[int, RequestState]):
         state = self.get(request_id)
         if state is None:
             return self._left.get(request_id, _RequestCounts())
-        return _RequestCounts(state.cached_tokens or 0, state.tiers, state.num_written, state.drafts, state.admitted_at)
+        return _RequestCounts(
+            state.cached_tokens or 0, state.tiers, state.num_written, state.draft_counts, state.admitted_at
+        )
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:

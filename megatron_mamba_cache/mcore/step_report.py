@@ -80,7 +80,7 @@ class StepReport:
                 take_back(self._newest(request_id), len(continuing[request_id].generated) - len(tokens))
         for addition in self._additions:
             if addition.request.request_id in self._entries.keys() - whole:
-                addition.state.drafts = addition.drafts_before
+                addition.state.draft_counts = addition.drafts_before
 
     def _newest(self, request_id: int) -> Any:
         return self._entries[request_id].record.requests[-1]

@@ -10,7 +10,8 @@ from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
 from ..policy.boundaries import prefill_chunk_end
 from ..policy.prefix_cache import PrefixCache
-from ..policy.requests import Candidate, RequestSpec, RunningRequest, SamplingSettings
+from ..policy.request_settings import RequestSpec, SamplingSettings
+from ..policy.requests import Candidate, RunningRequest
 from ..policy.running_requests import RunningRequests
 from .block_texts import BlockText, RecordedKeys
 
@@ -91,7 +92,7 @@ def _decode(row: RunningRequest, cache: PrefixCache) -> Iterator[None]:
     The others change nothing but counts.
     """
     if row.length < row.spec.max_len:
-        row.generated.append(_ANY_TOKEN)
+        row.append([_ANY_TOKEN])
     while row.length < row.spec.max_len:
         until_boundary = cache.block_size - row.computed % cache.block_size
         quiet = min(until_boundary, row.spec.max_len - row.length) - 1
@@ -99,8 +100,8 @@ def _decode(row: RunningRequest, cache: PrefixCache) -> Iterator[None]:
             grow_rows([row], cache, paused_capacity=0)
         except CacheCapacityError:
             return
-        row.generated += [_ANY_TOKEN] * (quiet + 1)
-        row.computed += quiet
+        row.append([_ANY_TOKEN] * (quiet + 1))
+        row.advance(quiet)
         cache.schedule_decode(row)
         cache.publish(row, row.scheduled)
         cache.advance(row, row.scheduled)

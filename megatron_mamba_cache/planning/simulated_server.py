@@ -14,7 +14,8 @@ import numpy as np
 
 from ..policy.admission import Refusal
 from ..policy.prefix_cache import PrefixCache
-from ..policy.requests import Candidate, RequestSpec, RunningRequest, SamplingSettings
+from ..policy.request_settings import RequestSpec, SamplingSettings
+from ..policy.requests import Candidate, RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import StepScheduler
 from ..policy.tiers.cache_tiers import HostTier
@@ -195,15 +196,15 @@ class SimulatedServer:
         if next_event < inf:
             quiet = min(quiet, max(ceil((next_event - self._clock.now) / step_s) - 1, 0))
         for row in decoding if quiet else ():
-            row.generated += [_ANY_TOKEN] * quiet
-            row.computed += quiet
+            row.append([_ANY_TOKEN] * quiet)
+            row.advance(quiet)
         return quiet
 
     def _advance(self, row: RunningRequest) -> bool:
         """End a row's step; return whether it was its last."""
         samples, is_prefilling = row.samples_this_step, row.is_prefilling
         if samples:
-            row.generated.append(_ANY_TOKEN)
+            row.append([_ANY_TOKEN])
         if not is_prefilling:
             self._cache.publish(row, row.scheduled)
         elif samples and not row.spec.num_replayed:

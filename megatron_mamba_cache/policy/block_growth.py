@@ -35,7 +35,7 @@ def grow_rows(
     needing = [row for row in rows if _needs_block(row, cache.block_size)]
     if len(needing) <= cache.kv.num_available:
         for row in needing:
-            _grow(row, cache)
+            cache.grow(row)
         return GrowthOutcome()
     if not cache.kv.num_available and len(needing) < len(rows) and _may_stay_paused(needing, paused_capacity):
         return GrowthOutcome()
@@ -46,10 +46,10 @@ def grow_rows(
         evicted.append(leaving)
         (release or cache.release)(leaving)
     for index in plan.grants:
-        _grow(left[index], cache)
+        cache.grow(left[index])
     paused = tuple(left[index] for index in plan.paused if not left[index].is_paused)
     for row in paused:
-        row.is_paused = True
+        row.pause()
     return GrowthOutcome(paused, tuple(evicted))
 
 
@@ -60,7 +60,7 @@ def resume_rows(rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
     """
     for row in rows:
         if row.is_paused and cache.kv.num_available:
-            _grow(row, cache)
+            cache.grow(row)
 
 
 def _plan(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> PreemptionPlan:
@@ -85,8 +85,3 @@ def _needs_block(row: RunningRequest, block_size: int) -> bool:
 def _may_stay_paused(rows: Sequence[RunningRequest], capacity: int) -> bool:
     """Return whether all rows are already paused and together hold at most `capacity` blocks."""
     return all(row.is_paused for row in rows) and len({block for row in rows for block in row.block_ids}) <= capacity
-
-
-def _grow(row: RunningRequest, cache: PrefixCache) -> None:
-    cache.grow(row)
-    row.is_paused = False

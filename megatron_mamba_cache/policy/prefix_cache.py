@@ -9,7 +9,7 @@ trusted.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,8 @@ from .draft_windows import DraftWindows
 from .hit_reasons import reason_for_no_hit
 from .pools import CachePools
 from .request_rings import RequestRings
-from .requests import Candidate, RequestSpec, RunningRequest
+from .request_settings import RequestSpec
+from .requests import Candidate, RunningRequest
 from .slot_owners import SlotOwner
 from .state_reservations import StateReservations
 from .tiers.cache_tiers import NoTiers, Tiers
@@ -175,7 +176,7 @@ class PrefixCache:
 
     def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
         """Schedule prefill up to `chunk_end` and reserve the boundaries that get a cached state."""
-        row.scheduled = chunk_end - row.computed
+        row.schedule(chunk_end - row.computed)
         if not self._publishes(row):
             return
         positions = select_boundaries(
@@ -193,14 +194,13 @@ class PrefixCache:
         """Schedule a decoding request's next token and the drafts that fit after it, and reserve its boundary."""
         boundary = (row.computed // self.block_size + 1) * self.block_size
         if not drafts and not row.reserved and boundary > row.computed + 1:  # most steps of most requests
-            row.drafts, row.scheduled = (), 1
+            row.schedule(1)
             return
         room = self._room_for_drafts(row, len(drafts)) if drafts else 0
         if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
             self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
         num_drafts = self._draft_states.widen(row, room)
-        row.drafts = tuple(drafts[:num_drafts])
-        row.scheduled = 1 + num_drafts
+        row.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
         if boundary > row.computed + row.scheduled:
             self._reservations.cancel(row)
 
@@ -227,8 +227,7 @@ class PrefixCache:
         """Return every reservation and pin of a step that will not be published."""
         self._reservations.cancel(row)
         self._unpin_source(row)
-        row.scheduled = 0
-        row.drafts = ()
+        row.unschedule()
 
     def advance(self, row: RunningRequest, num_tokens: int) -> None:
         """Count `num_tokens` of the scheduled tokens as computed: all in prefill, the kept ones in decode."""
@@ -239,9 +238,7 @@ class PrefixCache:
             self.counters.decode_tokens_computed += row.scheduled
             self.counters.count_drafts(len(row.drafts), num_tokens - 1)
             row.accepted = num_tokens
-        row.computed += num_tokens
-        row.scheduled = 0
-        row.drafts = ()
+        row.advance(num_tokens)
         self._draft_states.trim(row)
 
     def close_draft_states(self, row: RunningRequest) -> None:
@@ -254,7 +251,7 @@ class PrefixCache:
         Raises:
             CacheCapacityError: If there is none; nothing has changed then.
         """
-        row.block_ids.extend(self.kv.allocate(1))
+        row.add_blocks(self.kv.allocate(1))
 
     def at_edges(self, rows: Iterable[RunningRequest]) -> list[RunningRequest]:
         """Return the requests that begin or complete a block in the step after the one-token step that runs."""
@@ -277,9 +274,9 @@ class PrefixCache:
 
     def lengthen_prompt(self, row: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
         """Let the request prefill to the end of a longer prompt, which begins with the current one."""
-        row.spec = replace(row.spec, prompt=prompt)
+        row.lengthen_prompt(prompt)
         if self.enabled:
-            row.chain.extend(prompt[row.chain.num_tokens :])
+            row.extend_keys(len(prompt))
 
     def take_draft_slot(self, row: RunningRequest) -> bool:
         """Give the request a draft slot if one can be spared; return whether it has one."""
@@ -301,7 +298,7 @@ class PrefixCache:
             raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {owner}")
         self.keep_below(row)
         self.kv.release(row.block_ids)
-        row.block_ids = []
+        row.release_blocks()
         self.slots.release_live(row.live_slot)
 
     def keep_below(self, row: RunningRequest) -> None:
@@ -336,8 +333,7 @@ class PrefixCache:
 
     def _view(self, candidate: Candidate) -> PromptView:
         if candidate.epoch != self.epoch:
-            candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
-            candidate.awaited_copy = False
+            candidate.begin_epoch(self._keys_of(candidate.spec), self.epoch)
         spec = candidate.spec
         return PromptView(candidate.chain.keys[: spec.prompt_len // self.block_size], spec.prompt_len, spec.may_skip)
 
@@ -377,11 +373,10 @@ class PrefixCache:
     def _publish_blocks(self, row: RunningRequest, end: int) -> None:
         num_full = end // self.block_size
         if num_full > len(row.chain.keys):
-            row.chain.extend(row.tokens(row.chain.num_tokens, num_full * self.block_size))
+            row.extend_keys(num_full * self.block_size)
         for index in range(row.num_published_blocks, num_full):
             parent = row.block_ids[index - 1] if index else None
-            row.block_ids[index] = self.kv.register(row.block_ids[index], row.chain.keys[index], parent)
-        row.num_published_blocks = num_full
+            row.publish_block(self.kv.register(row.block_ids[index], row.chain.keys[index], parent))
 
     def _hold_states(self, row: RunningRequest, end: int) -> None:
         """Keep the worth of the states before a request's breakpoints for as long as they say."""
@@ -392,15 +387,16 @@ class PrefixCache:
                 self.slots.hold(row.block_ids[index - 1], spec.arrived_s + keep_s)
 
     def _claim(self, row: RunningRequest) -> None:
-        """Let go of what was brought back for a request, which holds it by now."""
+        """Release what was restored for a request, which holds it by now."""
         brought = self.tiers.claim(row.request_id)
-        row.from_disk = min(brought.disk * self.block_size, row.computed)
-        row.from_host = min(brought.host * self.block_size, row.computed - row.from_disk)
+        from_disk = min(brought.disk * self.block_size, row.computed)
+        from_host = min(brought.host * self.block_size, row.computed - from_disk)
+        row.count_restored(from_disk=from_disk, from_host=from_host)
 
     def _unpin_source(self, row: RunningRequest) -> None:
         if row.source_block is not None:
             self.slots.unpin(row.source_block)
-        row.source_block = row.source_slot = None
+            row.release_source()
 
     def _count_admission(self, row: RunningRequest, candidate: Candidate, *, is_first: bool) -> None:
         if is_first:

@@ -1,9 +1,8 @@
-"""A request as the cache sees it: what was asked for, and its progress."""
+"""A request as the cache sees it: waiting, and running."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,136 +10,7 @@ import numpy.typing as npt
 from .block_hashing import KeyChain
 from .identifiers import BlockId, RingId, SlotId
 from .kept_tokens import KeptTokens
-from .logits_settings import PLAIN_LOGITS, LogitsSettings
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """How a request's tokens are drawn and when it ends.
-
-    Args:
-        temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.
-        seed: Seed of the request's counter-based random numbers.
-        termination_id: Token that ends the request; -1 for none.
-        stop_words: Token sequences that end it.
-        logits: How the model's logits are changed before a token is drawn.
-        grammar: What the generated text has to follow, as `grammars.forms` writes it; "" for nothing.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    seed: int = 0
-    termination_id: int = -1
-    stop_words: tuple[tuple[int, ...], ...] = ()
-    logits: LogitsSettings = PLAIN_LOGITS
-    grammar: str = ""
-
-    @property
-    def changes_logits(self) -> bool:
-        """True when a token is not drawn from the model's own logits."""
-        return self.logits is not PLAIN_LOGITS or bool(self.grammar)
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when no random number is needed."""
-        return self.top_k == 1 or self.temperature == 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LogProbSettings:
-    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives.
-
-    Args:
-        top_n: The best tokens in the place of each, by text.
-        prompt_top_n: Those in the place of each prompt token, by id and with ranks; None for no ranks.
-        names_ids: Whether the best tokens are named by the digits of their ids instead of by text.
-    """
-
-    wanted: bool = False
-    skip_prompt: bool = False
-    top_n: int = 0
-    prompt_top_n: int | None = None
-    names_ids: bool = False
-
-    @property
-    def of_prompt(self) -> bool:
-        """True when log-probabilities of the prompt are wanted."""
-        return self.wanted and not self.skip_prompt
-
-    @property
-    def most_of_prompt(self) -> int:
-        """The best tokens that are needed in the place of each prompt token."""
-        return max(self.top_n, self.prompt_top_n or 0)
-
-
-class ScoredToken(NamedTuple):
-    """A prompt token's log-prob and rank, and the best tokens in its place, best first.
-
-    Args:
-        rank: 1 plus the number of tokens that are more probable in its place.
-    """
-
-    log_prob: float
-    rank: int
-    best_log_probs: tuple[float, ...] = ()
-    best_ids: tuple[int, ...] = ()
-
-    def cut(self, top_n: int) -> "ScoredToken":
-        """Return it with only so many of the best tokens."""
-        return ScoredToken(self.log_prob, self.rank, self.best_log_probs[:top_n], self.best_ids[:top_n])
-
-
-class PromptBreakpoint(NamedTuple):
-    """A position in a prompt at which other prompts are expected to part from it.
-
-    Args:
-        keep_s: Seconds from the request's arrival for which the state before it is worth more.
-    """
-
-    position: int
-    keep_s: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestSpec:
-    """The settings of a request, fixed for its life. After an interruption, `continued` makes what runs from them.
-
-    Args:
-        prompt: [prompt_len] int64 token ids, never empty.
-        max_len: Prompt and generated tokens together.
-        tenant: Salt that keeps this request's prefixes apart from other tenants'.
-        num_replayed: Tokens at the prompt's end that this request generated before it was interrupted.
-        breakpoints: The last boundary up to each gets a state.
-        arrived_s: When the request came, in seconds of the clock that stamps all requests; 0 if none does.
-    """
-
-    request_id: int
-    prompt: npt.NDArray[np.int64]
-    max_len: int
-    sampling: SamplingSettings
-    tenant: str = ""
-    log_probs: LogProbSettings = LogProbSettings()
-    num_replayed: int = 0
-    breakpoints: tuple[PromptBreakpoint, ...] = ()
-    arrived_s: int = 0
-    prompt_len: int = field(init=False)  # read many times a step
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_len", len(self.prompt))
-
-    @property
-    def may_skip(self) -> bool:
-        """True when cached prompt tokens may be skipped; False when their log-probs are wanted."""
-        return not self.log_probs.of_prompt
-
-    def continued(self, generated: Sequence[int]) -> "RequestSpec":
-        """Return what runs after an interruption: the same request, prefilled with all that it has generated too."""
-        if not generated:
-            return self
-        prompt = np.concatenate((self.prompt, np.array(generated, np.int64)))
-        log_probs = replace(self.log_probs, skip_prompt=True)  # those of the prompt came with the first token
-        return replace(self, prompt=prompt, num_replayed=len(generated), log_probs=log_probs)
+from .request_settings import RequestSpec, ScoredToken
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +24,10 @@ class Candidate:
     chain: KeyChain
     epoch: int
     awaited_copy: bool = False  # of what it starts from, in this epoch
+
+    def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
+        """Take the keys of a new epoch, in which nothing has been awaited yet."""
+        self.chain, self.epoch, self.awaited_copy = chain, epoch, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +44,8 @@ class RunningRequest:
 
     `computed` tokens have KV and are folded into the live state; `scheduled` more are computed by the step in
     preparation, the last of which are `drafts`. `tokens[computed]` is the next input.
+
+    Only the methods of a request change its fields; the pools' side of a change is `PrefixCache`'s.
 
     The live SSM state is in column `accepted` - 1 of the draft window, whose column 0 is the live slot. Earlier columns
     are no longer needed, except that the live slot holds the conv windows of all columns. Where states are replayed,
@@ -277,6 +153,77 @@ class RunningRequest:
             if self._ends_with(emitted[:count]):
                 return KeptTokens(tuple(emitted[:count]), ends=True)
         return KeptTokens(tuple(emitted))
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add newly sampled tokens."""
+        self.generated.extend(tokens)
+
+    def schedule(self, num_tokens: int, drafts: tuple[int, ...] = ()) -> None:
+        """Let the next step compute so many tokens, drafts included."""
+        self.scheduled, self.drafts = num_tokens, drafts
+
+    def unschedule(self) -> None:
+        """Let no step compute tokens until some are scheduled."""
+        self.scheduled, self.drafts = 0, ()
+
+    def advance(self, num_tokens: int) -> None:
+        """Count so many more tokens as computed; a step has landed."""
+        self.computed += num_tokens
+        self.scheduled, self.drafts = 0, ()
+
+    def pause(self) -> None:
+        """Compute nothing until a KV block is free."""
+        self.is_paused = True
+
+    def add_blocks(self, blocks: Sequence[BlockId]) -> None:
+        """Take further KV blocks; a paused request resumes with its next one."""
+        self.block_ids.extend(blocks)
+        self.is_paused = False
+
+    def publish_block(self, block: BlockId) -> None:
+        """Count the next block as published, and use the one that is findable with its tokens."""
+        self.block_ids[self.num_published_blocks] = block
+        self.num_published_blocks += 1
+
+    def release_blocks(self) -> None:
+        """Hold no block: they are released."""
+        self.block_ids = []
+
+    def reserve(self, state: ReservedState) -> None:
+        """Take a slot for the state at a boundary that the step may reach."""
+        self.reserved.append(state)
+
+    def unreserve(self, state: ReservedState) -> None:
+        """Give up a reserved slot: it is published or cancelled."""
+        self.reserved.remove(state)
+
+    def release_source(self) -> None:
+        """Hold no pinned state: this request's own state follows it by now."""
+        self.source_block = self.source_slot = None
+
+    def publish_checkpoint(self, block: BlockId) -> None:
+        """Note the block of the newest decode checkpoint."""
+        self.checkpoint = block
+
+    def count_restored(self, *, from_disk: int, from_host: int) -> None:
+        """Note how many prompt tokens are skipped because they were restored from lower tiers."""
+        self.from_disk, self.from_host = from_disk, from_host
+
+    def count_written(self, num_tokens: int) -> None:
+        """Count prompt tokens up to a published state that no state resumed before."""
+        self.num_written += num_tokens
+
+    def extend_keys(self, num_tokens: int) -> None:
+        """Compute the keys of all blocks among the first `num_tokens` tokens."""
+        self.chain.extend(self.tokens(self.chain.num_tokens, num_tokens))
+
+    def lengthen_prompt(self, prompt: npt.NDArray[np.int64]) -> None:
+        """Take a longer prompt, which begins with the current one."""
+        self.spec = replace(self.spec, prompt=prompt)
+
+    def score(self, tokens: Iterable[ScoredToken]) -> None:
+        """Add the scores of the next prompt tokens."""
+        self.scored.extend(tokens)
 
     def _ends_with(self, new: Sequence[int]) -> bool:
         """Return whether the last of `new` ends the request: end token, length limit or the end of a stop word."""

@@ -57,7 +57,7 @@ class StateReservations:
                 block = None
             else:
                 self._publish_state(row, state, block)
-            del row.reserved[0]
+            row.unreserve(state)
             self._forget_key(row, state)
             if block is not None:
                 self._note_published(row, block)
@@ -67,7 +67,7 @@ class StateReservations:
         while row.reserved:
             state = row.reserved[-1]
             self._slots.cancel(state.slot)
-            del row.reserved[-1]
+            row.unreserve(state)
             self._forget_key(row, state)
 
     def clear_keys(self) -> None:
@@ -79,7 +79,7 @@ class StateReservations:
             self._counters.states_skipped_no_room += 1
             return False
         (slot,) = self._slots.reserve()
-        row.reserved.append(ReservedState(position, slot))
+        row.reserve(ReservedState(position, slot))
         self._counters.states_reserved += 1
         return True
 
@@ -93,7 +93,7 @@ class StateReservations:
         self._slots.publish(state.slot, block, state.position, anchor, num_others)
         if row.is_prefilling:
             end = row.first_generated
-            row.num_written += min(state.position, end) - min(self._slots.tokens_before(block), end)
+            row.count_written(min(state.position, end) - min(self._slots.tokens_before(block), end))
 
     def _note_published(self, row: RunningRequest, block: BlockId) -> None:
         self._counters.states_published += 1
@@ -104,7 +104,7 @@ class StateReservations:
             if row.checkpoint is not None:
                 self._slots.retire(row.checkpoint)
             self._slots.mark_rolling(block)
-        row.checkpoint = block
+        row.publish_checkpoint(block)
 
     def _forget_key(self, row: RunningRequest, state: ReservedState) -> None:
         if row.is_prefilling:

@@ -39,7 +39,7 @@ class _NotedRow:
     row: RunningRequest
     num_blocks: int
     num_published: int
-    checkpoint: int | None = None
+    newest_checkpoint: int | None = None
 
 
 class RankDigest:
@@ -115,8 +115,8 @@ class RankDigest:
             blocks = row.block_ids[noted.num_published : row.num_published_blocks]
             noted.num_published = row.num_published_blocks
             self.log.note(DecisionKind.PUBLISH, row.request_id, *blocks)
-        if row.checkpoint is not None and row.checkpoint != noted.checkpoint:
-            noted.checkpoint = row.checkpoint
+        if row.checkpoint is not None and row.checkpoint != noted.newest_checkpoint:
+            noted.newest_checkpoint = row.checkpoint
             self.log.note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
 
     def _note_evictions(self, cache: PrefixCache) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, NewType, Protocol
 from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
-from ..policy.requests import PromptBreakpoint, ScoredToken
+from ..policy.request_settings import PromptBreakpoint, ScoredToken
 
 Ticket = NewType("Ticket", int)
 

@@ -21,7 +21,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
-from ..policy.requests import ScoredToken
+from ..policy.request_settings import ScoredToken
 from ..replicas.access import Access, LoopbackAccess
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..replicas.heartbeats import set_heartbeats

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ..policy.requests import ScoredToken
+from ..policy.request_settings import ScoredToken
 from .backend import Backend, GenerationRequest, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..policy.requests import ScoredToken
+from ..policy.request_settings import ScoredToken
 from .errors import bad_request
 
 _MOST_ENTRIES = 2**18  # of one response: some 20 MB

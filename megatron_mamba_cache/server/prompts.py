@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..policy.requests import PromptBreakpoint
+from ..policy.request_settings import PromptBreakpoint
 from .begun_reply import BegunReply, begun_reply
 from .conversation import MARKING_TOOL, Breakpoint, Conversation
 from .echo import Echo, echo_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..config import CacheConfig
 from ..mcore.context import MambaCacheContext
 from ..mcore.request_spec import fault_of, packed_ids
-from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
+from ..policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
 from .backend import GenerationRequest
 
 

@@ -38,11 +38,10 @@ def advance_one_token_rows(
     They may hold more already, for the step after: see `PrefixCache.reserve_ahead`.
     """
     for row, new in zip(rows, kept, strict=True):
-        row.generated.extend(new)
+        row.append(new)
         if (row.computed + 1) % cache.block_size == 0:
             cache.publish(row, 1)
-        row.computed += 1
-        row.scheduled = 0
+        row.advance(1)
     planner.note_step(rows)
     cache.counters.decode_rows += len(rows)
     cache.counters.decode_tokens_computed += len(rows)
@@ -60,7 +59,7 @@ def advance_rows(
         kept: Each row's tokens, in order; at least one for a row that decodes.
     """
     for row, new in zip(rows, kept, strict=True):
-        row.generated.extend(new)
+        row.append(new)
         if row.is_prefilling:
             cache.advance(row, row.scheduled)
             continue

@@ -94,7 +94,7 @@ class LaunchedStep:
         launched, left = self._batch.rows, set(map(id, rows))
         for row, drafts in zip(launched, self._drafts, strict=True):
             if id(row) in left:
-                row.scheduled, row.drafts = 1 + len(drafts), drafts
+                row.schedule(1 + len(drafts), drafts)
         return [drawn for row, drawn in zip(launched, self._draft_distributions, strict=False) if id(row) in left]
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..policy.requests import RunningRequest, ScoredToken
+from ..policy.request_settings import ScoredToken
+from ..policy.requests import RunningRequest
 from ..ranks.group import Ranks
 from .batch import StepBatch
 from .host_copy import HostCopy

@@ -13,7 +13,8 @@ from ..kernels.sampling.sampling_rows import SamplingRows
 from ..kernels.sampling.verification import VerifyLogits
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose, counter_uniform
-from ..policy.requests import RunningRequest, SamplingSettings
+from ..policy.request_settings import SamplingSettings
+from ..policy.requests import RunningRequest
 from .buffers import StepBuffers
 
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from ..policy.block_hashing import BlockKeyChain
 from ..policy.identifiers import BlockId, SlotId
-from ..policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
+from ..policy.request_settings import RequestSpec, SamplingSettings
+from ..policy.requests import ReservedState, RunningRequest
 from ..recurrences.rows import PAD_SLOT
 
 _GREEDY = SamplingSettings(top_k=1)
@@ -13,7 +14,7 @@ _GREEDY = SamplingSettings(top_k=1)
 def prefill_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
     """Return a row that prefills `num_tokens` tokens, 0 or more; its prompt has at least one."""
     row = _row(RequestSpec(-1, np.zeros(max(1, num_tokens), np.int64), 2 + num_tokens, _GREEDY), dummy_block)
-    row.scheduled = num_tokens
+    row.schedule(num_tokens)
     return row
 
 
@@ -21,8 +22,9 @@ def decode_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
     """Return a row that decodes a token and `num_tokens` - 1 drafts, with a state reserved; or one without tokens."""
     row = _row(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
     if num_tokens:
-        row.scheduled, row.generated, row.drafts = num_tokens, [0], (0,) * (num_tokens - 1)
-        row.reserved = [ReservedState(0, SlotId(PAD_SLOT))]
+        row.append([0])
+        row.schedule(num_tokens, (0,) * (num_tokens - 1))
+        row.reserve(ReservedState(0, SlotId(PAD_SLOT)))
     return row
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..policy.requests import RunningRequest, ScoredToken
+from ..policy.request_settings import ScoredToken
+from ..policy.requests import RunningRequest
 from ..ranks.group import Ranks
 from .step import Step
 
@@ -64,8 +65,7 @@ def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor
     found = _scores(step, ranks, places, top_n, logits_of, _MOST_LOGITS // vocab_size)
     for place in places:
         width = place.row.spec.log_probs.most_of_prompt
-        for _ in place.followers:
-            place.row.scored.append(next(found).cut(width))
+        place.row.score([next(found).cut(width) for _ in place.followers])
 
 
 def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:

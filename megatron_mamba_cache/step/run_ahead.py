@@ -147,7 +147,7 @@ class EarlySteps:
         self._is_complete = False
         self._launched = graphs.launch(rows, draft_distributions)
         for row in rows:
-            row.scheduled, row.drafts = 0, ()
+            row.unschedule()
 
     def note_fed(self, tokens: Sequence[int]) -> None:
         """Note the tokens, [rows], that the launched step was fed, now that they are read."""

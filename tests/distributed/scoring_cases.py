@@ -3,7 +3,7 @@
 import torch
 
 from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, PROMPT_TOP_N
-from megatron_mamba_cache.policy.requests import ScoredToken
+from megatron_mamba_cache.policy.request_settings import ScoredToken
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs

@@ -19,7 +19,7 @@ from megatron_mamba_cache.mcore.request_spec import (
     STOP_TOKEN_IDS,
     TOP_N_BY_ID,
 )
-from megatron_mamba_cache.policy.requests import RequestSpec
+from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.step import runner as runner_module
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid

@@ -10,7 +10,7 @@ import torch
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy import scheduler
 from megatron_mamba_cache.policy.admission import AdmissionPlan
-from megatron_mamba_cache.policy.requests import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 
 BLOCK = 16

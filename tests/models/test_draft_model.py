@@ -11,7 +11,7 @@ from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.mixers.mamba2 import CachingMambaMixer
 from megatron_mamba_cache.models.drafting import draft_model
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
-from megatron_mamba_cache.policy.requests import SamplingSettings
+from megatron_mamba_cache.policy.request_settings import SamplingSettings
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel

@@ -15,7 +15,8 @@ from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
-from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slabs import SlabSpace
 
 BLOCK = 4

@@ -11,7 +11,8 @@ from megatron_mamba_cache.policy.admission import PromptView
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.branch_points import LOOK_AHEAD, MOST_BRANCH_POINTS, branch_points, num_common
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
-from megatron_mamba_cache.policy.requests import Candidate, RequestSpec
+from megatron_mamba_cache.policy.request_settings import RequestSpec
+from megatron_mamba_cache.policy.requests import Candidate
 from megatron_mamba_cache.policy.running_requests import RunningRequests
 from megatron_mamba_cache.policy.scheduler import StepScheduler
 from tests.policy.small_cache import BLOCK, ENOUGH, request, run_step, small_cache

@@ -6,7 +6,8 @@ import pytest
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.draft_windows import DraftWindows
 from megatron_mamba_cache.policy.identifiers import BlockId
-from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.policy.held_states import HeldStates
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
-from megatron_mamba_cache.policy.requests import PromptBreakpoint, RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import PromptBreakpoint, RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 from tests.policy.small_cache import BLOCK, admit, planned, small_cache
 
 BLOCKS = [BlockId(number) for number in range(4)]

@@ -21,7 +21,8 @@ from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundaries import select_boundaries
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
-from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest
+from megatron_mamba_cache.policy.request_settings import RequestSpec
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import BLOCK, frozen, request, small_cache

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.kept_tokens import KeptTokens
-from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 
 
 def row_of(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.policy.requests import ScoredToken
+from megatron_mamba_cache.policy.request_settings import ScoredToken
 from megatron_mamba_cache.server import prompt_scores
 from megatron_mamba_cache.server.prompt_scores import PromptScoring
 from tests.server.running_server import RunningServer

@@ -6,7 +6,8 @@ import numpy as np
 
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
-from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 
 
 def row_of(

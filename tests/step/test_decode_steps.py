@@ -9,7 +9,8 @@ import torch
 
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.logits_settings import LogitsSettings
-from megatron_mamba_cache.policy.requests import LogProbSettings, ReservedState, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import LogProbSettings, SamplingSettings
+from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.decode_steps import DecodeStep, send_again, send_next

@@ -12,7 +12,8 @@ from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
-from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.grammar_masks import GrammarMasks
 from tests.grammars.piece_tokenizer import END, THINK, THINK_END, PieceTokenizer
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_mamba_cache.policy.requests import LogProbSettings
+from megatron_mamba_cache.policy.request_settings import LogProbSettings
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.log_probs import DrawnTokenScores
 from tests.step.test_batch import decoding, lay_out

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.policy.requests import RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.request_settings import SamplingSettings
+from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDrafts
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter

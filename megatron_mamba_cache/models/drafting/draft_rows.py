@@ -10,7 +10,8 @@ from ...errors import CacheIntegrityError
 from ...mcore.context import MambaCacheContext
 from ...policy.admission import Refusal
 from ...policy.boundaries import prefill_chunk_end
-from ...policy.requests import RequestSpec, RunningRequest
+from ...policy.request_settings import RequestSpec
+from ...policy.requests import RunningRequest
 from ...speculation.drafter import DraftRequest
 
 
