@@ -21,7 +21,7 @@ from measuring.machine import describe_machine
 from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
-from megatron_mamba_cache.policy.ssm_chunks import plan_ssm_chunks
+from megatron_mamba_cache.policy.chunks import plan_chunks
 from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import TILE_LEN, tile_shape
@@ -124,7 +124,7 @@ def with_boundaries(batch: Batch, boundaries: tuple[int, ...], ssm_dtype: torch.
 
 def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> PrefillRows:
     starts = [0, *accumulate(lengths)]
-    plan = plan_ssm_chunks([0] * len(lengths), starts, CHUNK)
+    plan = plan_chunks([0] * len(lengths), starts, CHUNK)
     chunk_slots = [PAD_SLOT] * len(plan.chunk_rows)
     at_boundaries = (
         start + boundary

@@ -46,6 +46,10 @@ OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queu
 """Names of objects whose attributes only they themselves set."""
 OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "LaunchedStep", "QueueState"}
 """Their classes: what these declare is set on `self` alone, whatever the object is called."""
+RECORDS = {"RunningRequest", "StateCursor"}
+"""Classes whose fields change by their own methods alone, whatever the object is called: no field is set, and no list
+in one is changed, from outside."""
+LIST_CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
 
 ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
@@ -189,10 +193,11 @@ def _is_empty(module: Module) -> bool:
 def ownership_violations(package: Package) -> Iterator[str]:
     """Yield what reaches into a context, runner or step from outside, and what bypasses attributes, one a line."""
     private = {name for name in _owned_attributes(package) if name.startswith("_")}
+    fields = _record_fields(package)
     for module in package.modules.values():
         found: dict[int, str] = {}
         for node in ast.walk(module.tree):
-            breach = _breach(node, private, ATTRIBUTE_DICTS.get(module.label, set()))
+            breach = _breach(node, private, ATTRIBUTE_DICTS.get(module.label, set())) or _record_breach(node, fields)
             if breach is not None:
                 found.setdefault(getattr(node, "lineno", 0), breach)
         yield from (f"{module.label}:{line}: {breach}" for line, breach in sorted(found.items()))
@@ -223,6 +228,31 @@ def _attribute_breach(node: ast.Attribute, private: Container[str]) -> str | Non
         return f"{verb} {ast.unparse(node)} from outside"
     is_set = isinstance(node.ctx, ast.Store | ast.Del) and _reaches_through_owner(node.value)
     return f"sets {ast.unparse(node)} from outside" if is_set and node.attr not in SET_BY_MEGATRON else None
+
+
+def _record_breach(node: ast.AST, fields: Container[str]) -> str | None:
+    """Return how a node changes a field of a record from outside, if it does."""
+    changed: ast.expr | None = None
+    if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        changed = node
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LIST_CHANGES:
+        changed = node.func.value
+    elif isinstance(node, ast.Call) and _name_of(node.func) in _SETTERS and len(node.args) > 1:
+        owner, name = node.args[:2]
+        is_field = isinstance(name, ast.Constant) and name.value in fields and _name_of(owner) != "self"
+        return f"sets {ast.unparse(name)} of {ast.unparse(owner)} from outside" if is_field else None
+    while isinstance(changed, ast.Subscript):
+        changed = changed.value
+    is_field = isinstance(changed, ast.Attribute) and changed.attr in fields and _name_of(changed.value) != "self"
+    return f"changes {ast.unparse(changed)} from outside" if changed is not None and is_field else None
+
+
+def _record_fields(package: Package) -> set[str]:
+    """Return the fields that the records declare."""
+    classes = (node for module in package.modules.values() for node in ast.walk(module.tree))
+    bodies = (node.body for node in classes if isinstance(node, ast.ClassDef) and node.name in RECORDS)
+    declared = (node.target for body in bodies for node in body if isinstance(node, ast.AnnAssign))
+    return {target.id for target in declared if isinstance(target, ast.Name)}
 
 
 def _reaches_through_owner(node: ast.expr) -> bool:
@@ -354,6 +384,7 @@ SOUND = {
     "server/app": "import fastapi",
     "__main__": "from pkg import C",
 }
+RECORD = {"policy/align": "class RunningRequest:\n    computed: int\n    blocks: list[int]\n"}
 PLANTED = {
     "upward_import": ({"policy/align": "from pkg.recurrences import pool", "recurrences/pool": ""}, "higher floor"),
     "relative_upward_import": ({"policy/align": "from ..state import pool", "recurrences/pool": ""}, "higher floor"),
@@ -419,6 +450,24 @@ PLANTED = {
         {"step/run": "class StepRunner:\n    def f(self):\n        self._own = 1\ndef g(r):\n    return r._own"},
         "reads r._own",
     ),
+    "field_of_a_request_set": (RECORD | {"step/run": "def f(r):\n    r.computed += 1"}, "changes r.computed"),
+    "fields_of_a_request_set_together": (
+        RECORD | {"step/run": "def f(a):\n    n, a.rows[0].computed = 1, 2"},
+        "changes a.rows[0].computed",
+    ),
+    "field_of_a_request_deleted": (RECORD | {"step/run": "def f(r):\n    del r.computed"}, "changes r.computed"),
+    "field_of_a_request_set_by_name": (
+        RECORD | {"step/run": "def f(r):\n    setattr(r, 'computed', 1)"},
+        "sets 'computed' of r",
+    ),
+    "list_of_a_request_changed": (
+        RECORD | {"step/run": "def f(r):\n    r.blocks.append(1)"},
+        "changes r.blocks",
+    ),
+    "item_of_a_list_of_a_request_set": (
+        RECORD | {"step/run": "def f(r):\n    r.blocks[0] = 1"},
+        "changes r.blocks",
+    ),
     "swapped_attributes": ({"step/run": "class R:\n    def f(self):\n        return vars(self)"}, "vars(self)"),
     "attributes_updated": ({"step/run": "def f(x):\n    vars(x).update(rows=())"}, "vars(x)"),
     "copied_dict": ({"step/run": "class R:\n    def f(self):\n        return dict(self.__dict__)"}, "self.__dict__"),
@@ -460,6 +509,12 @@ def test_planted_violation_is_the_only_one_found(planted: str, tmp_path: Path) -
 def test_sound_package_passes(tmp_path: Path) -> None:
     facade = {"__init__": "from pkg.mcore.context import C", "policy/__init__": "", "policy/metadata": ""}
     assert all_violations(write_package(tmp_path, SOUND | facade)) == []
+
+
+def test_a_record_and_its_namesakes_set_their_own_fields(tmp_path: Path) -> None:
+    methods = "    def f(self):\n        self.computed = 1\n        self.blocks.append(1)\n"
+    sources = {"policy/align": RECORD["policy/align"] + methods, "step/run": f"class R:\n{methods}"}
+    assert all_violations(write_package(tmp_path, SOUND | sources)) == []
 
 
 def test_long_function_that_says_why_passes(tmp_path: Path) -> None:

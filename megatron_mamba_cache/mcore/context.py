@@ -60,7 +60,7 @@ class LiveSlots:
     """Row index → live slot, under the name Megatron's metadata has."""
 
     def __init__(self, rows: Sequence[RunningRequest]) -> None:
-        self.request_to_mamba_state_idx = [row.live_slot for row in rows]
+        self.request_to_mamba_state_idx = [row.cursor.live_slot for row in rows]
 
 
 class MambaCacheContext(DynamicInferenceContext):

@@ -48,9 +48,9 @@ def _check_blocks(rows: Sequence[RunningRequest], kv: KVBlockPool, held: Mapping
 
 def _check_slots(rows: Sequence[RunningRequest], slots: SlotPool, expected: Sequence[SlotId]) -> None:
     held = {
-        SlotOwner.LIVE: [row.live_slot for row in rows],
+        SlotOwner.LIVE: [row.cursor.live_slot for row in rows],
         SlotOwner.RESERVED: [*expected, *(state.slot for row in rows for state in row.reserved)],
-        SlotOwner.DRAFT: [slot for row in rows for slot in row.draft_slots],
+        SlotOwner.DRAFT: [slot for row in rows for slot in row.cursor.draft_slots],
     }
     counts = slots.count_by_owner()
     for owner, listed in held.items():

@@ -1,4 +1,4 @@
-"""Distinct types for numbers that must never be mixed: KV blocks, state slots and rings."""
+"""Distinct types for numbers that must never be mixed: KV blocks, state slots and draft buffers."""
 
 from typing import NewType
 
@@ -11,5 +11,5 @@ SlotId = NewType("SlotId", int)
 BlockKey = NewType("BlockKey", int)
 """The SHA-256 digest of a block and everything before it, as a positive integer."""
 
-RingId = NewType("RingId", int)
-"""The ring of a running request whose states are replayed."""
+DraftBufferId = NewType("DraftBufferId", int)
+"""The buffer of a running request that keeps its drafts' inputs instead of their states."""

@@ -10,6 +10,7 @@ trusted.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,9 @@ from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
 from .branch_points import branch_points
 from .cache_integrity import check_rows_and_pools
-from .decode_rules import DecodeRules
-from .draft_windows import DraftWindows
+from .draft_states import DraftStates
 from .hit_reasons import reason_for_no_hit
 from .pools import CachePools
-from .request_rings import RequestRings
 from .request_settings import RequestSpec
 from .requests import Candidate, RunningRequest
 from .slot_owners import SlotOwner
@@ -46,6 +45,8 @@ class PrefixCache:
     """Matches, admits, publishes and releases requests over one KV block pool and one slot pool.
 
     Args:
+        draft_states: What running requests hold for their drafts.
+        checkpoints: Boundaries reached in decode that keep a state: a request's newest ("rolling"), "all" or "none".
         epoch: How often the cache has been flushed before; what tiers below hold from then is not found.
         tiers: What is kept below the pools.
     """
@@ -57,7 +58,8 @@ class PrefixCache:
         identity: CacheIdentity,
         counters: CacheCounters,
         *,
-        decode: DecodeRules,
+        draft_states: DraftStates,
+        checkpoints: Literal["rolling", "all", "none"] = "rolling",
         enabled: bool = True,
         epoch: int = 0,
         tiers: Tiers | None = None,
@@ -71,19 +73,10 @@ class PrefixCache:
         self.epoch = epoch
         self.tiers = tiers or NoTiers()
         self.identity = identity
-        self.decode_rules = decode
-        self._keeps_decode_states = enabled and decode.checkpoints != "none"
+        self.draft_states = draft_states
+        self._keeps_decode_states = enabled and checkpoints != "none"
         self._reservations = StateReservations(
-            self.kv, self.slots, counters, self.block_size, is_rolling=decode.checkpoints == "rolling"
-        )
-        self._draft_states: DraftWindows | RequestRings = (
-            RequestRings(decode.max_requests)
-            if decode.replays
-            else DraftWindows(
-                self.slots,
-                decode.max_requests,
-                num_checkpoints=int(self._keeps_decode_states and self.slots.shares_slots),
-            )
+            self.kv, self.slots, counters, self.block_size, is_rolling=checkpoints == "rolling"
         )
         self._num_admitted = 0
 
@@ -150,12 +143,14 @@ class PrefixCache:
             undo.callback(self.kv.release, new_blocks)
             live_slot = self.slots.take_live()
             undo.callback(self.slots.release_live, live_slot)
+            cursor = self.draft_states.begin(live_slot)
+            undo.callback(self.draft_states.end, cursor)
             row = RunningRequest(
                 spec=candidate.spec,
                 chain=candidate.chain,
                 epoch=candidate.epoch,
                 age=self._num_admitted if age is None else age,
-                live_slot=live_slot,
+                cursor=cursor,
                 block_ids=[*match.blocks, *new_blocks],
                 num_shared_blocks=len(match.blocks),
                 computed=match.skip_tokens,
@@ -164,8 +159,6 @@ class PrefixCache:
                 source_slot=None if source is None else self.slots.slot_of(source),
                 branches=branches,
             )
-            self._draft_states.begin(row)
-            undo.callback(self._draft_states.end, row)
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
             self._claim(row)
@@ -199,7 +192,7 @@ class PrefixCache:
         room = self._room_for_drafts(row, len(drafts)) if drafts else 0
         if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
             self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
-        num_drafts = self._draft_states.widen(row, room)
+        num_drafts = self.draft_states.widen(row.cursor, room)
         row.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
         if boundary > row.computed + row.scheduled:
             self._reservations.cancel(row)
@@ -233,17 +226,16 @@ class PrefixCache:
         """Count `num_tokens` of the scheduled tokens as computed: all in prefill, the kept ones in decode."""
         if row.is_prefilling:
             self.counters.prefill_tokens_computed += num_tokens
-            row.accepted = 1
+            self.draft_states.accept(row.cursor, 1)
         else:
             self.counters.decode_tokens_computed += row.scheduled
             self.counters.count_drafts(len(row.drafts), num_tokens - 1)
-            row.accepted = num_tokens
+            self.draft_states.accept(row.cursor, num_tokens)
         row.advance(num_tokens)
-        self._draft_states.trim(row)
 
     def close_draft_states(self, row: RunningRequest) -> None:
         """Take back what the states of a request's drafts took; its live slot must hold the live state by now."""
-        self._draft_states.close(row)
+        self.draft_states.close(row.cursor, row.computed)
 
     def grow(self, row: RunningRequest) -> None:
         """Give the request one more KV block.
@@ -280,11 +272,11 @@ class PrefixCache:
 
     def take_draft_slot(self, row: RunningRequest) -> bool:
         """Give the request a draft slot if one can be spared; return whether it has one."""
-        return self._draft_states.widen(row, 1) == 1
+        return self.draft_states.widen(row.cursor, 1) == 1
 
     def return_draft_slots(self, row: RunningRequest) -> None:
         """Take back the request's draft slots past the accepted one."""
-        self._draft_states.trim(row)
+        self.draft_states.trim(row.cursor)
 
     def release(self, row: RunningRequest) -> None:
         """Take back all that the request holds; its published blocks and states stay findable.
@@ -293,13 +285,13 @@ class PrefixCache:
         """
         self.abort(row)
         self.slots.touch_path(row.block_ids, row.first_generated)
-        self._draft_states.end(row)
-        if (owner := self.slots.owner_of_running(row.live_slot)) is not SlotOwner.LIVE:
-            raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {owner}")
+        self.draft_states.end(row.cursor)
+        if (owner := self.slots.owner_of_running(row.cursor.live_slot)) is not SlotOwner.LIVE:
+            raise CacheIntegrityError(f"need slot {row.cursor.live_slot} live, found it {owner}")
         self.keep_below(row)
         self.kv.release(row.block_ids)
         row.release_blocks()
-        self.slots.release_live(row.live_slot)
+        self.slots.release_live(row.cursor.live_slot)
 
     def keep_below(self, row: RunningRequest) -> None:
         """Keep the last states that the request has published in the tiers below."""
@@ -324,7 +316,7 @@ class PrefixCache:
         """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
         check_rows_and_pools(rows, self.pools, self.tiers.blocks_held(), self.tiers.slots_reserved())
         self.tiers.check_integrity()
-        self._draft_states.check_integrity(rows)
+        self.draft_states.check_integrity([row.cursor for row in rows])
 
     def root_of(self, tenant: str) -> bytes:
         """Return the root digest of a tenant's key chains in this epoch."""

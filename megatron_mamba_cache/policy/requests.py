@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_hashing import KeyChain
-from .identifiers import BlockId, RingId, SlotId
+from .identifiers import BlockId, SlotId
 from .kept_tokens import KeptTokens
 from .request_settings import RequestSpec, ScoredToken
+from .state_cursor import StateCursor
 
 
 @dataclass(slots=True, eq=False)
@@ -45,18 +46,15 @@ class RunningRequest:
     `computed` tokens have KV and are folded into the live state; `scheduled` more are computed by the step in
     preparation, the last of which are `drafts`. `tokens[computed]` is the next input.
 
-    Only the methods of a request change its fields; the pools' side of a change is `PrefixCache`'s.
-
-    The live SSM state is in column `accepted` - 1 of the draft window, whose column 0 is the live slot. Earlier columns
-    are no longer needed, except that the live slot holds the conv windows of all columns. Where states are replayed,
-    the live slot has the state of the first `folded` tokens, and `ring` the inputs of those after them.
+    Only the methods of a request change its fields; the pools' side of a change is `PrefixCache`'s. `cursor` says where
+    the live state is, and changes by `DraftStates`.
     """
 
     spec: RequestSpec
     chain: KeyChain
     epoch: int
     age: int  # order of first admission; smaller is older and is preempted later
-    live_slot: SlotId
+    cursor: StateCursor
     block_ids: list[BlockId]
     num_shared_blocks: int  # leading blocks that were found cached: never written
     computed: int
@@ -68,10 +66,6 @@ class RunningRequest:
     reserved: list[ReservedState] = field(default_factory=list)
     is_paused: bool = False
     drafts: tuple[int, ...] = ()
-    draft_slots: list[SlotId] = field(default_factory=list)  # columns 1, 2, ... of the draft window
-    accepted: int = 1  # tokens that the last step kept
-    ring: RingId | None = None  # None: states are not replayed
-    settled: int = 0  # tokens that a settled live slot holds, if any were settled
     branches: tuple[int, ...] = ()  # boundaries of the prompt at which requests that waited part from it
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
     from_host: int = 0  # prompt tokens that it skips because they came back from the host's memory
@@ -119,19 +113,6 @@ class RunningRequest:
         if self.drafts:
             return [*self.tokens(self.computed, self.length), *self.drafts]
         return self.tokens(self.computed, self.computed + self.scheduled)
-
-    @property
-    def state_slot(self) -> SlotId:
-        """Slot of the live SSM state: the draft window's column that the last step accepted."""
-        return self.draft_slots[self.accepted - 2] if self.draft_slots and self.accepted > 1 else self.live_slot
-
-    def folded(self, ring_len: int) -> int:
-        """Return how many tokens the replayed state in the live slot holds: a step folds what it finds whole rings of.
-
-        The prompt's are there since its prefill ended.
-        """
-        start_of_last_step = self.computed - self.accepted
-        return max(self.spec.prompt_len, self.settled, start_of_last_step // ring_len * ring_len)
 
     def tokens(self, start: int, end: int) -> Sequence[int] | npt.NDArray[np.int64]:
         """Return the tokens at absolute positions [start, end) of prompt and generated text."""

@@ -90,7 +90,7 @@ class RankDigest:
     def _noted_of(self, row: RunningRequest) -> "_NotedRow":
         noted = self._noted.get(row.request_id)
         if noted is None or noted.row is not row:  # new, or admitted once more
-            start = row.computed, row.live_slot, -1 if row.source_slot is None else row.source_slot
+            start = row.computed, row.cursor.live_slot, -1 if row.source_slot is None else row.source_slot
             prompt = crc32(row.spec.prompt.tobytes())
             self.log.note(DecisionKind.ADMIT, row.request_id, prompt, *start, *row.block_ids)
             return _NotedRow(row, len(row.block_ids), row.num_published_blocks)
@@ -106,8 +106,8 @@ class RankDigest:
         if row.reserved:
             places = (number for state in row.reserved for number in (state.position, state.slot))
             note(DecisionKind.RESERVE, request_id, *places)
-        if row.draft_slots:
-            note(DecisionKind.WINDOW, request_id, *row.draft_slots, row.accepted - 1)
+        if row.cursor.draft_slots:
+            note(DecisionKind.WINDOW, request_id, *row.cursor.draft_slots, row.cursor.accepted - 1)
 
     def _note_publishes(self, row: RunningRequest) -> None:
         noted = self._noted[row.request_id]

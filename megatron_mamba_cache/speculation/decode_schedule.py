@@ -40,7 +40,7 @@ def schedule_decode(
         return []
     # The step yields one token more than it has drafts; none may exceed the request's limit.
     rooms = [max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1)) for row in rows]
-    rooms = [cache.decode_rules.most_drafts(row.computed, room) for row, room in zip(rows, rooms, strict=True)]
+    rooms = [cache.draft_states.most_drafts(row.computed, room) for row, room in zip(rows, rooms, strict=True)]
     counts = planner.counts(rows, rooms, budget)
     limits = [DraftLimit(row, count) for row, count in zip(rows, counts, strict=True)]
     distributions: list[Tensor | None] = []

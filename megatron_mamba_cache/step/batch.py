@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.attention_rows import AttentionRows
+from ..policy.draft_states import num_folded
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
@@ -69,7 +70,7 @@ class StepGeometry:
     """What the layout of a step depends on besides its rows."""
 
     block_size: int
-    ssm_chunk_size: int
+    grain: int  # tokens of a chunk of prefill; a block is a multiple
     dummy_block: BlockId
 
 
@@ -107,7 +108,7 @@ def send_padded_step(
 ) -> None:
     """Write and send a step that is padded to a shape, see `StepShape.pad`; its views exist already."""
     _write(padded, buffers, geometry, purpose, draws_ratios=draws_ratios)
-    pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.ssm_chunk_size))
+    pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.grain))
     buffers.send(len(padded))
 
 
@@ -119,7 +120,7 @@ def _write(
     *,
     draws_ratios: bool,
 ) -> int:
-    """Write every integer of a step; return the number of its SSM chunks."""
+    """Write every integer of a step; return the number of its chunks."""
     num_decode = num_decoding(rows)
     buffers.begin()
     _write_rows(rows, buffers, geometry.block_size)
@@ -127,7 +128,7 @@ def _write(
     write_live_states(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
-    return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
+    return write_prefill_rows(prefill_rows, buffers, geometry.grain) if prefill_rows else 0
 
 
 def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
@@ -167,7 +168,7 @@ def _write_tokens(
     blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
     buffers.host("token_blocks")[:num_tokens] = blocks
     if buffers.limits.marks_real_tokens:
-        is_real = np.fromiter((row.live_slot != PAD_SLOT for row in rows), np.int32, num_rows)
+        is_real = np.fromiter((row.cursor.live_slot != PAD_SLOT for row in rows), np.int32, num_rows)
         buffers.host("real_tokens")[:num_tokens] = is_real[owners]
 
 
@@ -175,21 +176,21 @@ def write_live_states(rows: Sequence[RunningRequest], buffers: StepBuffers) -> N
     """Write where the states of decode rows are, what of them the last step accepted, and where boundaries go."""
     num_rows = len(rows)
     buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
-    buffers.host("accepted")[:num_rows] = [row.accepted for row in rows]
+    buffers.host("accepted")[:num_rows] = [row.cursor.accepted for row in rows]
     buffers.host("align_slots")[:num_rows] = [row.reserved[0].slot if row.reserved else PAD_SLOT for row in rows]
-    columns, ring_len = buffers.host_columns(), buffers.limits.ring_len
-    live_slots = [row.live_slot for row in rows]
-    if ring_len:
+    columns, fold_len = buffers.host_columns(), buffers.limits.fold_len
+    live_slots = [row.cursor.live_slot for row in rows]
+    if fold_len:
         buffers.host("live_slots")[:num_rows] = live_slots
         columns[:num_rows] = buffers.host("live_slots")[:num_rows, None]  # it has all conv windows
-        buffers.host("rings")[:num_rows] = [row.ring or 0 for row in rows]
-        buffers.host("folded")[:num_rows] = [row.folded(ring_len) for row in rows]
+        buffers.host("draft_buffers")[:num_rows] = [row.cursor.draft_buffer or 0 for row in rows]
+        buffers.host("folded")[:num_rows] = [num_folded(row, fold_len) for row in rows]
         return
     columns[:num_rows, 0] = live_slots
     if columns.shape[1] > 1:
         columns[:num_rows, 1:] = PAD_SLOT
         for index, row in enumerate(rows):
-            columns[index, 1 : 1 + len(row.draft_slots)] = row.draft_slots
+            columns[index, 1 : 1 + len(row.cursor.draft_slots)] = row.cursor.draft_slots
 
 
 def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
@@ -217,7 +218,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
         real_tokens=device("real_tokens")[:num_tokens] if buffers.limits.marks_real_tokens else None,
         attention=_attention_rows(rows, buffers),
         decode=_decode_rows(rows[:num_decode], buffers) if num_decode else None,
-        replay=_replay_rows(rows[:num_decode], buffers) if num_decode and buffers.limits.ring_len else None,
+        replay=_replay_rows(rows[:num_decode], buffers) if num_decode and buffers.limits.fold_len else None,
         prefill=_prefill_rows(len(rows) - num_decode, num_chunks, buffers) if num_decode < len(rows) else None,
         logits=view_logits(rows, token_ids, buffers),
         align=_align_rows(num_decode, buffers) if any(row.reserved for row in rows[:num_decode]) else None,
@@ -253,7 +254,7 @@ def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Replay
     return ReplayRows(
         cu_tokens=device("cu_query")[: num_rows + 1],
         slots=device("live_slots")[:num_rows],
-        rings=device("rings")[:num_rows],
+        rings=device("draft_buffers")[:num_rows],
         folded=device("folded")[:num_rows],
         computed=device("computed")[:num_rows],
         max_tokens=max(row.scheduled for row in rows),

@@ -19,12 +19,12 @@ class StepLimits:
     """The most that a step can hold.
 
     Args:
-        max_chunks: SSM chunks of all prefill rows together.
+        max_chunks: chunks of all prefill rows together.
         max_blocks: Block-table entries of a row.
         max_drafts: Draft tokens of a row.
         max_length: Tokens of a row; 0: as many as its blocks hold.
         marks_real_tokens: Whether the model asks which tokens are not padding.
-        ring_len: Tokens after which a replayed state is written; 0 where states are not replayed.
+        fold_len: Tokens after which the inputs in a draft buffer are folded into a state; 0 without such buffers.
         restores_states: Whether cached states are restored into live slots before a step, not read by its forward.
     """
 
@@ -35,7 +35,7 @@ class StepLimits:
     max_drafts: int = 0
     max_length: int = 0
     marks_real_tokens: bool = False
-    ring_len: int = 0
+    fold_len: int = 0
     restores_states: bool = False
 
     @property
@@ -73,7 +73,7 @@ class StepBuffers:
         "state_columns",
         "align_slots",
         "live_slots",
-        "rings",
+        "draft_buffers",
         "folded",
         "temperature",
         "top_k",

@@ -83,7 +83,7 @@ class DecodeStep:
         num_rows = len(rows)
         before = buffers.host("computed")[:num_rows]
         computed = np.fromiter((row.computed for row in rows), np.int32, num_rows)
-        kept = np.fromiter((row.accepted for row in rows), np.int32, num_rows)
+        kept = np.fromiter((row.cursor.accepted for row in rows), np.int32, num_rows)
         last = computed + buffers.host("scheduled")[:num_rows] - 1
         return bool(((computed - before == kept) & (before // block_size == last // block_size)).all())
 
@@ -143,7 +143,7 @@ def send_again(
     """
     num_rows, num_tokens = len(rows), sum(last.widths)
     buffers.begin()
-    kept = np.fromiter((row.accepted for row in rows), np.int32, num_rows)
+    kept = np.fromiter((row.cursor.accepted for row in rows), np.int32, num_rows)
     for name in _COUNTED_BY_ROW:
         buffers.host(name)[:num_rows] += kept
     kept_by_token = np.repeat(kept, buffers.host("scheduled")[:num_rows])
@@ -168,11 +168,11 @@ def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
-    num_rows, ring_len = len(last.rows), buffers.limits.ring_len
+    num_rows, fold_len = len(last.rows), buffers.limits.fold_len
     buffers.begin()
-    if ring_len:  # the last step has folded up to here
+    if fold_len:  # the last step has folded up to here
         folded = buffers.host("folded")[:num_rows]
-        np.maximum(folded, buffers.host("computed")[:num_rows] // ring_len * ring_len, out=folded)
+        np.maximum(folded, buffers.host("computed")[:num_rows] // fold_len * fold_len, out=folded)
     for name in (*_COUNTED_BY_ROW, "token_offsets"):
         buffers.host(name)[:num_rows] += 1
     buffers.host_int64("token_positions")[:num_rows] += 1
@@ -237,7 +237,7 @@ def _write_boundaries(rows: Sequence[RunningRequest], buffers: StepBuffers, bloc
 def _ends_of(rows: Sequence[RunningRequest]) -> RowEnds | None:
     """Return what ends the rows of a step that the device can go on from."""
     decodes_one_each = all(
-        row.scheduled == 1 and row.accepted == 1  # as in the step after this one
+        row.scheduled == 1 and row.cursor.accepted == 1  # as in the step after this one
         for row in rows
     )
     return RowEnds.of(rows) if decodes_one_each else None

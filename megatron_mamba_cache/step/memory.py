@@ -16,7 +16,7 @@ from ..kernels.compilation import WATCH
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
-from ..policy.decode_rules import DecodeRules
+from ..policy.draft_states import DraftBuffers, DraftSlots, DraftStates, num_folded
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.identifiers import BlockId
 from ..policy.places import CacheSpace, FixedPlaces, SplitSpace
@@ -24,6 +24,7 @@ from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
 from ..policy.slabs import SlabSpace
+from ..policy.slot_pool import SlotPool
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
 from ..recurrences.interface import LiveState
@@ -95,9 +96,8 @@ class CacheMemory:
             AdmissionRules(self.boundary_rule, config.align_prefill_chunks, config.chunked_prefill),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
-            decode=DecodeRules(
-                config.decode_checkpoints, config.max_requests, config.replays, shape.rounding_len(config)
-            ),
+            draft_states=_draft_states(config, shape, self.slots),
+            checkpoints=config.decode_checkpoints,
             enabled=config.prefix_caching,
             epoch=0 if below is None else below.epoch,
             tiers=self.below.tiers,
@@ -164,13 +164,13 @@ class CacheMemory:
             self.prefix_cache.close_draft_states(row)
 
     def _live_state(self, row: RunningRequest) -> LiveState:
-        fold_len = self.step_buffers.limits.ring_len
-        folded = row.computed if not fold_len or row.is_prefilling else row.folded(fold_len)
-        return LiveState(row.live_slot, row.state_slot, row.accepted, row.ring or 0, folded, row.computed)
+        fold_len, at = self.step_buffers.limits.fold_len, row.cursor
+        folded = row.computed if not fold_len or row.is_prefilling else num_folded(row, fold_len)
+        return LiveState(at.live_slot, at.state_slot, at.accepted, at.draft_buffer or 0, folded, row.computed)
 
     def pause(self, rows: Sequence[RunningRequest]) -> None:
-        """Take back the draft slots of rows that pause. A ring stays: it costs the same whether its row runs or not."""
-        if not self.step_buffers.limits.ring_len:
+        """Take back the draft slots of requests that pause. Draft buffers stay: they cost the same."""
+        if not self.step_buffers.limits.fold_len:
             self.settle(rows)
 
 
@@ -184,6 +184,13 @@ def step_memory(config: CacheConfig) -> Iterator[None]:
             f"cannot allocate the step buffers of max_requests={config.max_requests}, max_tokens={config.max_tokens} "
             f"and max_sequence_length={config.max_sequence_length}; lower one of them ({error})"
         ) from error
+
+
+def _draft_states(config: CacheConfig, shape: HybridModelShape, slots: SlotPool) -> DraftStates:
+    if config.replays:
+        return DraftBuffers(config.max_requests, shape.rounding_len(config))
+    keeps_checkpoints = config.prefix_caching and config.decode_checkpoints != "none"
+    return DraftSlots(slots, config.max_requests, keeps_checkpoints=keeps_checkpoints)
 
 
 def _space(capacity: CacheCapacity) -> CacheSpace:
@@ -268,7 +275,7 @@ def _step_buffers(
         max_drafts=config.num_speculative_tokens,
         max_length=config.max_sequence_length,
         marks_real_tokens=shape.has_experts,
-        ring_len=config.ring_len or 0,
+        fold_len=config.ring_len or 0,
         restores_states=config.quantizes_states,
     )
     with step_memory(config):

@@ -6,6 +6,7 @@ from ..policy.block_hashing import BlockKeyChain
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.request_settings import RequestSpec, SamplingSettings
 from ..policy.requests import ReservedState, RunningRequest
+from ..policy.state_cursor import StateCursor
 from ..recurrences.rows import PAD_SLOT
 
 _GREEDY = SamplingSettings(top_k=1)
@@ -34,7 +35,7 @@ def _row(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
         chain=BlockKeyChain(bytes(32), 1),
         epoch=-1,
         age=-1,
-        live_slot=SlotId(PAD_SLOT),
+        cursor=StateCursor(SlotId(PAD_SLOT)),
         block_ids=[dummy_block],
         num_shared_blocks=0,
         computed=0,

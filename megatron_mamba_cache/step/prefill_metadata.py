@@ -1,15 +1,15 @@
-"""The metadata of a step's prefill rows: SSM chunks by absolute position, and the slot each boundary is written to."""
+"""The metadata of a step's prefill rows: chunks by absolute position, and the slot each boundary is written to."""
 
 from collections.abc import Sequence
 
+from ..policy.chunks import plan_chunks
 from ..policy.requests import RunningRequest
-from ..policy.ssm_chunks import plan_ssm_chunks
 from ..recurrences.rows import PAD_SLOT
 from .buffers import StepBuffers
 
 
-def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm_chunk_size: int) -> int:
-    """Write the `PrefillRows` sections of the buffers; return the number of SSM chunks.
+def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:
+    """Write the `PrefillRows` sections of the buffers; return the number of chunks.
 
     A row that starts at a cached boundary reads its initial state straight from the cached slot and writes its final
     state to its live slot, so that a restore costs no copy; a row in mid-prefill reads and writes its live slot, and so
@@ -18,7 +18,7 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + row.scheduled)
-    plan = plan_ssm_chunks([row.computed for row in rows], starts, ssm_chunk_size)
+    plan = plan_chunks([row.computed for row in rows], starts, grain)
     num_chunks, num_rows = len(plan.chunk_rows), len(rows)
     chunk_slots = [PAD_SLOT] * num_chunks
     for row, start in zip(rows, starts, strict=False):
@@ -29,10 +29,11 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
     if buffers.limits.restores_states:
         buffers.host("source_slots")[:num_rows] = [_restored_slot(row) for row in rows]
         initial_slots = [
-            slot if row.source_block is None else row.live_slot for row, slot in zip(rows, initial_slots, strict=True)
+            slot if row.source_block is None else row.cursor.live_slot
+            for row, slot in zip(rows, initial_slots, strict=True)
         ]
     buffers.host("initial_slots")[:num_rows] = initial_slots
-    buffers.host("final_slots")[:num_rows] = [row.live_slot for row in rows]
+    buffers.host("final_slots")[:num_rows] = [row.cursor.live_slot for row in rows]
     buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
     buffers.host("chunk_rows")[:num_chunks] = plan.chunk_rows
     buffers.host("chunk_slots")[:num_chunks] = chunk_slots
@@ -44,7 +45,7 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
 def _initial_slot(row: RunningRequest) -> int:
     if row.source_slot is not None:
         return row.source_slot
-    return row.live_slot if row.computed else PAD_SLOT
+    return row.cursor.live_slot if row.computed else PAD_SLOT
 
 
 def _restored_slot(row: RunningRequest) -> int:

@@ -108,7 +108,7 @@ def may_launch_drafts(
 
     def is_near_boundary(row: RunningRequest) -> bool:
         place = row.computed % block_size
-        return place < row.accepted or place + most >= block_size
+        return place < row.cursor.accepted or place + most >= block_size
 
     return (
         is_wanted

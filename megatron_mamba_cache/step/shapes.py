@@ -46,9 +46,9 @@ class StepShape:
         prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_rows else ()
         return (self.width,) * self.num_decode_rows + prefilling
 
-    def num_chunks(self, ssm_chunk_size: int) -> int:
-        """Return the most SSM chunks that the prefill rows can have: a row cuts at most two of them short."""
-        return self.num_prefill_tokens // ssm_chunk_size + 2 * self.num_prefill_rows
+    def num_chunks(self, grain: int) -> int:
+        """Return the most chunks that the prefill rows can have: a row cuts at most two of them short."""
+        return self.num_prefill_tokens // grain + 2 * self.num_prefill_rows
 
     @staticmethod
     def of(rows: Sequence[RunningRequest]) -> "StepShape":
@@ -101,10 +101,10 @@ def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape 
 def pad_tail(
     padded: Sequence[RunningRequest], buffers: StepBuffers, dummy_block: int, shape: StepShape, num_chunks: int
 ) -> None:
-    """Fill the tail of a packed step with padding: tokens, logits and SSM chunks.
+    """Fill the tail of a packed step with padding: tokens, logits and chunks.
 
     Args:
-        num_chunks: SSM chunks of the shape.
+        num_chunks: chunks of the shape.
     """
     num_rows = len(padded)
     tokens = slice(int(buffers.host("cu_query")[num_rows]), shape.num_tokens)

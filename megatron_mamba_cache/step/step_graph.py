@@ -60,7 +60,7 @@ class StepGraph:
         self._memory = runner.memory
         buffers, geometry = self._memory.step_buffers, self._memory.geometry
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
-        padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
+        padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.grain)
         self._views = view_step(padding, buffers, num_chunks)
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_rows)
         # Other stages have other layers, and ranks that share experts other prompts: they would wait for one another.

@@ -528,7 +528,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
             run.engine.cancel_request(NEIGHBOUR)
             continue
         add_due(work, run, pending)
-        before, windows = _prefilling(run), {row.request_id: row.accepted for row in run.context.rows}
+        before, windows = _prefilling(run), {row.request_id: row.cursor.accepted for row in run.context.rows}
         if run.context.early_step is not None:
             seen["early steps"] += 1
             seen["early steps that are scored"] += any_scored(run.context.rows)
@@ -544,7 +544,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
             seen["short_chunks"] += computed - before.get(request_id, 0) <= window_len
-        after = {row.request_id: row.accepted for row in run.context.rows if not row.is_prefilling}
+        after = {row.request_id: row.cursor.accepted for row in run.context.rows if not row.is_prefilling}
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})

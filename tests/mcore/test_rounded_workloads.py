@@ -93,12 +93,12 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
         assert not rounded.is_live
         conv, values_of, scales_of = rounded.parts
         for row in rows:
-            if row.source_block is not None and row.live_slot != PAD_SLOT:
+            if row.source_block is not None and row.cursor.live_slot != PAD_SLOT:
                 source = row.source_slot
                 assert digest_of(rounded, source) in published[memory.blocks.key_of(row.source_block)]
                 values, scales = values_of[:, source], scales_of[:, source]
-                assert torch.equal(pool.tensor("ssm")[:, row.live_slot], values * scales[..., None, :])
-                window = pool.tensor("conv")[:, row.live_slot, : conv.shape[2]]
+                assert torch.equal(pool.tensor("ssm")[:, row.cursor.live_slot], values * scales[..., None, :])
+                window = pool.tensor("conv")[:, row.cursor.live_slot, : conv.shape[2]]
                 assert torch.equal(window, conv[:, source])
 
     patch.setattr(CacheMemory, "__init__", noted)

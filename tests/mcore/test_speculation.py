@@ -277,7 +277,7 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
             run.add(request_id, prompt_of(request_id), 30)
         while run.engine.requests:
             run.step()
-            assert not any(row.draft_slots for row in run.context.rows if row.is_paused)
+            assert not any(row.cursor.draft_slots for row in run.context.rows if row.is_paused)
         run.assert_exact()
     assert len(set(settled)) > 2, settled
 
@@ -335,13 +335,13 @@ def test_state_stored_from_a_live_window_is_the_state_of_the_last_kept_token(acc
         (row,) = run.context.rows
         while not plain.context.rows or plain.context.rows[0].computed < row.computed:
             plain.step()
-        num_compared += row.accepted > 1
+        num_compared += row.cursor.accepted > 1
         live, plain_live = (e.context.mamba_metadata.request_to_mamba_state_idx[0] for e in (run, plain))
         ssm, plain_ssm = (e.context.mamba_ssm_states for e in (run, plain))
         torch.testing.assert_close(ssm[:, live], plain_ssm[:, plain_live], rtol=1e-4, atol=1e-5)
         conv, plain_conv = (e.context.mamba_conv_states for e in (run, plain))
         torch.testing.assert_close(conv[:, live, :3], plain_conv[:, plain_live], rtol=1e-4, atol=1e-5)
-        assert row.accepted == 1 and not row.draft_slots
+        assert row.cursor.accepted == 1 and not row.cursor.draft_slots
     assert num_compared > 2
     run.assert_exact()
 

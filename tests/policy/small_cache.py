@@ -9,7 +9,7 @@ import numpy as np
 from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionPlan, AdmissionRules
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
-from megatron_mamba_cache.policy.decode_rules import DecodeRules
+from megatron_mamba_cache.policy.draft_states import DraftBuffers, DraftSlots
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
@@ -45,21 +45,25 @@ def small_cache(
         slabs: How many slabs KV blocks and states share, and how many blocks and states fit one; None: they share
             nothing, and there are `num_blocks` and `num_slots`.
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
-        replays: Whether states are replayed, by at most `max_requests` requests.
+        replays: Whether drafts take a buffer a request instead of slots, for at most `max_requests` requests.
         num_running: Slots of live and draft states, under numbers of their own; None: they share those of cached ones.
     """
     space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
+    pools = CachePools.over(
+        space,
+        EVICTION_RULES[eviction](float(block_size)),
+        block_size=block_size,
+        running=None if num_running is None else FixedPlaces(num_running),
+    )
+    keeps_checkpoints = enabled and checkpoints != "none"
+    slots = DraftSlots(pools.slots, max_requests, keeps_checkpoints=keeps_checkpoints)
     return PrefixCache(
-        CachePools.over(
-            space,
-            EVICTION_RULES[eviction](float(block_size)),
-            block_size=block_size,
-            running=None if num_running is None else FixedPlaces(num_running),
-        ),
+        pools,
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),
         CacheCounters(),
-        decode=DecodeRules(checkpoints, max_requests, replays),
+        draft_states=DraftBuffers(max_requests) if replays else slots,
+        checkpoints=checkpoints,
         enabled=enabled,
     )
 

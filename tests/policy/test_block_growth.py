@@ -166,12 +166,12 @@ def test_lone_row_grows_though_each_of_its_states_is_alone_in_a_slab(shape: Slab
     cache.grow(row)
     others = cache.slots.reserve(cache.slots.num_available)  # states of other requests, in every slab with room
     elsewhere = {slot // shape.slots_per_slab: slot for slot in others}
-    elsewhere.pop(row.live_slot // shape.slots_per_slab, None)
+    elsewhere.pop(row.cursor.live_slot // shape.slots_per_slab, None)
     for slot in list(elsewhere.values())[:num_drafts]:
         others.remove(slot)
         cache.slots.cancel(slot)
     verify(cache, row, [1] * num_drafts, [1] * BLOCK)
-    assert len({slot // shape.slots_per_slab for slot in (row.live_slot, *row.draft_slots)}) == BLOCK
+    assert len({slot // shape.slots_per_slab for slot in (row.cursor.live_slot, *row.cursor.draft_slots)}) == BLOCK
     for slot in others:  # the other requests leave
         cache.slots.cancel(slot)
     while len(row.block_ids) < max_blocks:

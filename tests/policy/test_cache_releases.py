@@ -38,7 +38,7 @@ def test_release_that_fails_half_way_can_be_repeated(
     serve(cache, request(0, [*A, *B, 9]))
     row = admit(cache, request(1, [*A, *B, *C, 9]))
     assert row.reserved and row.source_block is not None
-    held = (list(row.block_ids), row.live_slot)
+    held = (list(row.block_ids), row.cursor.live_slot)
 
     def fail(*_: object) -> None:
         raise RuntimeError(method)
@@ -48,8 +48,8 @@ def test_release_that_fails_half_way_can_be_repeated(
         with pytest.raises(RuntimeError, match=method):
             cache.release(row)
     cache.check_integrity([row])
-    assert row.live_slot == held[1] and row.block_ids == ([] if method == "release_live" else held[0])
-    assert cache.slots.owner_of(row.live_slot) is SlotOwner.LIVE
+    assert row.cursor.live_slot == held[1] and row.block_ids == ([] if method == "release_live" else held[0])
+    assert cache.slots.owner_of(row.cursor.live_slot) is SlotOwner.LIVE
     cache.release(row)
     cache.check_integrity([])
     assert (cache.kv.num_referenced, cache.slots.num_available) == (0, cache.slots.num_slots)
@@ -208,16 +208,16 @@ def hold_a_strange_block(rows: list[object]) -> None:
 
 
 def lose_a_column(rows: list[object]) -> None:
-    rows[0].draft_slots.pop()  # type: ignore[attr-defined]
+    rows[0].cursor.draft_slots.pop()  # type: ignore[attr-defined]
 
 
 def claim_a_strange_column(rows: list[object]) -> None:
-    rows[0].draft_slots[0] = rows[0].live_slot  # type: ignore[attr-defined]
+    rows[0].cursor.draft_slots[0] = rows[0].cursor.live_slot  # type: ignore[attr-defined]
 
 
 def swap_live_slot_and_column(rows: list[object]) -> None:
     row = rows[0]
-    row.draft_slots[0], row.live_slot = row.live_slot, row.draft_slots[0]  # type: ignore[attr-defined]
+    row.cursor.draft_slots[0], row.cursor.live_slot = row.cursor.live_slot, row.cursor.draft_slots[0]  # type: ignore[attr-defined]
 
 
 def lose_a_reservation(rows: list[object]) -> None:

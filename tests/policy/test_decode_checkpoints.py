@@ -184,7 +184,7 @@ def test_drafts_that_find_no_block_are_left_out() -> None:
     cache = small_cache(num_blocks=1)
     row = prefill(cache, request(0, [1, 2]), first_token=3)
     cache.schedule_decode(row, [4, 5, 6])
-    assert (row.drafts, row.scheduled, len(row.draft_slots)) == ((4,), 2, 1)
+    assert (row.drafts, row.scheduled, len(row.cursor.draft_slots)) == ((4,), 2, 1)
     cache.check_integrity([row])
 
 
@@ -192,14 +192,14 @@ def test_aborted_drafts_leave_the_row_where_it_was() -> None:
     cache = small_cache()
     row = prefill(cache, request(0, [1, 2]), first_token=3)
     verify(cache, row, [4, 5], [4, 9])
-    column = row.state_slot
-    assert (row.accepted, column) == (2, row.draft_slots[0])
+    column = row.cursor.state_slot
+    assert (row.cursor.accepted, column) == (2, row.cursor.draft_slots[0])
     cache.schedule_decode(row, [5, 6, 7])
     cache.abort(row)
-    assert (row.drafts, row.scheduled, row.accepted, row.state_slot) == ((), 0, 2, column)
+    assert (row.drafts, row.scheduled, row.cursor.accepted, row.cursor.state_slot) == ((), 0, 2, column)
     cache.check_integrity([row])
     verify(cache, row, [], [8])
-    assert (row.accepted, row.draft_slots) == (1, [])
+    assert (row.cursor.accepted, row.cursor.draft_slots) == (1, [])
 
 
 def test_row_that_restarts_takes_no_column_along() -> None:
@@ -208,7 +208,7 @@ def test_row_that_restarts_takes_no_column_along() -> None:
     verify(cache, row, [4, 5], [4, 5, 6])
     cache.release(row)
     cache.check_integrity([])
-    assert cache.slots.count_by_owner()["draft"] == 0 and not row.draft_slots
+    assert cache.slots.count_by_owner()["draft"] == 0 and not row.cursor.draft_slots
 
 
 def test_release_that_fails_at_a_column_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

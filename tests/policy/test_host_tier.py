@@ -19,7 +19,7 @@ from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionRules
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
-from megatron_mamba_cache.policy.decode_rules import DecodeRules
+from megatron_mamba_cache.policy.draft_states import DraftSlots
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
@@ -164,7 +164,7 @@ class TieredWorkload:
             AdmissionRules(BoundaryRule(BLOCK), align_prefill_chunks=True, chunked_prefill=True),
             CacheIdentity("model", "0"),
             counters,
-            decode=DecodeRules("rolling", MAX_ROWS),
+            draft_states=DraftSlots(pools.slots, MAX_ROWS),
             tiers=self.tier,
         )
         self.requests = RunningRequests(self.cache, MAX_ROWS, 64)
@@ -268,7 +268,7 @@ class TieredWorkload:
         for state in row.reserved:
             if state.position <= end:
                 self.device.write_state(state.slot, keys[state.position // BLOCK - 1])
-        self.device.write_state(row.live_slot, None)
+        self.device.write_state(row.cursor.live_slot, None)
 
     def _tokens(self, row: RunningRequest) -> list[int]:
         return [*row.spec.prompt.tolist(), *row.generated]

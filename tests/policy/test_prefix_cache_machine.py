@@ -240,7 +240,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.memory.windows[row.source_slot] == {0: sequence.upto(skip)}
         else:
             assert row.source_slot is None
-        self.memory.write_state(self._place(row.live_slot), None, {})
+        self.memory.write_state(self._place(row.cursor.live_slot), None, {})
         self._check_kv(row, len(plan.match.blocks) * BLOCK)
 
     def _note_prompt_boundaries(self, row: RunningRequest) -> None:
@@ -280,11 +280,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def _schedule_decode(self, row: RunningRequest, drafts: list[int]) -> None:
         counters, slots = self.cache.counters, self.cache.slots
-        num_skipped, held = counters.states_skipped_no_room, list(row.draft_slots)
+        num_skipped, held = counters.states_skipped_no_room, list(row.cursor.draft_slots)
         self.cache.schedule_decode(row, drafts)
         given = len(row.drafts)
         assert row.drafts == tuple(drafts[:given]) and row.scheduled == 1 + given
-        assert row.draft_slots[: len(held)] == held and len(row.draft_slots) == max(len(held), given)
+        assert row.cursor.draft_slots[: len(held)] == held and len(row.cursor.draft_slots) == max(len(held), given)
         boundary = (row.computed // BLOCK + 1) * BLOCK
         reserves = self.checkpoints != "none" and row.epoch == self.cache.epoch
         wanted = [boundary] if reserves and boundary <= row.computed + row.scheduled else []
@@ -349,7 +349,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             else:
                 self._publish(row, num_kept)
                 self.cache.advance(row, num_kept)
-            assert (row.scheduled, row.drafts, len(row.draft_slots)) == (0, (), row.accepted - 1)
+            assert (row.scheduled, row.drafts, len(row.cursor.draft_slots)) == (0, (), row.cursor.accepted - 1)
             if row.length >= MAX_LEN or num_kept < num_accepted:
                 ended.append(row)
         for row in ended:
@@ -369,7 +369,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.memory.write_state(reserved.slot, None, {})
             return
         assert (copy.destination_column + 1) * BLOCK == reserved.position
-        columns = [self._place(slot) for slot in (row.live_slot, *row.draft_slots)]
+        columns = [self._place(slot) for slot in (row.cursor.live_slot, *row.cursor.draft_slots)]
         window = {0: self.memory.windows[columns[0]][copy.shift]}
         self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
@@ -432,7 +432,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def _columns(self, row: RunningRequest) -> list[SlotId]:
         """Return the slots behind the tokens of a decode step, or the live slot, which a prefill writes."""
-        slots = [row.live_slot] if row.is_prefilling else [row.live_slot, *row.draft_slots]
+        slots = [row.cursor.live_slot] if row.is_prefilling else [row.cursor.live_slot, *row.cursor.draft_slots]
         return [self._place(slot) for slot in slots]
 
     def _written_slots(self, row: RunningRequest) -> list[SlotId]:
@@ -442,7 +442,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if row.source_slot is not None:
             slot, window_slot, offset = row.source_slot, row.source_slot, 0
         else:
-            slot, window_slot, offset = self._place(row.state_slot), self._place(row.live_slot), row.accepted - 1
+            slot, window_slot, offset = (
+                self._place(row.cursor.state_slot),
+                self._place(row.cursor.live_slot),
+                row.cursor.accepted - 1,
+            )
         assert slot not in written_by_others
         if row.computed:
             assert self.memory.states[slot] == sequence_of(row).upto(row.computed)
@@ -461,14 +465,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         fed, start, end = fed_to(row), row.computed, row.computed + row.scheduled
         assert all(start < state.position <= end and state.position % BLOCK == 0 for state in row.reserved)
         if row.is_prefilling:
-            self.memory.write_state(self._place(row.live_slot), fed.upto(end), {0: fed.upto(end)})
+            self.memory.write_state(self._place(row.cursor.live_slot), fed.upto(end), {0: fed.upto(end)})
             for state in row.reserved:
                 self.memory.write_state(state.slot, fed.upto(state.position), {0: fed.upto(state.position)})
             return
         after = [fed.upto(position + 1) for position in range(start, end)]
         for column, text in zip(self._columns(row), after, strict=False):
             self.memory.write_state(column, text, {})
-        self.memory.windows[self._place(row.live_slot)] = dict(enumerate(after))
+        self.memory.windows[self._place(row.cursor.live_slot)] = dict(enumerate(after))
 
     def _note_keys(self, row: RunningRequest, end: int) -> None:
         sequence = sequence_of(row).upto(end)
@@ -565,7 +569,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for row in self.rows:
             for state in row.reserved:
                 assert self.cache.slots.owner_of(state.slot) is SlotOwner.RESERVED and state.slot not in findable
-            for owner, slots in ((SlotOwner.LIVE, [row.live_slot]), (SlotOwner.DRAFT, row.draft_slots)):
+            for owner, slots in ((SlotOwner.LIVE, [row.cursor.live_slot]), (SlotOwner.DRAFT, row.cursor.draft_slots)):
                 assert all(self.cache.slots.owner_of_running(slot) is owner for slot in slots)
                 assert not findable & {self._place(slot) for slot in slots}
 

@@ -12,6 +12,7 @@ from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.kept_tokens import KeptTokens
 from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.state_cursor import StateCursor
 
 
 def row_of(
@@ -24,7 +25,7 @@ def row_of(
         chain=BlockKeyChain(bytes(32), 4),
         epoch=0,
         age=0,
-        live_slot=SlotId(0),
+        cursor=StateCursor(SlotId(0)),
         block_ids=[],
         num_shared_blocks=0,
         computed=len(prompt) + len(generated) - 1,
@@ -259,8 +260,8 @@ def test_only_prompt_log_probs_keep_a_request_from_skipping(settings: LogProbSet
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_live_state_lies_in_the_column_that_was_accepted_last(accepted: int) -> None:
     row = row_of([1], [])
-    row.draft_slots, row.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
-    assert row.state_slot == [0, 5, 3, 8][accepted - 1]
+    row.cursor.draft_slots, row.cursor.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
+    assert row.cursor.state_slot == [0, 5, 3, 8][accepted - 1]
 
 
 def test_requests_of_equal_content_are_not_the_same_request() -> None:

@@ -8,6 +8,7 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.state_cursor import StateCursor
 
 
 def row_of(
@@ -26,7 +27,7 @@ def row_of(
         chain=BlockKeyChain(bytes(32), 4),
         epoch=0,
         age=0,
-        live_slot=SlotId(0),
+        cursor=StateCursor(SlotId(0)),
         block_ids=[],
         num_shared_blocks=0,
         computed=0,

@@ -16,6 +16,7 @@ from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_uniform
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
+from megatron_mamba_cache.policy.state_cursor import StateCursor
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.batch import StepBatch, StepGeometry, lay_out_step
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
@@ -50,7 +51,11 @@ def row_of(
         chain=BlockKeyChain(bytes(32), BLOCK),
         epoch=0,
         age=index,
-        live_slot=SlotId(50 + index),
+        cursor=StateCursor(
+            SlotId(50 + index),
+            draft_slots=[SlotId(300 + 10 * index + column) for column in range(max(num_drafts, accepted - 1))],
+            accepted=accepted,
+        ),
         block_ids=[BlockId(20 * index + number) for number in range(num_blocks)],
         num_shared_blocks=num_shared,
         computed=computed,
@@ -59,8 +64,6 @@ def row_of(
         source_slot=None if source_slot is None else SlotId(source_slot),
         reserved=[ReservedState(position, SlotId(slot)) for position, slot in (reserved or {}).items()],
         drafts=tuple(1000 * index + 900 + number for number in range(num_drafts)),
-        draft_slots=[SlotId(300 + 10 * index + column) for column in range(max(num_drafts, accepted - 1))],
-        accepted=accepted,
     )
 
 
@@ -177,9 +180,9 @@ def walk(rows: list[RunningRequest]) -> Expected:
         num_decode_tokens += 0 if is_prefilling else row.scheduled
         if is_prefilling:
             expected.cu_rows.append(len(expected.ids) - num_decode_tokens)
-            start_slot = row.live_slot if row.computed else PAD_SLOT
+            start_slot = row.cursor.live_slot if row.computed else PAD_SLOT
             expected.initial_slots.append(start_slot if row.source_slot is None else row.source_slot)
-            expected.final_slots.append(row.live_slot)
+            expected.final_slots.append(row.cursor.live_slot)
     return expected
 
 
@@ -249,11 +252,12 @@ def test_decode_rows_name_the_columns_of_each_window_and_where_its_state_lies(de
         return
     assert batch.decode is not None
     assert ints(batch.decode.cu_tokens) == expected.cu_query
-    assert ints(batch.decode.accepted) == [row.accepted for row in rows]
+    assert ints(batch.decode.accepted) == [row.cursor.accepted for row in rows]
     assert batch.decode.max_len == max(len(row.drafts) for row in rows) + 1
     for row, columns in zip(rows, ints(batch.decode.columns), strict=True):
-        assert columns == [row.live_slot, *row.draft_slots, *[PAD_SLOT] * (MOST_DRAFTS - len(row.draft_slots))]
-        assert columns[row.accepted - 1] == row.state_slot
+        cursor, num_missing = row.cursor, MOST_DRAFTS - len(row.cursor.draft_slots)
+        assert columns == [cursor.live_slot, *cursor.draft_slots, *[PAD_SLOT] * num_missing]
+        assert columns[cursor.accepted - 1] == cursor.state_slot
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -393,7 +397,7 @@ def test_boundaries_that_a_step_passes_and_ends_on_are_written_to_their_slots(de
 
 def test_boundary_that_no_chunk_ends_on_is_an_error(device: str) -> None:
     row = row_of(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
-    with pytest.raises(CacheIntegrityError, match="need an SSM chunk that ends at packed position 6"):
+    with pytest.raises(CacheIntegrityError, match="need a chunk that ends at packed position 6"):
         lay_out([row], device)
 
 

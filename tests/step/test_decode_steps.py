@@ -47,9 +47,9 @@ def advance(row: RunningRequest, draw: random.Random, num_drafts: int = 0) -> No
     kept = draw.randrange(1, row.scheduled + 1)
     row.generated += [draw.randrange(1000) for _ in range(kept)]
     row.computed += kept
-    row.accepted, row.reserved = kept, []
+    row.cursor.accepted, row.reserved = kept, []
     row.drafts = tuple(draw.randrange(1000) for _ in range(num_drafts))
-    row.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(num_drafts, kept - 1))]
+    row.cursor.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(num_drafts, kept - 1))]
     row.scheduled = 1 + num_drafts
     while row.computed + row.scheduled > len(row.block_ids) * BLOCK:
         row.block_ids.append(BlockId(draw.randrange(50)))
@@ -62,28 +62,30 @@ def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -
     if change == 0 and shape.width > 1:
         row.drafts = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, shape.width)))
         row.scheduled = 1 + len(row.drafts)
-        row.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(len(row.drafts), row.accepted - 1))]
+        row.cursor.draft_slots = [
+            SlotId(draw.randrange(60)) for _ in range(max(len(row.drafts), row.cursor.accepted - 1))
+        ]
         while row.computed + row.scheduled > len(row.block_ids) * BLOCK:
             row.block_ids.append(BlockId(draw.randrange(50)))
     elif change == 1:
         row.reserved = [ReservedState((row.computed // BLOCK + 1) * BLOCK, SlotId(draw.randrange(60)))]
     elif change == 2:
-        row.live_slot = SlotId(draw.randrange(60))
+        row.cursor.live_slot = SlotId(draw.randrange(60))
     elif change == 3 and len(rows) > 1:
         rows.remove(row)
     elif change == 4 and len(rows) < shape.num_decode_rows:
         rows.append(decoding(len(rows), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
     elif change == 5:  # as when live states are looked at between steps
-        row.settled, row.accepted = row.computed, 1
+        row.cursor.settled, row.cursor.accepted = row.computed, 1
     else:
         draw.shuffle(rows)
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("shape", "num_drafts"), [*((shape, 0) for shape in SHAPES), (SHAPES[1], 1)])
-@pytest.mark.parametrize("ring_len", [0, 4])
+@pytest.mark.parametrize("fold_len", [0, 4])
 def test_every_step_is_as_if_laid_out_anew(
-    device: str, shape: StepShape, num_drafts: int, ring_len: int, seed: int
+    device: str, shape: StepShape, num_drafts: int, fold_len: int, seed: int
 ) -> None:
     draw = random.Random(seed)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
@@ -93,7 +95,7 @@ def test_every_step_is_as_if_laid_out_anew(
         )
         for index, sampling in enumerate(samplings[: 2 if num_drafts else 4])
     ]
-    limits = replace(LIMITS, ring_len=ring_len)
+    limits = replace(LIMITS, fold_len=fold_len)
     buffers, expected = StepBuffers(limits, device), StepBuffers(limits, device)
     last, num_quick = None, 0
     for _ in range(60):
@@ -187,10 +189,10 @@ def test_a_step_runs_on_exactly_where_all_rows_go_on(device: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("ring_len", [0, 4])
-def test_steps_that_run_on_are_as_if_laid_out_anew(device: str, ring_len: int, seed: int) -> None:
+@pytest.mark.parametrize("fold_len", [0, 4])
+def test_steps_that_run_on_are_as_if_laid_out_anew(device: str, fold_len: int, seed: int) -> None:
     """Over boundaries, where rows begin blocks, get slots, and find that a block they completed is known already."""
-    draw, limits = random.Random(seed), replace(LIMITS, ring_len=ring_len)
+    draw, limits = random.Random(seed), replace(LIMITS, fold_len=fold_len)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
     rows = [
         decoding(index, prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 9), sampling=sampling)

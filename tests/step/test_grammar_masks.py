@@ -14,6 +14,7 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.state_cursor import StateCursor
 from megatron_mamba_cache.step.grammar_masks import GrammarMasks
 from tests.grammars.piece_tokenizer import END, THINK, THINK_END, PieceTokenizer
 
@@ -34,7 +35,7 @@ def row_of(grammar: str, request_id: int = 1, generated: Sequence[int] = (), num
     spec = RequestSpec(
         request_id, prompt, 500, SamplingSettings(grammar=grammar, termination_id=END), num_replayed=num_replayed
     )
-    row = RunningRequest(spec, BlockKeyChain(bytes(32), 1), 0, 0, SlotId(0), [], 0, computed=0)
+    row = RunningRequest(spec, BlockKeyChain(bytes(32), 1), 0, 0, StateCursor(SlotId(0)), [], 0, computed=0)
     row.generated = list(generated[num_replayed:])
     set_drafts(row, ())
     return row

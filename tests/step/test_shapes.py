@@ -117,7 +117,7 @@ def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
     prefilling = [place - shape.num_decode_rows for place in padding if place >= shape.num_decode_rows]
     for name in PER_PREFILL_ROW:
         assert (section(buffers, name)[prefilling] == PAD_SLOT).all()
-    num_chunks = shape.num_chunks(GEOMETRY.ssm_chunk_size)
+    num_chunks = shape.num_chunks(GEOMETRY.grain)
     if shape.num_prefill_rows:
         used = section(buffers, "cu_row_chunks")[shape.num_prefill_rows]
         assert used <= num_chunks
@@ -131,7 +131,7 @@ def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
 def test_views_of_a_shape_are_of_its_size_and_read_what_is_sent_later(device: str, shape: StepShape) -> None:
     buffers = StepBuffers(LIMITS, device)
     send([], buffers, shape)
-    fullest, num_chunks = shape.fullest_rows(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.ssm_chunk_size)
+    fullest, num_chunks = shape.fullest_rows(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.grain)
     views = view_step(fullest, buffers, num_chunks)
     assert views.num_tokens == len(views.token_ids) == len(views.token_blocks) == shape.num_tokens
     assert len(views.attention.kv_lengths) == shape.num_rows and views.logits.tokens.shape == (shape.num_logits,)

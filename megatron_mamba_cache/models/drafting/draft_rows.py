@@ -12,6 +12,7 @@ from ...policy.admission import Refusal
 from ...policy.boundaries import prefill_chunk_end
 from ...policy.request_settings import RequestSpec
 from ...policy.requests import RunningRequest
+from ...policy.state_cursor import StateCursor
 from ...speculation.drafter import DraftRequest
 
 
@@ -42,12 +43,12 @@ class DraftRow:
             chain=row.chain,
             epoch=row.epoch,
             age=row.age,
-            live_slot=row.draft_slots[0],
+            cursor=StateCursor(row.cursor.draft_slots[0]),
             block_ids=row.block_ids,
             num_shared_blocks=row.num_shared_blocks,
             computed=at - 1,
             scheduled=1,
-            source_slot=row.live_slot if len(drafts) == 1 else None,
+            source_slot=row.cursor.live_slot if len(drafts) == 1 else None,
         )
 
 
@@ -139,7 +140,7 @@ class DraftRows:
         held, rows = [draft.row.request_id for draft in self._held.values()], self._context.rows
         if sorted(held) != sorted(row.request_id for row in rows):
             raise CacheIntegrityError(f"requests {sorted(held)} are held, the context has {rows}")
-        if any(row.draft_slots or row.scheduled for row in rows):
+        if any(row.cursor.draft_slots or row.scheduled for row in rows):
             raise CacheIntegrityError("a row keeps draft slots or scheduled tokens between rounds")
 
     def _turn(self, request: DraftRequest) -> tuple[int, int, int]:

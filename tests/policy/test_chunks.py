@@ -1,4 +1,4 @@
-"""Properties of the SSM chunk plan."""
+"""Properties of the chunk plan."""
 
 from itertools import accumulate
 
@@ -7,39 +7,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.ssm_chunks import SSMChunkPlan, plan_ssm_chunks
+from megatron_mamba_cache.policy.chunks import ChunkPlan, plan_chunks
 
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5)
 
 
-def plan_rows(rows: list[tuple[int, int]], chunk_size: int) -> SSMChunkPlan:
+def plan_rows(rows: list[tuple[int, int]], chunk_size: int) -> ChunkPlan:
     starts = list(accumulate((num_new for _, num_new in rows), initial=0))
-    return plan_ssm_chunks([computed for computed, _ in rows], starts, chunk_size)
+    return plan_chunks([computed for computed, _ in rows], starts, chunk_size)
 
 
 def test_resumed_row_is_cut_at_absolute_positions() -> None:
-    plan = plan_ssm_chunks([0, 300], [0, 700, 1000], 256)
+    plan = plan_chunks([0, 300], [0, 700, 1000], 256)
     assert plan.cu_chunks == (0, 256, 512, 700, 912, 1000)
     assert plan.chunk_rows == (0, 0, 0, 1, 1)
     assert plan.last_chunk_indices == (2, 4)
 
 
 def test_row_shorter_than_its_first_chunk_is_one_chunk() -> None:
-    assert plan_ssm_chunks([300], [0, 10], 256).cu_chunks == (0, 10)
+    assert plan_chunks([300], [0, 10], 256).cu_chunks == (0, 10)
 
 
 def test_row_that_ends_on_a_cut_has_no_empty_chunk() -> None:
-    assert plan_ssm_chunks([300], [0, 212], 256) == SSMChunkPlan((0, 212), (0,), (0, 1))
+    assert plan_chunks([300], [0, 212], 256) == ChunkPlan((0, 212), (0,), (0, 1))
 
 
 def test_empty_row_has_no_chunk() -> None:
-    plan = plan_ssm_chunks([0, 7, 0], [0, 4, 4, 8], 4)
-    assert plan == SSMChunkPlan((0, 4, 8), (0, 2), (0, 1, 1, 2))
+    plan = plan_chunks([0, 7, 0], [0, 4, 4, 8], 4)
+    assert plan == ChunkPlan((0, 4, 8), (0, 2), (0, 1, 1, 2))
     assert plan.last_chunk_indices == (0, -1, 1)
 
 
 def test_empty_batch_has_no_chunk() -> None:
-    assert plan_ssm_chunks([], [0], 4) == SSMChunkPlan((0,), (), (0,))
+    assert plan_chunks([], [0], 4) == ChunkPlan((0,), (), (0,))
 
 
 @given(ROWS, st.integers(1, 12))
@@ -56,7 +56,7 @@ def test_plan_equals_a_walk_over_every_token(rows: list[tuple[int, int]], chunk_
     last = [max((i for i, owner in enumerate(owners) if owner == row), default=-1) for row in range(len(rows))]
     firsts = [sum(owner < row for owner in owners) for row in range(len(rows) + 1)]
     plan = plan_rows(rows, chunk_size)
-    assert plan == SSMChunkPlan((0, *ends), tuple(owners), tuple(firsts))
+    assert plan == ChunkPlan((0, *ends), tuple(owners), tuple(firsts))
     assert plan.last_chunk_indices == tuple(last)
 
 
@@ -89,4 +89,4 @@ def test_every_position_finds_the_chunk_that_ends_there_or_none(rows: list[tuple
 )
 def test_plan_refuses_rows_that_cannot_be(num_computed: list[int], query_starts: list[int], chunk_size: int) -> None:
     with pytest.raises(ValueError, match=r"need|must"):
-        plan_ssm_chunks(num_computed, query_starts, chunk_size)
+        plan_chunks(num_computed, query_starts, chunk_size)

@@ -1,6 +1,6 @@
-"""Logical SSM chunks of a packed prefill batch, cut at absolute positions.
+"""Chunks of a packed prefill batch, cut at multiples of a recurrence's grain.
 
-A request resumed at a multiple of the chunk size is cut exactly as an uninterrupted one, so the scan does the same
+A request resumed at a multiple of the grain is cut exactly as an uninterrupted one, so the scan does the same
 operations and produces the same bits.
 """
 
@@ -13,8 +13,8 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 
 
 @dataclass(frozen=True, slots=True)
-class SSMChunkPlan:
-    """The SSM chunks of a packed batch, in packed order.
+class ChunkPlan:
+    """The chunks of a packed batch, in packed order.
 
     Args:
         cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
@@ -40,14 +40,14 @@ class SSMChunkPlan:
         index = bisect_left(self.cu_chunks, packed_end)
         if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
             raise CacheIntegrityError(
-                f"need an SSM chunk that ends at packed position {packed_end}, found ends {self.cu_chunks[1:]}; "
-                "the block size must be a multiple of the SSM chunk size"
+                f"need a chunk that ends at packed position {packed_end}, found ends {self.cu_chunks[1:]}; "
+                "the block size must be a multiple of the grain"
             )
         return index - 1
 
 
-def plan_ssm_chunks(num_computed: Sequence[int], query_starts: Sequence[int], chunk_size: int) -> SSMChunkPlan:
-    """Cut each row of a packed batch into SSM chunks at multiples of `chunk_size` of its absolute positions.
+def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> ChunkPlan:
+    """Cut each row of a packed batch into chunks at absolute positions that are multiples of `grain`.
 
     Args:
         num_computed: [num_rows] tokens of each row computed before this batch.
@@ -56,23 +56,23 @@ def plan_ssm_chunks(num_computed: Sequence[int], query_starts: Sequence[int], ch
     Raises:
         ValueError: If the lengths disagree, a value is negative, or `query_starts` descends or is not from 0.
     """
-    _check_rows(num_computed, query_starts, chunk_size)
+    _check_rows(num_computed, query_starts, grain)
     cu_chunks = [0]
     chunk_rows: list[int] = []
     cu_row_chunks = [0]
     for row, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
         if begin < end:
-            first_cut = begin + chunk_size - computed % chunk_size
-            ends = [*range(first_cut, end, chunk_size), end]
+            first_cut = begin + grain - computed % grain
+            ends = [*range(first_cut, end, grain), end]
             cu_chunks.extend(ends)
             chunk_rows.extend([row] * len(ends))
         cu_row_chunks.append(len(chunk_rows))
-    return SSMChunkPlan(tuple(cu_chunks), tuple(chunk_rows), tuple(cu_row_chunks))
+    return ChunkPlan(tuple(cu_chunks), tuple(chunk_rows), tuple(cu_row_chunks))
 
 
-def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], chunk_size: int) -> None:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> None:
+    if grain < 1:
+        raise ValueError(f"grain must be at least 1 token, got {grain}")
     if len(query_starts) != len(num_computed) + 1:
         raise ValueError(
             f"need {len(num_computed) + 1} query_starts for {len(num_computed)} rows, got {len(query_starts)}"

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
-from megatron_mamba_cache.policy.draft_windows import DraftWindows
+from megatron_mamba_cache.policy.draft_states import DraftSlots
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
+from megatron_mamba_cache.policy.state_cursor import StateCursor
 
 
 def live_row(slots: SlotPool) -> RunningRequest:
@@ -19,7 +20,7 @@ def live_row(slots: SlotPool) -> RunningRequest:
         chain=BlockKeyChain(bytes(32), 4),
         epoch=0,
         age=0,
-        live_slot=slots.take_live(),
+        cursor=StateCursor(slots.take_live()),
         block_ids=[],
         num_shared_blocks=0,
         computed=1,
@@ -38,9 +39,9 @@ def num_drafts(slots: SlotPool) -> int:
 def test_row_gets_a_column_for_each_draft() -> None:
     slots = SlotPool(9)
     row = live_row(slots)
-    assert DraftWindows(slots, 1).widen(row, 3) == 3
-    assert len({row.live_slot, *row.draft_slots}) == 4
-    assert all(slots.owner_of(slot) is SlotOwner.DRAFT for slot in row.draft_slots)
+    assert DraftSlots(slots, 1, keeps_checkpoints=False).widen(row.cursor, 3) == 3
+    assert len({row.cursor.live_slot, *row.cursor.draft_slots}) == 4
+    assert all(slots.owner_of(slot) is SlotOwner.DRAFT for slot in row.cursor.draft_slots)
 
 
 @pytest.mark.parametrize("max_requests", range(1, 7))
@@ -48,12 +49,12 @@ def test_row_gets_a_column_for_each_draft() -> None:
 def test_drafts_leave_a_slot_to_each_request_that_may_still_come(max_requests: int, num_cached: int) -> None:
     slots = SlotPool(7)
     cache_states(slots, num_cached)
-    windows, rows = DraftWindows(slots, max_requests), [live_row(slots)]
-    given = windows.widen(rows[0], 8)
-    assert given == len(rows[0].draft_slots) == 7 - max_requests
+    windows, rows = DraftSlots(slots, max_requests, keeps_checkpoints=False), [live_row(slots)]
+    given = windows.widen(rows[0].cursor, 8)
+    assert given == len(rows[0].cursor.draft_slots) == 7 - max_requests
     for _ in range(max_requests - 1):
         rows.append(live_row(slots))
-        assert windows.widen(rows[-1], 8) == 0
+        assert windows.widen(rows[-1].cursor, 8) == 0
     slots.check_integrity()
 
 
@@ -62,73 +63,73 @@ def test_drafts_evict_cached_states_but_not_those_that_are_about_to_be_read() ->
     cache_states(slots, 3)
     slots.pin(BlockId(0))
     row = live_row(slots)
-    assert DraftWindows(slots, 1).widen(row, 8) == 2
+    assert DraftSlots(slots, 1, keeps_checkpoints=False).widen(row.cursor, 8) == 2
     assert slots.cached_blocks() == [0]
 
 
 def test_window_is_widened_by_what_it_lacks_and_never_narrowed() -> None:
     slots = SlotPool(9)
-    windows, row = DraftWindows(slots, 1), live_row(slots)
-    windows.widen(row, 2)
-    first = list(row.draft_slots)
-    assert windows.widen(row, 5) == 5
-    assert row.draft_slots[:2] == first and num_drafts(slots) == 5
-    assert windows.widen(row, 1) == 1
+    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows.widen(row.cursor, 2)
+    first = list(row.cursor.draft_slots)
+    assert windows.widen(row.cursor, 5) == 5
+    assert row.cursor.draft_slots[:2] == first and num_drafts(slots) == 5
+    assert windows.widen(row.cursor, 1) == 1
     assert num_drafts(slots) == 5
 
 
 def test_row_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> None:
     slots = SlotPool(4)
-    windows, row = DraftWindows(slots, 1), live_row(slots)
-    windows.widen(row, 2)
+    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows.widen(row.cursor, 2)
     other = slots.take_live()
-    assert windows.widen(row, 8) == 2
+    assert windows.widen(row.cursor, 8) == 2
     slots.release_live(other)
-    assert windows.widen(row, 8) == 3
+    assert windows.widen(row.cursor, 8) == 3
 
 
 def test_more_requests_than_were_announced_get_no_slots_that_are_not_there() -> None:
     slots = SlotPool(4)
     rows = [live_row(slots) for _ in range(3)]
-    windows = DraftWindows(slots, 1)
-    assert windows.widen(rows[0], 3) == 1
-    assert windows.widen(rows[1], 3) == 0
+    windows = DraftSlots(slots, 1, keeps_checkpoints=False)
+    assert windows.widen(rows[0].cursor, 3) == 1
+    assert windows.widen(rows[1].cursor, 3) == 0
     slots.check_integrity()
 
 
 @pytest.mark.parametrize("accepted", range(1, 6))
 def test_columns_up_to_the_accepted_one_survive_and_the_others_are_free(accepted: int) -> None:
     slots = SlotPool(9)
-    windows, row = DraftWindows(slots, 1), live_row(slots)
-    windows.widen(row, 4)
-    columns = [row.live_slot, *row.draft_slots]
-    row.accepted = accepted
-    windows.trim(row)
-    assert row.state_slot == columns[accepted - 1]
-    assert [row.live_slot, *row.draft_slots] == columns[:accepted]
+    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows.widen(row.cursor, 4)
+    columns = [row.cursor.live_slot, *row.cursor.draft_slots]
+    row.cursor.accepted = accepted
+    windows.trim(row.cursor)
+    assert row.cursor.state_slot == columns[accepted - 1]
+    assert [row.cursor.live_slot, *row.cursor.draft_slots] == columns[:accepted]
     assert all(slots.owner_of(slot) is SlotOwner.FREE for slot in columns[accepted:])
-    assert windows.widen(row, 4) == 4
-    assert [row.live_slot, *row.draft_slots][:accepted] == columns[:accepted]
+    assert windows.widen(row.cursor, 4) == 4
+    assert [row.cursor.live_slot, *row.cursor.draft_slots][:accepted] == columns[:accepted]
     slots.check_integrity()
 
 
 def test_window_stays_whole_while_nothing_is_trimmed() -> None:
     slots = SlotPool(9)
-    windows, row = DraftWindows(slots, 1), live_row(slots)
-    windows.widen(row, 4)
-    row.accepted = 5
-    windows.trim(row)
-    windows.trim(row)
-    assert len(row.draft_slots) == 4
+    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows.widen(row.cursor, 4)
+    row.cursor.accepted = 5
+    windows.trim(row.cursor)
+    windows.trim(row.cursor)
+    assert len(row.cursor.draft_slots) == 4
 
 
 def test_release_returns_every_column_but_the_live_slot() -> None:
     slots = SlotPool(9)
-    windows, row = DraftWindows(slots, 1), live_row(slots)
-    windows.widen(row, 4)
-    row.accepted = 5
-    windows.close(row)
-    assert (row.draft_slots, row.accepted, row.state_slot) == ([], 1, row.live_slot)
+    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows.widen(row.cursor, 4)
+    row.cursor.accepted = 5
+    windows.close(row.cursor, row.computed)
+    assert (row.cursor.draft_slots, row.cursor.accepted, row.cursor.state_slot) == ([], 1, row.cursor.live_slot)
     assert slots.count_by_owner() == {"free": 8, "live": 1, "reserved": 0, "cached": 0, "draft": 0}
-    windows.close(row)
-    assert slots.owner_of(row.live_slot) is SlotOwner.LIVE
+    windows.close(row.cursor, row.computed)
+    assert slots.owner_of(row.cursor.live_slot) is SlotOwner.LIVE

@@ -1,0 +1,171 @@
+"""What running requests hold for the states after their drafts: slots of the shared pool, or a buffer each."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..errors import CacheIntegrityError
+from .identifiers import DraftBufferId, SlotId
+from .requests import RunningRequest
+from .slot_pool import SlotPool
+from .state_cursor import StateCursor
+
+
+class DraftStates(Protocol):
+    """Gives requests what their drafts need, and is the only one to change their `StateCursor`."""
+
+    def begin(self, live_slot: SlotId) -> StateCursor:
+        """Return the cursor of an admitted request.
+
+        Raises:
+            CacheIntegrityError: If more requests run than there is room for.
+        """
+
+    def most_drafts(self, computed: int, limit: int) -> int:
+        """Return how many drafts, `limit` at most, a request may have whose next token is the one at `computed`."""
+
+    def widen(self, cursor: StateCursor, num_drafts: int) -> int:
+        """Make room for the states after up to `num_drafts` drafts; return for how many there is room."""
+
+    def accept(self, cursor: StateCursor, num_tokens: int) -> None:
+        """Move to the state after so many of the last step's tokens, and take back what the next step does not read."""
+
+    def trim(self, cursor: StateCursor) -> None:
+        """Take back what was given for drafts that no step computed."""
+
+    def close(self, cursor: StateCursor, num_tokens: int) -> None:
+        """Take back all room for drafts; the live slot holds the state after `num_tokens`, all that are computed."""
+
+    def end(self, cursor: StateCursor) -> None:
+        """Take back everything but the live slot: the request leaves."""
+
+    def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
+        """Raise `CacheIntegrityError` unless cursors and free room agree."""
+
+
+class DraftSlots:
+    """The `DraftStates` that store a state after each draft, in slots of the shared pool.
+
+    Drafts never take slots that are needed for requests not admitted yet or for checkpoints of running ones.
+
+    Args:
+        max_requests: The most requests with a live slot at once.
+        keeps_checkpoints: True when running requests keep a checkpoint each, in the same slots.
+    """
+
+    def __init__(self, slots: SlotPool, max_requests: int, *, keeps_checkpoints: bool = True) -> None:
+        self._slots = slots
+        self._max_requests = max_requests
+        self._num_checkpoints = int(keeps_checkpoints and slots.shares_slots)  # of each request
+
+    def begin(self, live_slot: SlotId) -> StateCursor:
+        """See `DraftStates`."""
+        return StateCursor(live_slot)
+
+    def most_drafts(self, computed: int, limit: int) -> int:
+        """Return `limit`: the state after any draft can be stored."""
+        return limit
+
+    def widen(self, cursor: StateCursor, num_drafts: int) -> int:
+        """See `DraftStates`."""
+        missing = num_drafts - len(cursor.draft_slots)
+        if missing <= 0:
+            return num_drafts
+        num_live = self._slots.num_live
+        num_to_come = max(0, self._max_requests - num_live)
+        spare = self._slots.num_available_to_run - num_to_come - self._num_checkpoints * num_live
+        if spare > 0:
+            cursor.add_slots(self._slots.take_draft(min(missing, spare)))
+        return min(num_drafts, len(cursor.draft_slots))
+
+    def accept(self, cursor: StateCursor, num_tokens: int) -> None:
+        """See `DraftStates`."""
+        cursor.accept(num_tokens)
+        self.trim(cursor)
+
+    def trim(self, cursor: StateCursor) -> None:
+        """Take back the columns past the accepted one, which the next step reads."""
+        while len(cursor.draft_slots) >= cursor.accepted:
+            self._slots.release_draft(cursor.draft_slots[-1])
+            cursor.remove_last_slot()
+
+    def close(self, cursor: StateCursor, num_tokens: int) -> None:
+        """See `DraftStates`."""
+        self.accept(cursor, 1)
+
+    def end(self, cursor: StateCursor) -> None:
+        """See `DraftStates`."""
+        self.accept(cursor, 1)
+
+    def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
+        """Do nothing: the slot pool knows the owner of every column."""
+
+
+class DraftBuffers:
+    """The `DraftStates` that store no state after a draft but the inputs of tokens, in a buffer for each request.
+
+    Args:
+        max_requests: The most requests that run at once, and the number of buffers.
+        rounding_len: Positions from one rounding of the stored states to the next; None if they are stored as computed.
+    """
+
+    def __init__(self, max_requests: int, rounding_len: int | None = None) -> None:
+        self._num_buffers = max_requests
+        self._rounding_len = rounding_len
+        self._free = [DraftBufferId(number) for number in reversed(range(max_requests))]
+
+    def begin(self, live_slot: SlotId) -> StateCursor:
+        """See `DraftStates`."""
+        if not self._free:
+            raise CacheIntegrityError(f"all {self._num_buffers} draft buffers belong to running requests")
+        return StateCursor(live_slot, self._free.pop())
+
+    def most_drafts(self, computed: int, limit: int) -> int:
+        """See `DraftStates`.
+
+        A step rounds a state before its first token. Tokens after the next rounding would read the unrounded state, and
+        then their bits would depend on the number of drafts.
+        """
+        if self._rounding_len is None:
+            return limit
+        return min(limit, self._rounding_len - 1 - computed % self._rounding_len)
+
+    def widen(self, cursor: StateCursor, num_drafts: int) -> int:
+        """Return `num_drafts`: a buffer has room for all."""
+        return num_drafts
+
+    def accept(self, cursor: StateCursor, num_tokens: int) -> None:
+        """See `DraftStates`."""
+        cursor.accept(num_tokens)
+
+    def trim(self, cursor: StateCursor) -> None:
+        """Do nothing: the next step overwrites the inputs of rejected drafts."""
+
+    def close(self, cursor: StateCursor, num_tokens: int) -> None:
+        """See `DraftStates`; the request keeps its buffer."""
+        cursor.settle(num_tokens)
+
+    def end(self, cursor: StateCursor) -> None:
+        """See `DraftStates`."""
+        if cursor.draft_buffer is not None:
+            self._free.append(cursor.draft_buffer)
+            cursor.release_buffer()
+
+    def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
+        """Raise `CacheIntegrityError` unless each buffer is free or belongs to one request."""
+        held = [cursor.draft_buffer for cursor in cursors]
+        if Counter([*held, *self._free]) != Counter(range(self._num_buffers)):
+            raise CacheIntegrityError(
+                f"requests hold draft buffers {held} and {self._free} are free, of {self._num_buffers}"
+            )
+
+
+def num_folded(row: RunningRequest, fold_len: int) -> int:
+    """Return after how many tokens the state in the live slot of a request with a draft buffer is.
+
+    The prompt's state is there since its prefill ended. A step folds the tokens that it finds in the buffer, up to a
+    multiple of `fold_len`.
+    """
+    cursor = row.cursor
+    start_of_last_step = row.computed - cursor.accepted
+    return max(row.spec.prompt_len, cursor.settled, start_of_last_step // fold_len * fold_len)
