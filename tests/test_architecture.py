@@ -55,7 +55,7 @@ ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
     "models.checkpoints.common_state": {"vars(found)", "self.__dict__"},
     "public_names": {"vars(sys.modules[package])"},
-    "recurrences.model_facts": {"vars(owner)"},
+    "mcore.model_reading": {"vars(owner)"},
 }
 """The only uses of objects' attributes as dicts: a namespace, objects of unknown classes, a module."""
 

@@ -1,18 +1,20 @@
-"""Read the shape of a model from the model and its parts on other ranks."""
+"""Read the shape of a model, and what identifies it, from the model and its parts on other ranks."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
 
 from ..config import CacheConfig
 from ..ranks.group import OneRank, Ranks, on_all_ranks
 from ..recurrences.interface import Recurrence
-from ..recurrences.model_facts import facts_of
 from ..recurrences.model_shape import HybridModelShape, RecurrentLayers
 from ..speculation.step_time import CPU, GPU, StepReads, StepTime
 from .expert_layer import waits_for_experts
@@ -21,12 +23,21 @@ from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
 from .stacked_experts import StackedExperts
 
+_PACKAGE = __name__.partition(".")[0]
+_NO_FACTS = ("training", "max_sequence_length", "first_expert", "_copy", "exchange")
+_OF_RANKS = ("rank", "group", "local_expert")
+_Fact = tuple[str, str]
+
 
 @runtime_checkable
 class RecurrentMixer(Protocol):
     """A mixer of a recurrent layer, which computes rows from states in slots."""
 
     recurrence: Recurrence
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What decides what the mixer computes with its weights: numbers, texts, dtypes, dataclasses of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +183,65 @@ def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
 def _fingerprint(model: Any) -> str:
     described = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
     return hashlib.sha256(repr((described, facts_of(model))).encode()).hexdigest()
+
+
+def facts_of(model: nn.Module) -> list[_Fact]:
+    """Return names and values of what decides what the modules compute, in order; the same in every process.
+
+    A recurrent mixer says so itself. Of other modules it is everything simple that they hold: numbers, texts, dtypes,
+    functions by name, tensors that are no weights, and tuples, dataclasses and objects of this package that consist of
+    those. What says which rank this is stays out.
+    """
+    found = [("config", text) for text in _fields_of(model.config)]
+    for path, module in model.named_modules():
+        if isinstance(module, RecurrentMixer):
+            found.append((path, _text_of(module.facts)))
+        else:
+            found += [(f"{path}.{name}", text) for name, text in _attributes_of(module)]
+        for name in sorted(module._non_persistent_buffers_set):
+            found.append((f"{path}.{name}", _bits_of(module._buffers[name])))
+    return found
+
+
+def _attributes_of(owner: Any) -> Iterator[_Fact]:
+    for name, value in sorted(vars(owner).items()):
+        if value is None or name in _NO_FACTS or any(part in name for part in _OF_RANKS):
+            continue
+        if type(value).__module__.startswith(_PACKAGE) and not isinstance(value, nn.Module) and not _is_simple(value):
+            yield from ((f"{name}.{inner}", text) for inner, text in _attributes_of(value))
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            yield name, _bits_of(value)
+        elif _is_simple(value):
+            yield name, _text_of(value)
+
+
+def _fields_of(config: Any) -> Iterator[str]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if "rank" not in field.name and _is_simple(value):
+            yield f"{field.name}={_text_of(value)}"
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_simple, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_is_simple(getattr(value, field.name)) for field in fields(value))
+    return value is None or isinstance(value, int | float | str | Enum | torch.dtype) or hasattr(value, "__qualname__")
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text_of, value))})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}{_text_of([getattr(value, field.name) for field in fields(value)])}"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
+
+
+def _bits_of(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(octets.numpy().tobytes()).hexdigest()}"

@@ -98,14 +98,14 @@ class Recurrence(Protocol):
         """Return the tensors of a layer's state."""
 
 
-class DraftBuffers(Protocol):
+class BufferLayout(Protocol):
     """The layout of what draft states keep for each running request."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one request's buffer, over all layers of this rank."""
 
-    def draft_states(self, live: Any, num_requests: int, fold_len: int) -> "DraftStates":
+    def storage(self, live: Any, num_requests: int, fold_len: int) -> "DraftStorage":
         """Return draft states with buffers for so many requests, all zero.
 
         Args:
@@ -122,7 +122,7 @@ class ReplayedRecurrence(Recurrence, Protocol):
     def replays_fast(self) -> bool:
         """True if a kernel for the current device replays states of these sizes."""
 
-    def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> DraftBuffers:
+    def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
         """Return the layout of a request's buffer.
 
         Args:
@@ -138,7 +138,7 @@ class LiveState(NamedTuple):
         slot: The live slot.
         accepted_slot: The slot of the accepted column of its draft window; the live slot if it has none.
         accepted: Tokens that the last step kept.
-        buffer: What `DraftStates` keep for the request, if they keep one buffer for each.
+        buffer: Index of the buffer that `DraftStorage` keeps for the request, if it keeps one for each.
         folded, computed: Tokens that the state in the live slot holds, where that may be fewer than are computed.
     """
 
@@ -155,7 +155,7 @@ class LiveState(NamedTuple):
         return self.accepted > 1 or self.folded < self.computed
 
 
-class DraftStates(Protocol):
+class DraftStorage(Protocol):
     """How the states after drafts are kept until it is known how many are accepted."""
 
     def layer(self, index: int) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from ..config import CacheConfig
 from .cached_form import CACHED_FORMS
-from .interface import DraftBuffers, Recurrence, ReplayedRecurrence, StateDtypes, StateGroup
+from .interface import BufferLayout, Recurrence, ReplayedRecurrence, StateDtypes, StateGroup
 from .layout import SlotLayout
 from .slab_shape import SlabShape, UnitBytes
 
@@ -115,7 +115,7 @@ class HybridModelShape:
         """Return the bytes of all requests' live and draft states, where those have slots of their own, else 0."""
         return config.num_running_slots * self.state_layout(config).slot_bytes if config.quantizes_states else 0
 
-    def draft_buffers(self, config: CacheConfig) -> DraftBuffers | None:
+    def draft_buffers(self, config: CacheConfig) -> BufferLayout | None:
         """Return the layout of what replayed states keep for each running request; None if states are not replayed."""
         if not config.replays:
             return None

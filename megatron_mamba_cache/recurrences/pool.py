@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from .cached_form import StoredStates
-from .interface import DraftStates, LayerStates, StateGroup
+from .interface import DraftStorage, LayerStates, StateGroup
 from .layout import SlotLayout, state_tensors
 from .slot_copies import copy_slots, zero_slots
-from .window import DraftSlots
+from .window import SlotStorage
 
 
 class _Place(NamedTuple):
@@ -45,7 +45,7 @@ class StatePool:
         self.live = StoredStates(self.groups, self.tensors, None)
         self.cached = self.live if cached is None else StoredStates(self.groups, self.tensors, cached)
         self._places = _places(self.groups)
-        self.drafts: DraftStates = DraftSlots(self.live)
+        self.drafts: DraftStorage = SlotStorage(self.live)
         self._layers = self._views()
 
     @staticmethod
@@ -53,7 +53,7 @@ class StatePool:
         """Return a pool with memory of its own, all zero."""
         return StatePool(groups, state_tensors(SlotLayout.of(groups), num_slots, device))
 
-    def keep_drafts_in(self, drafts: DraftStates) -> None:
+    def keep_drafts_in(self, drafts: DraftStorage) -> None:
         """Keep states after drafts otherwise than in slots."""
         self.drafts = drafts
         self._layers = self._views()

@@ -14,8 +14,8 @@ from .interface import LiveState
 from .rows import PAD_SLOT, AlignRows
 
 
-class DraftSlots:
-    """Draft states in slots of the pool; a `DraftStates`.
+class SlotStorage:
+    """Draft states in slots of the pool; a `DraftStorage`.
 
     Args:
         live: The pool's own tensors.

@@ -218,7 +218,7 @@ def _allocated(
         pool = StatePool(shape.state_groups(config), parts, cached)
         buffers = shape.draft_buffers(config)
         if buffers is not None:
-            pool.keep_drafts_in(buffers.draft_states(pool.live, config.max_requests, config.ring_len or 0))
+            pool.keep_drafts_in(buffers.storage(pool.live, config.max_requests, config.ring_len or 0))
         return pool, kv_buffer
     except (RuntimeError, MemoryError) as error:
         if capacity.slab is not None:

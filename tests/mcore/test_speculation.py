@@ -10,10 +10,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
-from megatron_mamba_cache.recurrences.interface import DraftStates, LiveState
-from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayedDrafts
+from megatron_mamba_cache.recurrences.interface import DraftStorage, LiveState
+from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayStorage
 from megatron_mamba_cache.recurrences.rows import AlignRows
-from megatron_mamba_cache.recurrences.window import DraftSlots
+from megatron_mamba_cache.recurrences.window import SlotStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import runner as runner_module
@@ -57,7 +57,7 @@ def greedy_texts() -> dict[int, list[int]]:
 
 
 def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., None]:
-    def counted(drafts: DraftStates, stored: Any, replay: Any, rows: AlignRows, block_size: int) -> None:
+    def counted(drafts: DraftStorage, stored: Any, replay: Any, rows: AlignRows, block_size: int) -> None:
         fields = zip(
             rows.computed.tolist(),
             rows.scheduled.tolist(),
@@ -76,7 +76,7 @@ def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., 
 def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collect, for each align copy that is launched, how many rows it copies."""
     counts: list[int] = []
-    for drafts in (DraftSlots, ReplayedDrafts):
+    for drafts in (SlotStorage, ReplayStorage):
         monkeypatch.setattr(drafts, "cache_boundaries", _counted(drafts.cache_boundaries, counts))
     yield counts
 
@@ -264,13 +264,13 @@ def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pyte
 
 def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[int] = []
-    settle = DraftSlots.settle
+    settle = SlotStorage.settle
 
-    def counted(drafts: DraftSlots, states: Sequence[LiveState]) -> None:
+    def counted(drafts: SlotStorage, states: Sequence[LiveState]) -> None:
         settled.extend(state.accepted - 1 for state in states)
         settle(drafts, states)
 
-    monkeypatch.setattr(DraftSlots, "settle", counted)
+    monkeypatch.setattr(SlotStorage, "settle", counted)
     for kv_blocks in range(9, 16):
         run = start_run(5, accuracy=0.9, kv_blocks=kv_blocks, paused_blocks=kv_blocks - 1, max_sequence_length=64)
         for request_id in range(3):

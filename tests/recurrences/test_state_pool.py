@@ -5,7 +5,7 @@ import torch
 
 from megatron_mamba_cache.recurrences.interface import LiveState, StateGroup
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
-from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayedDrafts
+from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayStorage
 from megatron_mamba_cache.recurrences.mamba2.replay_rings import RingLayout
 from megatron_mamba_cache.recurrences.pool import StatePool
 from tests.kernels.packed_rows import same_bits
@@ -47,7 +47,7 @@ def test_settling_a_replayed_state_moves_its_window_from_beside_its_ring(states:
     of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
     pool, draft_inputs = StatePool.zeros([GROUP], 12, device), of_rings.draft_inputs(4, device)
     assert draft_inputs is not None
-    pool.keep_drafts_in(ReplayedDrafts(pool.live, of_rings.zeros(4, device), 4, draft_inputs))
+    pool.keep_drafts_in(ReplayStorage(pool.live, of_rings.zeros(4, device), 4, draft_inputs))
     for tensor in (*pool.tensors, draft_inputs):
         tensor.normal_()
     conv, ssm, before = pool.tensor("conv").clone(), pool.tensor("ssm").clone(), draft_inputs.clone()

@@ -76,6 +76,11 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
                 channels, channels // self.ngroups_local_tp, norm_eps, config.params_dtype, self.D.device
             )
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What decides what the mixer computes with its weights."""
+        return self.recurrence, self.rmsnorm, self.time_step_limit
+
     @override
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
         """Mix hidden_states [tokens, batch, hidden]; see Megatron's mixer.

@@ -30,8 +30,8 @@ class ReplayedLayer(NamedTuple):
     draft_inputs: Tensor | None
 
 
-class ReplayedDrafts:
-    """Draft states that are replayed, of a pool whose one group is Mamba2's; a `DraftStates`.
+class ReplayStorage:
+    """Draft states that are replayed, of a pool whose one group is Mamba2's; a `DraftStorage`.
 
     Args:
         live: The pool's own tensors.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cached_form import StoredStates
-from .replay_drafts import ReplayedDrafts
+from .replay_drafts import ReplayStorage
 from .replay_rows import ReplayRing
 
 _STEP_VALUES = 2  # dt, and dt * A
@@ -65,9 +65,9 @@ class RingLayout:
         shape = (self.num_layers, num_rings, self.num_drafts, self.conv_dim)
         return torch.zeros(shape, dtype=self.conv_dtype, device=device) if self.num_drafts else None
 
-    def draft_states(self, live: StoredStates, num_requests: int, fold_len: int) -> ReplayedDrafts:
+    def storage(self, live: StoredStates, num_requests: int, fold_len: int) -> ReplayStorage:
         """Return draft states with rings for so many requests, all zero."""
         device = live.device
-        return ReplayedDrafts(
+        return ReplayStorage(
             live, self.zeros(num_requests, device), fold_len, self.draft_inputs(num_requests, device)
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_mamba_cache.recurrences.model_facts import facts_of
+from megatron_mamba_cache.mcore.model_reading import facts_of
 
 
 @dataclass(frozen=True)
