@@ -395,8 +395,7 @@ class MambaCacheContext(DynamicInferenceContext):
     @override
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return conv windows and SSM states of a layer over all slots; see `Mamba2.tensors`."""
-        live = self.layer_states(layer_number).live
-        return live[CONV], live[SSM]
+        return (live := self.layer_states(layer_number).live)[CONV], live[SSM]
 
     @override
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:

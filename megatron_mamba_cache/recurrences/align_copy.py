@@ -91,14 +91,6 @@ class _Cut(NamedTuple):
         return self.layers * triton.cdiv(self.length, self.width)
 
 
-class _Matrices(NamedTuple):
-    """A kernel's view of a tensor that is quantized on its way; strides count elements."""
-
-    first: Tensor
-    layer_stride: int
-    slot_stride: int
-
-
 @triton.jit
 def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     """Decide ROWS rows: whether each keeps a state, and whether its target is another slot than its source.
@@ -273,7 +265,7 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
     if isinstance(target, QuantizedStates):
         heads, d_state, channels = source.shape[2:]
         width = min(_QUANTIZED_WIDTH, triton.next_power_of_2(channels))
-        matrices = _Matrices(source, source.stride(0), source.stride(1))
+        matrices = SlotStates(source, source.stride(0), source.stride(1), time_stride=0)  # in elements
         places = quantized_places(target)
         assert places is not None
         return _Cut(matrices, places, None, _QUANTIZED.value, num_layers, heads, d_state, channels, width)

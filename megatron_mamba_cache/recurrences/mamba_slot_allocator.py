@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,68 +13,10 @@ from ..policy.identifiers import BlockId, SlotId
 from ..policy.slot_pool import SlotPool
 from .interface import StateGroup, StateTensor
 from .pool import StatePool
+from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 """The most boundaries that a prompt itself determines: the end of its KV match, its last and its last but one."""
-
-
-class LiveStateIndex(Protocol):
-    """Where the live state of each request is."""
-
-    @property
-    def request_to_mamba_state_idx(self) -> Sequence[int] | Tensor:
-        """[requests] live slot of each request."""
-
-
-class SlotAllocatorContext(Protocol):
-    """All that a slot allocator reads of an inference context."""
-
-    block_size_tokens: int
-    max_tokens: int
-
-    @property
-    def mamba_conv_states(self) -> Tensor:
-        """[layers, live slots, *conv_states_shape]."""
-
-    @property
-    def mamba_ssm_states(self) -> Tensor:
-        """[layers, live slots, *ssm_states_shape]."""
-
-    @property
-    def mamba_metadata(self) -> LiveStateIndex:
-        """The live slot of each request."""
-
-    @property
-    def request_to_kv_block_ids(self) -> Sequence[Sequence[int]] | Tensor:
-        """[requests][block index] KV block ids."""
-
-
-class PromptRequest(Protocol):
-    """All that `compute_and_store_offsets` reads of a request."""
-
-    prompt_tokens: Sequence[int] | Tensor
-    finished_chunk_token_count: int
-
-
-class StepReservations(Protocol):
-    """Boundaries that an engine itself reserved for the running step."""
-
-    def boundary_offsets(self) -> list[list[int]]:
-        """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
-
-    def publish_prompts(self) -> None:
-        """Publish what the step wrote for prompts."""
-
-
-class NoReservations:
-    """The null object without an engine: all reservations come through `compute_and_store_offsets`."""
-
-    def boundary_offsets(self) -> list[list[int]]:
-        """Return no rows."""
-        return []
-
-    def publish_prompts(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
