@@ -44,7 +44,7 @@ WITHOUT_MEGATRON = {
 """Modules of mcore that import nothing of Megatron, and why they are there."""
 OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}
 """Names of objects whose attributes only they themselves set."""
-OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "LaunchedStep", "QueueState"}
+OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "EarlyStep", "QueueState"}
 """Their classes: what these declare is set on `self` alone, whatever the object is called."""
 RECORDS = {"RunningRequest", "StateCursor"}
 """Classes whose fields change by their own methods alone, whatever the object is called: no field is set, and no list

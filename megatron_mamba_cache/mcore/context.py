@@ -35,7 +35,7 @@ from ..recurrences.mamba2.recurrence import CONV, SSM
 from ..recurrences.mamba_slot_allocator import StateSlotAllocator
 from ..recurrences.model_shape import HybridModelShape
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..step.captured_step import EarlyStep, GraphsByShape
+from ..step.early_step import EarlyStep, GraphsByShape
 from ..step.log_probs import followed_tokens, selected_log_probs
 from ..step.memory import CacheMemory, step_memory
 from ..step.memory_below import MemoryBelow
@@ -230,7 +230,7 @@ class MambaCacheContext(DynamicInferenceContext):
     @property
     def early_step(self) -> EarlyStep | None:
         """The next step, launched before it is scheduled; None if there is none."""
-        return None if self._runner is None else self._runner.early_step
+        return None if self._runner is None else self._runner.early_steps.launched
 
     @property
     def graphs(self) -> GraphsByShape | None:
@@ -280,12 +280,12 @@ class MambaCacheContext(DynamicInferenceContext):
     def note_arrival(self) -> None:
         """Note that a request has come, which may join the next step unless there are as many as there can be."""
         if self._runner is not None and not self._runner.requests.is_full:
-            self._runner.note_change()
+            self._runner.queue.note_change()
 
     def note_change(self) -> None:
-        """Note that a request may now join the next step; see `StepRunner.note_change`."""
+        """Note that a request may now join the next step; see `QueueState.note_change`."""
         if self._runner is not None:
-            self._runner.note_change()
+            self._runner.queue.note_change()
 
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
@@ -473,7 +473,7 @@ class MambaCacheContext(DynamicInferenceContext):
         Raises:
             CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their rows.
         """
-        if self.runner.early_step is not None:
+        if self.early_step is not None:
             raise CacheIntegrityError(
                 "the next step runs already, and live states with it; set CacheConfig(run_ahead=False) to look at them"
             )

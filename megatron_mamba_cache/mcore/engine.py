@@ -169,7 +169,7 @@ class MambaCacheEngine(SuspendableEngine):
         What has come to the host then goes on to the disk. All ranks of the model call it at the same point.
         """
         if self.has_idle_copies and self.context.memory.below.land(wait=False):
-            self.context.runner.note_change()
+            self.context.runner.queue.note_change()
 
     @property
     def owes_step(self) -> bool:
@@ -214,20 +214,20 @@ class MambaCacheEngine(SuspendableEngine):
         self._refuse_failed_grammars()
         runner = self.context.runner
         if runner.memory.below.land(wait=not runner.requests):
-            runner.note_change()
+            runner.queue.note_change()
             self._looked_at = ()
         awaits_copy, is_full = runner.memory.below.tiers.awaits, runner.requests.is_full
-        runner.note_queue(has_waiting=not is_full and not all(map(awaits_copy, self.waiting_request_ids)))
+        runner.queue.note_waiting(has_waiting=not is_full and not all(map(awaits_copy, self.waiting_request_ids)))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
-            runner.note_scheduled(is_settled=(is_full or not self.waiting_request_ids) and self._is_at_rest())
-        if runner.sharing.is_fixed or runner.early_step is not None:
+            runner.queue.note_scheduled(is_settled=(is_full or not self.waiting_request_ids) and self._is_at_rest())
+        if runner.sharing.is_fixed or runner.early_steps.launched is not None:
             self._look_ahead()
             return
         scheduled = runner.schedule(
             self.scheduler, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
-        runner.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
+        runner.queue.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
         for row in scheduled.admitted:
             self._states[row.request_id].admit(row)
             self.waiting_request_ids.remove(row.request_id)

@@ -21,6 +21,33 @@ class ScheduledStep:
     unfinished_prefill_id: int
 
 
+@dataclass(slots=True)
+class QueueState:
+    """The queue as the scheduler last saw it, and whether that still holds.
+
+    Args:
+        has_waiting: True when a request waits that may join as soon as there is memory: neither for another to end, as
+            when as many run as can, nor for a copy.
+        is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
+    """
+
+    has_waiting: bool = False
+    is_settled: bool = False
+
+    def note_waiting(self, *, has_waiting: bool) -> None:
+        """Note whether requests wait that may join as soon as there is memory; the first may fit already."""
+        if has_waiting is not self.has_waiting:
+            self.has_waiting, self.is_settled = has_waiting, self.is_settled and not has_waiting
+
+    def note_scheduled(self, *, is_settled: bool) -> None:
+        """Note whether the scheduler found no request that can join the next step."""
+        self.is_settled = is_settled
+
+    def note_change(self) -> None:
+        """Note that a request may now join the next step: one came or left, or a caller decides what requests keep."""
+        self.is_settled = False
+
+
 class StepScheduler:
     """Admits waiting requests, oldest first.
 

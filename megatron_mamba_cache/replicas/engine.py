@@ -281,8 +281,8 @@ class ReplicaEngine(MambaCacheEngine):
             if not found:
                 runner.sharing.forget()  # the next step is another one, and some ranks may suspend before it
             elif not local_work:
-                runner.note_queue(has_waiting=False)
-                runner.note_scheduled(is_settled=self._is_at_rest())
+                runner.queue.note_waiting(has_waiting=False)
+                runner.queue.note_scheduled(is_settled=self._is_at_rest())
         return found
 
     def _standing(self, local_work: int) -> Standing:

@@ -54,7 +54,7 @@ class DecodeStep:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         widths: [rows] each row's tokens: one, and its drafts.
         ends: What ends the rows of a one-token step; None for another step. What a row's text bars or changes is known
-            only when the step's tokens are: `LaunchedStep` verifies such a step later.
+            only when the step's tokens are: `EarlyStep` verifies such a step later.
         draws: How its tokens are drawn.
         has_new_blocks: Whether a row has another KV block than in the step that this one continues.
     """

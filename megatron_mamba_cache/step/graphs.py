@@ -23,9 +23,8 @@ from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from ..ranks.group import Ranks
 from ..recurrences.model_shape import HybridModelShape
-from .captured_step import Capture, GraphsByShape
 from .decode_steps import LatestStep
-from .launched_step import LaunchedStep
+from .early_step import Capture, EarlyState, EarlyStep, GraphsByShape
 from .logits import any_scored
 from .memory import CacheMemory
 from .model import StepModel
@@ -73,14 +72,14 @@ class StepGraphs:
         """Return whether there is a graph for every step that another shape holds."""
         return any(shape.holds(step) for shape in self._graphs)
 
-    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> LaunchedStep:
+    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
         """Send a step that a graph holds, and launch its forward; see `GraphsByShape`."""
         graph = self.fitting(rows)
         if graph is None:
             raise CacheIntegrityError("no graph holds the rows of a step that is to be launched; ask hold()")
         batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
         graph.forward()
-        return LaunchedStep(graph, batch, None, is_verified=False, draft_distributions=draft_distributions)
+        return EarlyStep(graph, batch, None, EarlyState.FORWARD, draft_distributions)
 
     def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
         """Return the graph of a shape, by default the smallest that holds the rows of a step; None if there is none."""

@@ -35,7 +35,7 @@ from ..recurrences.slab_shape import MemorySizes
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_shapes import most_padding_rows
-from .captured_step import Capture
+from .early_step import Capture
 from .memory_below import AttachedTiers, MemoryBelow
 
 

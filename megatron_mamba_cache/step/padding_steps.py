@@ -2,9 +2,9 @@
 
 import torch
 
+from ..policy.scheduler import QueueState
 from .model import StepModel
 from .padding_rows import decode_padding_row
-from .run_ahead import QueueState
 from .runner import StepRunner
 from .shapes import StepShape
 from .shared_steps import NO_ROWS, Part, SharedSteps
@@ -48,8 +48,8 @@ def end_shared_steps(runner: StepRunner) -> None:
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
-    graphs = runner.graphs
-    if sharing.is_owed and runner.early_step is None and not sharing.padding_is_launched and graphs is not None:
+    graphs, is_launched = runner.graphs, sharing.padding_is_launched or runner.early_steps.launched is not None
+    if sharing.is_owed and not is_launched and graphs is not None:
         graph = graphs.fitting((), sharing.present)
         assert graph is not None  # nothing is owed without one
         graph.lay_out((), draws_ratios=False)

@@ -17,31 +17,18 @@ that arrives behind the launch joins the step after it, and so does one that wai
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ..errors import CacheIntegrityError
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import RunningRequest
+from ..policy.running_requests import RunningRequests
+from ..policy.scheduler import QueueState
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from .captured_step import CapturedStep, EarlyStep, GraphsByShape
+from .early_step import CapturedStep, EarlyStep, GraphsByShape
+from .shapes import StepShape
+from .shared_steps import StepSharing
 from .step import Step
-
-
-@dataclass(frozen=True, slots=True)
-class QueueState:
-    """The queue as the scheduler last saw it, and whether that still holds.
-
-    Args:
-        has_waiting: True when a request waits that may join as soon as there is memory: neither for a row to end, as
-            where there are as many as there can be, nor for a copy.
-        is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
-    """
-
-    has_waiting: bool = False
-    is_settled: bool = False
 
 
 def may_run_ahead(
@@ -122,49 +109,76 @@ def may_launch_drafts(
 
 
 class EarlySteps:
-    """Holds the early step, if there is one."""
+    """Launches the next step early where that is allowed, and holds it until it lands.
 
-    def __init__(self) -> None:
+    Args:
+        is_wanted: Whether the settings ask for early steps.
+    """
+
+    def __init__(
+        self,
+        requests: RunningRequests,
+        planner: DraftPlanner | NoDrafts,
+        queue: QueueState,
+        sharing: StepSharing,
+        *,
+        is_wanted: bool,
+    ) -> None:
+        self._requests = requests
+        self._planner = planner
+        self._queue = queue
+        self._sharing = sharing
+        self._is_wanted = is_wanted
         self._launched: EarlyStep | None = None
-        self._is_complete = False
-        self._fed: Sequence[int] = ()
 
     @property
     def launched(self) -> EarlyStep | None:
         """The launched step that has not landed, if there is one."""
         return self._launched
 
-    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
+    def launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
+        """Launch the step after a captured one, unless it is launched already or `may_run_ahead` forbids it.
+
+        Args:
+            tokens: [rows] new tokens of the step; None until they are read.
+        """
+        if self._launched is not None:
+            return
+        graph, queue, requests, is_wanted = step.feeding_graph, self._queue, self._requests, self._is_wanted
+        wants = may_run_ahead(
+            step, graph, len(requests), queue, self._planner, tokens, requests.cache, is_wanted=is_wanted
+        )
+        if self._sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
+            self.launch(graph, step.rows)
+
+    def may_launch_drafts(self, step: Step, graphs: GraphsByShape | None) -> bool:
+        """Return whether `launch_drafts` may follow a step that has landed; see `may_launch_drafts`."""
+        running, planner, block_size = self._requests.rows, self._planner, self._requests.cache.block_size
+        is_wanted = self._is_wanted and self._launched is None and not self._sharing.is_shared
+        if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
+            return False
+        return graphs is not None and graphs.hold(StepShape(len(running), 1 + planner.max_drafts))
+
+    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest]) -> None:
         """Launch the step after a captured one, with the blocks and slots that it needs."""
-        self._is_complete = False
-        cache.reserve_ahead(rows)
+        self._requests.cache.reserve_ahead(rows)
         self._launched = graph.launch_next(rows)
 
     def launch_drafts(
         self, graphs: GraphsByShape, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
         """Launch a step of scheduled rows, see `GraphsByShape`; `EarlyStep.schedule` schedules them again."""
-        self._is_complete = False
         self._launched = graphs.launch(rows, draft_distributions)
         for row in rows:
             row.unschedule()
-
-    def note_fed(self, tokens: Sequence[int]) -> None:
-        """Note the tokens, [rows], that the launched step was fed, now that they are read."""
-        self._fed = tokens
 
     def take(self) -> EarlyStep | None:
         """Return the launched step, which now lands; None if there is none."""
         step, self._launched = self._launched, None
         return step
 
-    def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless rows keep the tokens that the launched step was fed."""
-        if [*tokens] != [*self._fed]:
-            raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
-
-    def refuse_rows(self) -> None:
-        """Raise `RuntimeError` if a step is launched: no row can join it."""
+    def refuse_requests(self) -> None:
+        """Raise `RuntimeError` if a step is launched: no request can join it."""
         if self._launched is not None:
             raise RuntimeError(
                 "the next step runs already, and no row can join it; admit rows by the engine, or set "
@@ -172,17 +186,14 @@ class EarlySteps:
             )
 
     def leave_graph(self) -> None:
-        """Wait for the launched step and copy its results, before the graph that computed it is freed."""
-        self.wait()
+        """Copy the launched step's results before the graph that computes it is freed."""
         if self._launched is not None:
             self._launched.leave_graph()
 
     def wait(self) -> None:
-        """Wait once for the launched step, before its buffers or memory are reused; a capture must not wait again."""
-        if self._launched is not None and not self._is_complete:
-            torch.cuda.synchronize()
-            self._is_complete = True
-            self._launched.leave_buffers()
+        """Wait once for the launched step, before its buffers or memory are reused."""
+        if self._launched is not None:
+            self._launched.wait()
 
     def drop(self) -> None:
         """Wait for the launched step and forget it: none of its rows is left."""

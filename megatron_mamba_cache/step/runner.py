@@ -9,7 +9,6 @@ land → launch drafts.
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import Candidate, RunningRequest
 from ..policy.running_requests import RunningRequests
-from ..policy.scheduler import ScheduledStep, StepScheduler
+from ..policy.scheduler import QueueState, ScheduledStep, StepScheduler
 from ..ranks.digest import Digest
 from ..ranks.group import Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
@@ -33,14 +32,14 @@ from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
-from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape, draft_budget
 from .changed_logits import LogitsChanges
+from .early_step import Capture, CapturedStep, GraphsByShape
 from .grammar_masks import GrammarMasks
 from .host_copy import HostCopy
 from .log_probs import StepScorer
 from .memory import CacheMemory
 from .model import StepModel
-from .run_ahead import EarlySteps, QueueState, may_launch_drafts, may_run_ahead
+from .run_ahead import EarlySteps
 from .shapes import StepShape
 from .shared_steps import OwnSteps, SharedSteps, StepSharing
 from .step import Step, any_drawn
@@ -89,16 +88,16 @@ class StepRunner:
         self._step: Step | None = None
         self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
         self._graphs: GraphsByShape | None = None
-        self._queue = QueueState()
         self._changes = LogitsChanges(GrammarMasks(grammars, are_drawn_here=ranks.is_last_stage))
-        # Nothing is launched early that depends on more than these rows, or whose every step is compared.
-        by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
-        self._runs_ahead = config.run_ahead and by_itself
-        self.early_steps = EarlySteps()
         self._capture: Callable[[], None] = lambda: None
         self.sharing: StepSharing = OwnSteps()
         if self.peers.num_ranks > 1:
             self.sharing = SharedSteps(self.peers, self.requests, planner, self._shapes, lambda: self._capture())
+        self.queue = QueueState()
+        # Nothing is launched early that depends on more than these rows, or whose every step is compared.
+        by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
+        is_wanted = config.run_ahead and by_itself
+        self.early_steps = EarlySteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
 
     # The life of a step.
 
@@ -117,11 +116,11 @@ class StepRunner:
         if self._step is not step:
             raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
         if not lands:
-            self.note_change()
+            self.queue.note_change()
         outcome = self._sample(step, logits)
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
-        self._launch_next(step)
-        if self.early_step is None and not step.num_prefill_rows:
+        self.early_steps.launch_next(step)
+        if self.early_steps.launched is None and not step.num_prefill_rows:
             self.planner.foresee(step.rows)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
@@ -166,10 +165,10 @@ class StepRunner:
 
     def land(self, kept: StepTokens) -> GrowthOutcome:
         """Advance the step's rows by what they keep, and publish it; rows that end leave, others may be held back."""
-        step, is_before_early_step = self.step, self.early_step is not None
+        step, early_step = self.step, self.early_steps.launched
         ended = [step.rows[index] for index in kept.ended]
-        if is_before_early_step:  # which runs with these tokens, and has the blocks that it needs
-            self.early_steps.check_inputs([new[-1] for new in kept.tokens])
+        if early_step is not None:  # which runs with these tokens, and has the blocks that it needs
+            early_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_rows(step.rows, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
             self._drop(ended)
@@ -181,7 +180,7 @@ class StepRunner:
             self._drop(ended)
             held_back = self._grow()
             self._step, self._at_work = None, []
-        if ended or not is_before_early_step:  # else every row decodes again
+        if ended or early_step is None:  # else every row decodes again
             self._count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.rows, kept)
@@ -214,7 +213,7 @@ class StepRunner:
         Raises:
             RuntimeError: If the next step runs already.
         """
-        self.early_steps.refuse_rows()
+        self.early_steps.refuse_requests()
         outcome = self.requests.admit(candidate, budget, age)
         self._count()
         return outcome
@@ -227,7 +226,7 @@ class StepRunner:
         age_of: Callable[[int], int | None],
     ) -> ScheduledStep:
         """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
-        self.early_steps.refuse_rows()
+        self.early_steps.refuse_requests()
         scheduled = scheduler.fill_step(self.requests, waiting, candidate_of, age_of)
         self.memory.below.start()
         self._count()
@@ -243,7 +242,7 @@ class StepRunner:
 
     def drop(self, rows: Collection[RunningRequest]) -> None:
         """Drop rows between steps; what they published stays findable."""
-        self.note_change()
+        self.queue.note_change()
         self._drop(rows)
         self.requests.resume()
         self._count()
@@ -344,32 +343,6 @@ class StepRunner:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
         return self._scorer.logits_on_all_ranks(step, output)
 
-    # Running ahead.
-
-    @property
-    def early_step(self) -> EarlyStep | None:
-        """The early step, launched and not landed; None if there is none."""
-        return self.early_steps.launched
-
-    @property
-    def queue(self) -> QueueState:
-        """The queue as the scheduler last saw it."""
-        return self._queue
-
-    def note_queue(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait that may join as soon as there is memory; the first may fit already."""
-        if has_waiting is not self._queue.has_waiting:
-            self._queue = QueueState(has_waiting, is_settled=self._queue.is_settled and not has_waiting)
-
-    def note_scheduled(self, *, is_settled: bool) -> None:
-        """Note whether the scheduler found no request that can join the next step."""
-        if is_settled is not self._queue.is_settled:
-            self._queue = replace(self._queue, is_settled=is_settled)
-
-    def note_change(self) -> None:
-        """Note that a request may now join the next step: one has come or left, or a caller decides what rows keep."""
-        self.note_scheduled(is_settled=False)
-
     # Captured graphs.
 
     @property
@@ -422,30 +395,12 @@ class StepRunner:
             step.feeding_graph.adopt(outcome)
         return outcome
 
-    def _launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after this one if it is not launched yet and `may_run_ahead` allows it.
-
-        Args:
-            tokens: [rows] new tokens of this step; None until they are read.
-        """
-        if self.early_step is not None:
-            return
-        graph = step.feeding_graph
-        num_running, queue, is_wanted = len(self.requests), self._queue, self._runs_ahead
-        wants = may_run_ahead(step, graph, num_running, queue, self.planner, tokens, self.cache, is_wanted=is_wanted)
-        if self.sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
-            self.early_steps.launch(graph, step.rows, self.cache)
-
     def _launch_drafts(self, step: Step) -> None:
-        """Launch the step after this one, which has landed, unless it is launched or `may_launch_drafts` forbids it."""
-        running, planner, block_size = self.requests.rows, self.planner, self.cache.block_size
-        is_wanted = self._runs_ahead and self.early_step is None and not self.sharing.is_shared
-        if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
-            return
-        if (graphs := self._graphs) is None or not graphs.hold(StepShape(len(running), 1 + planner.max_drafts)):
-            return
-        distributions = self._schedule_decode(step.rows, self.requests.budget)
-        self.early_steps.launch_drafts(graphs, step.rows, distributions)
+        """Launch the step after this one, which has landed, with its drafts, if that is allowed."""
+        graphs = self._graphs
+        if self.early_steps.may_launch_drafts(step, graphs) and graphs is not None:
+            distributions = self._schedule_decode(step.rows, self.requests.budget)
+            self.early_steps.launch_drafts(graphs, step.rows, distributions)
 
     def _schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
         all_hold, allowed = self.ranks.all_hold, self._changes.masks.allowed
@@ -459,9 +414,9 @@ class StepRunner:
         """
         if not any_drawn(step.draft_distributions):
             tokens = [found[place][1] for place in step.batch.places]
-            self._launch_next(step, tokens)
-            if (early := self.early_step) is not None:
-                self.early_steps.note_fed(tokens)
+            self.early_steps.launch_next(step, tokens)
+            if (early := self.early_steps.launched) is not None:
+                early.note_fed(tokens)
                 if not early.any_ends(tokens):
                     return StepTokens(list(zip(tokens, strict=True)))
         lines = (found[place] for place in step.batch.places)
@@ -484,7 +439,7 @@ class StepRunner:
             self._drop_early_step()
 
     def _drop_early_step(self) -> None:
-        self.note_change()
+        self.queue.note_change()
         if not self.sharing.is_owed:  # else it stays, without rows, as this rank's part of a shared step
             self.early_steps.drop()
 
@@ -498,3 +453,20 @@ class StepRunner:
 
     def _count(self) -> None:
         self.counts = self.counts._replace(**self.requests.counts._asdict())
+
+
+def draft_budget(
+    rows: Sequence[RunningRequest], budget: int, graphs: GraphsByShape | None, shape: StepShape | None
+) -> int:
+    """Return how many drafts the rows of a step may have in all, before any is scheduled.
+
+    Beside prompts, a captured step has no room for drafts. What they would gain is less than what the step would lose:
+    the host launches it in two to eight times the time of the GPU.
+
+    Args:
+        budget: What the step has room for.
+        shape: That ranks agreed on; None if this one steps by itself.
+    """
+    step = StepShape.of(rows)
+    has_graph = step.num_prefill_rows > 0 and graphs is not None and graphs.hold(step)
+    return 0 if has_graph or (shape is not None and shape.width == 1) else budget

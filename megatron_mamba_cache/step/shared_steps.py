@@ -17,9 +17,9 @@ from enum import Enum
 from typing import Protocol
 
 from ..policy.running_requests import RunningRequests
+from ..policy.scheduler import QueueState
 from ..ranks.peers import ExpertPeers
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from .run_ahead import QueueState
 from .shapes import StepShape, smallest_holding
 from .step import Step
 

@@ -10,7 +10,7 @@ from ..errors import CacheIntegrityError
 from ..kernels.attention.interface import PlannedAttention
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
-from .captured_step import CapturedStep
+from .early_step import CapturedStep
 from .logits import any_masked, any_scored
 
 
@@ -85,7 +85,7 @@ class Step:
         return not self.num_prefill_rows and self.batch.num_tokens == len(self.rows)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
-        """Return the graph if it can verify the step by itself, from logits in which tokens may be barred before.
+        """Return the graph if it can verify the step by itself, from logits in which tokens may be masked before.
 
         Args:
             only_last_logits: See `StepRunner`; the logits of other steps are selected inside the graph.

@@ -19,7 +19,7 @@ from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from .batch import StepBatch, send_padded_step, view_step
 from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
-from .launched_step import LaunchedStep
+from .early_step import EarlyState, EarlyStep
 from .logits import Draws, StepLogits, any_changed, any_masked, any_scored, logits_starts
 from .model import StepModel
 from .output_memory import OutputMemory
@@ -131,7 +131,7 @@ class StepGraph:
         before = self._latest.of(self)
         return before is not None and before.step.can_launch_next(rows, tokens, self._memory.step_buffers)
 
-    def launch_next(self, rows: Sequence[RunningRequest]) -> LaunchedStep:
+    def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:
         """Launch the step after the one laid out last; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
@@ -141,10 +141,11 @@ class StepGraph:
         batch = self._note_next(before, sent)
         buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
-        is_verified = not (before.batch.logits.any_changed or any_masked(rows))  # else the host has to know the text
-        if is_verified:
+        state = EarlyState.FORWARD
+        if not (before.batch.logits.any_changed or any_masked(rows)):  # else the host has to know the text
             self.verify(before.step.draws)
-        return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
+            state = EarlyState.OUTCOME
+        return EarlyStep(self, batch, before.step.ends, state)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
         """Note and return a step that continues the one before; with other KV blocks, attention is planned again."""

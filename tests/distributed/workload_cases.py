@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step import shared_steps
-from megatron_mamba_cache.step.launched_step import LaunchedStep
+from megatron_mamba_cache.step.early_step import EarlyStep
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.distributed.rank_models import Layout, parallel
@@ -216,12 +216,12 @@ def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutco
 
 
 @contextmanager
-def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
+def _counted_early_steps() -> Iterator[list[EarlyStep]]:
     """Collect the steps that run ahead in the block."""
-    early: list[LaunchedStep] = []
+    early: list[EarlyStep] = []
     launch_next = StepGraph.launch_next
 
-    def noted(*args: Any) -> LaunchedStep:
+    def noted(*args: Any) -> EarlyStep:
         early.append(launch_next(*args))
         return early[-1]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron_mamba_cache.policy.scheduler import QueueState
 from megatron_mamba_cache.step import buffers as step_buffers
 from megatron_mamba_cache.step.host_copy import HostCopy
-from megatron_mamba_cache.step.run_ahead import QueueState
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start, step_until_ahead
@@ -154,11 +154,11 @@ def test_a_request_that_arrives_where_there_is_no_row_for_it_keeps_no_step_back(
 def test_a_request_that_may_join_by_now_unsettles_the_queue() -> None:
     """Until the scheduler has looked at it."""
     runner = start().context.runner
-    runner.note_queue(has_waiting=False)
-    runner.note_scheduled(is_settled=True)
-    runner.note_queue(has_waiting=True)
+    runner.queue.note_waiting(has_waiting=False)
+    runner.queue.note_scheduled(is_settled=True)
+    runner.queue.note_waiting(has_waiting=True)
     assert runner.queue == QueueState(has_waiting=True, is_settled=False)
-    runner.note_scheduled(is_settled=True)
+    runner.queue.note_scheduled(is_settled=True)
     for has_waiting in (True, False):
-        runner.note_queue(has_waiting=has_waiting)
+        runner.queue.note_waiting(has_waiting=has_waiting)
         assert runner.queue == QueueState(has_waiting, is_settled=True)

@@ -22,7 +22,7 @@ from megatron_mamba_cache.mcore.step_clock import WallClockEvent
 from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.step import run_ahead
+from megatron_mamba_cache.step import early_step
 from megatron_mamba_cache.step.step import Step
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
@@ -387,7 +387,7 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(StepGraph, "__init__", capture)
-        patch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
+        patch.setattr(early_step.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
         run.context.runner.early_steps.wait()
         with run.context.runner.rehearsing():
             pass
@@ -510,7 +510,7 @@ def test_the_launched_step_is_waited_for_before_its_buffers_are_written(
 def test_every_launched_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     waits: list[None] = []
-    monkeypatch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(None))
+    monkeypatch.setattr(early_step.torch.cuda, "synchronize", lambda: waits.append(None))
     for count in range(1, 4):
         step_until_ahead(run)
         for _ in range(2):
@@ -551,7 +551,7 @@ def test_a_step_that_the_caller_lands_launches_no_other() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
-    assert run.context.runner._queue.is_settled  # if the runner landed it, another would be launched
+    assert run.context.runner.queue.is_settled  # if the runner landed it, another would be launched
     step = run.engine.controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
     result = run.engine._loop.run_until_complete(step)
     assert not is_ahead(run)

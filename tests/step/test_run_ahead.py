@@ -9,13 +9,14 @@ from torch import Tensor
 
 from megatron_mamba_cache.policy.request_settings import SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.scheduler import QueueState
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDrafts
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step.batch import StepBatch
-from megatron_mamba_cache.step.captured_step import EarlyStep
+from megatron_mamba_cache.step.early_step import EarlyStep
 from megatron_mamba_cache.step.logits import Draws
-from megatron_mamba_cache.step.run_ahead import QueueState, may_launch_drafts, may_run_ahead
+from megatron_mamba_cache.step.run_ahead import may_launch_drafts, may_run_ahead
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
 from tests.policy.small_cache import small_cache

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.policy.scheduler import QueueState
 from megatron_mamba_cache.ranks.agreement import settings_of_peers
 from megatron_mamba_cache.speculation.draft_planner import NoDrafts
 from megatron_mamba_cache.step import padding_steps
-from megatron_mamba_cache.step.run_ahead import QueueState
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.shared_steps import NO_ROWS, Part, SharedSteps
 

@@ -1,0 +1,258 @@
+"""Steps that a CUDA graph computes, and the one that is launched early, before its rows reach it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheIntegrityError
+from ..policy.requests import RunningRequest
+from .batch import StepBatch
+from .decode_steps import RowEnds
+from .host_copy import stream_of
+from .logits import Draws
+from .shapes import StepShape
+from .weight_places import WeightPlaces
+
+
+class CapturedStep(Protocol):
+    """A step of a fixed shape that a replay computes; `logits` and `outcome` are where the replay leaves them."""
+
+    shape: StepShape
+    wanted_outputs: Tensor
+    logits: Tensor
+    outcome: Tensor
+
+    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Send the rows of a step that fits the shape, and begin to compute it; return it as its readers see it.
+
+        Its states may be written from now on: the step is computed next, or its rows are dropped.
+        """
+
+    def forward(self) -> Tensor:
+        """Compute the logits of the step that was laid out last; those of padding are meaningless."""
+
+    @property
+    def can_verify(self) -> bool:
+        """False if the caller has to compute the outcome from the logits, because the graph is freed."""
+
+    def verify(self, draws: Draws) -> Tensor:
+        """After `forward`, draw tokens, verify, and copy reached boundary states; return [rows, 2 + K].
+
+        The caller may mask tokens in the logits before.
+
+        Args:
+            draws: A way that draws for all rows.
+        """
+
+    def adopt(self, outcome: Tensor) -> None:
+        """Take the outcome of the step that was laid out last, [rows, 2 + K], which `verify` did not compute."""
+
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
+
+        False if rows of that one have drafts.
+
+        Args:
+            tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.
+        """
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
+        """Launch that step, fed with the tokens on the device; return it, which has to land."""
+
+
+class EarlyState(Enum):
+    """What the device has been given of an early step, and where its results are."""
+
+    FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
+    OUTCOME = "the outcome is launched too"
+    COMPLETE = "both are computed, in the graph's own tensors"
+    COPIED_LOGITS = "the logits are computed and copied; the runner computes the outcome when the step lands"
+    COPIED_OUTCOME = "both are computed and copied"
+
+
+class EarlyStep:
+    """A step that is launched before its rows reach it; it takes the place of the captured step that computes it.
+
+    It lands like any other step: `schedule` and `lay_out` are given those of its rows that are left.
+
+    Args:
+        batch: The step as its readers see it, with all the rows that were launched, which have its drafts now.
+        ends: What ends each of them; None if the host already knew the tokens that the rows were fed.
+        state: FORWARD or OUTCOME. A FORWARD step's outcome is launched when it lands, after tokens are masked; where
+            logits are changed otherwise, the runner computes it.
+        draft_distributions: See `Step`.
+    """
+
+    def __init__(
+        self,
+        graph: CapturedStep,
+        batch: StepBatch,
+        ends: RowEnds | None,
+        state: EarlyState,
+        draft_distributions: Sequence[Tensor | None] = (),
+    ) -> None:
+        self.state = state
+        self._graph: CapturedStep | None = graph
+        self._batch = batch
+        self._ends = ends
+        self._fed: Sequence[int] = ()
+        self._drafts = [row.drafts for row in batch.rows]
+        self._draft_distributions = draft_distributions
+        self._stream = stream_of(graph.outcome) if graph.outcome.is_cuda else None
+        self.shape = graph.shape
+        self.wanted_outputs, self.logits, self.outcome = graph.wanted_outputs, graph.logits, graph.outcome
+
+    # Before it lands.
+
+    def note_fed(self, tokens: Sequence[int]) -> None:
+        """Note the tokens, [rows], that it was fed, now that they are read."""
+        self._fed = tokens
+
+    def any_ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether any of the tokens that its rows were fed, [rows], may end its row."""
+        return self._ends is not None and self._ends.any_ends(tokens)
+
+    def check_inputs(self, tokens: Sequence[int]) -> None:
+        """Raise `CacheIntegrityError` unless its rows keep the tokens that it was fed."""
+        if [*tokens] != [*self._fed]:
+            raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
+
+    def wait(self) -> None:
+        """Wait once for the device, before buffers or memory are reused; a capture must not wait again.
+
+        The graph reads the buffers to verify: from now on the runner does that, from copies.
+        """
+        if self.state is EarlyState.FORWARD:
+            torch.cuda.synchronize()
+            self._copy_results()
+            self._batch = self._batch.with_own_verification()
+            self.state = EarlyState.COPIED_LOGITS
+        elif self.state is EarlyState.OUTCOME:
+            torch.cuda.synchronize()
+            self.state = EarlyState.COMPLETE
+
+    def leave_graph(self) -> None:
+        """Wait, and copy the results before the graph is freed."""
+        self.wait()
+        if self.state is EarlyState.COMPLETE:
+            self._copy_results()
+            self.state = EarlyState.COPIED_OUTCOME
+
+    def _copy_results(self) -> None:
+        self.logits, self.outcome = self.logits.clone(), self.outcome.clone()
+        self.wanted_outputs = self.wanted_outputs.clone()
+        self._graph = None
+
+    # While it lands: as `CapturedStep`.
+
+    def schedule(self, rows: Sequence[RunningRequest]) -> list[Tensor | None]:
+        """Schedule what was launched for each row that is left; return what its drafts were drawn from, see `Step`."""
+        launched, left = self._batch.rows, set(map(id, rows))
+        for row, drafts in zip(launched, self._drafts, strict=True):
+            if id(row) in left:
+                row.schedule(1 + len(drafts), drafts)
+        return [drawn for row, drawn in zip(launched, self._draft_distributions, strict=False) if id(row) in left]
+
+    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Return the step with only the rows that are left.
+
+        Raises:
+            CacheIntegrityError: If another row has joined them.
+        """
+        batch = self._batch
+        if tuple(rows) == batch.rows:
+            return batch
+        place_of = {id(row): place for row, place in zip(batch.rows, batch.places, strict=True)}
+        if any(id(row) not in place_of for row in rows):
+            raise CacheIntegrityError("a row joined a step that runs already; admit requests by the engine")
+        places, starts = tuple(place_of[id(row)] for row in rows), batch.logits.starts
+        if self.state in (EarlyState.FORWARD, EarlyState.COPIED_LOGITS):
+            self._wait_for_launch()
+            batch.forget_boundaries(set(batch.places).difference(places))
+        start_of = dict(zip(batch.places, starts, strict=False))
+        num_tokens = sum(row.scheduled for row in rows)
+        return replace(
+            batch,
+            rows=tuple(rows),
+            request_ids=tuple(row.request_id for row in rows),
+            places=places,
+            num_tokens=num_tokens,
+            num_decode_rows=len(rows),
+            num_decode_tokens=num_tokens,
+            logits=replace(batch.logits, starts=(*(start_of[place] for place in places), starts[-1])),
+        )
+
+    def forward(self) -> Tensor:
+        """Return the logits, which may still be computed; a stream other than the launching one waits for them."""
+        self._wait_for_launch()
+        return self.logits
+
+    @property
+    def can_verify(self) -> bool:
+        """See `CapturedStep`."""
+        return self.state is not EarlyState.COPIED_LOGITS
+
+    def verify(self, draws: Draws) -> Tensor:
+        """Return the outcome, which may still be computed."""
+        if self.state is EarlyState.COPIED_LOGITS:
+            raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
+        if self.state is EarlyState.FORWARD and self._graph is not None:
+            self.outcome = self._graph.verify(draws)
+            self.state = EarlyState.OUTCOME
+        return self.outcome
+
+    def adopt(self, outcome: Tensor) -> None:
+        """See `CapturedStep`."""
+        if self._graph is not None:
+            self._graph.adopt(outcome)
+
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """See `CapturedStep`; False once the graph is freed."""
+        return self._graph is not None and self._graph.can_launch_next(rows, tokens)
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
+        """See `CapturedStep`."""
+        if self._graph is None:
+            raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
+        return self._graph.launch_next(rows)
+
+    def _wait_for_launch(self) -> None:
+        if self._stream is not None and (stream := stream_of(self.outcome)) != self._stream:
+            stream.wait_stream(self._stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What a capture produced; `num_bytes` is the device memory that the graphs hold."""
+
+    num_graphs: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class GraphsByShape(Protocol):
+    """The captured steps over one memory and one set of weight addresses."""
+
+    capture: Capture
+    weights: WeightPlaces
+
+    @property
+    def shapes(self) -> Collection[StepShape]:
+        """The shapes of the captured steps."""
+
+    def hold(self, step: StepShape) -> bool:
+        """Return whether there is a captured step for every step that another shape holds."""
+
+    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
+        """Send the scheduled rows of a step, see `hold`, and launch its forward; return it, which has to land.
+
+        Args:
+            draft_distributions: See `Step`.
+        """
+
+    def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
+        """Return the captured step of a shape, by default the smallest that holds a step's rows; None if none does."""
