@@ -18,8 +18,8 @@ _EVICTIONS = ("cost", "lru")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
 _DRAFT_STATES = ("auto", "replay", "window")
-_RING_LENGTHS = (4, 8, 16, 32)
-_LONGEST_USUAL_RING = 16
+_FOLD_LENGTHS = (4, 8, 16, 32)
+_LONGEST_USUAL_FOLD = 16
 _USUAL_GRAPH_TOKENS = 4096
 _MOST_USUAL_GRAPH_TOKENS = 8192
 _PREFIX = "--inference-dynamic-batching-"
@@ -193,14 +193,16 @@ class CacheConfig:
         self._check_draft_states()
 
     def _check_draft_states(self) -> None:
-        form, ring, block = self.draft_states, self.ring_len, self.block_size_tokens
+        form, length, block = self.draft_states, self.ring_len, self.block_size_tokens
         _require(form in _DRAFT_STATES, "draft_states", form, f"one of {_DRAFT_STATES}")
-        allowed = f"None or one of {_RING_LENGTHS} that divides block_size_tokens={block}"
-        is_length = type(ring) is int and ring in _RING_LENGTHS and block % ring == 0
-        _require(ring is None or is_length, "ring_len", ring, allowed)
-        if ring is not None and form == "window":
-            raise ValueError(f"ring_len is {ring} and draft_states is 'window', which has no rings; leave ring_len out")
-        shortest = _RING_LENGTHS[0]
+        allowed = f"None or one of {_FOLD_LENGTHS} that divides block_size_tokens={block}"
+        is_length = type(length) is int and length in _FOLD_LENGTHS and block % length == 0
+        _require(length is None or is_length, "ring_len", length, allowed)
+        if length is not None and form == "window":
+            raise ValueError(
+                f"ring_len is {length} and draft_states is 'window', which has no rings; leave ring_len out"
+            )
+        shortest = _FOLD_LENGTHS[0]
         if form == "replay" and block % shortest:
             raise ValueError(
                 f"draft_states is 'replay' and block_size_tokens is {block}, which is not a multiple of {shortest}: "
@@ -216,8 +218,8 @@ class CacheConfig:
         """
         usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens, _MOST_USUAL_GRAPH_TOKENS))
         tokens = usual if self.cuda_graph_prefill_tokens is None else self.cuda_graph_prefill_tokens
-        can_replay = self.block_size_tokens % _RING_LENGTHS[0] == 0
-        form, ring_len = self.draft_states, self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING)
+        can_replay = self.block_size_tokens % _FOLD_LENGTHS[0] == 0
+        form, ring_len = self.draft_states, self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_FOLD)
         if form == "auto":
             form = "replay" if prefers_replay and can_replay else "window"
         return replace(

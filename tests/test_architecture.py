@@ -1,6 +1,7 @@
 """The package's shape: which floor may import which, how long things may be, and what they may not be called."""
 
 import ast
+import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -50,6 +51,21 @@ RECORDS = {"RunningRequest", "StateCursor"}
 """Classes whose fields change by their own methods alone, whatever the object is called: no field is set, and no list
 in one is changed, from outside."""
 LIST_CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
+
+RECURRENT_WORDS = {"ssm", "conv", "mamba", "kda", "ring", "rings"}
+"""Words of one recurrence; outside its folder, its mixer and the models, code knows state tensors only."""
+HOMES_OF_RECURRENCES = (("recurrences",), ("mcore", "mixers"), ("models",))
+FIXED_NAMES = {
+    # CONTRACT: public names, and fields of CacheConfig.
+    *("MambaSlotAllocator", "with_mamba_cache", "conv_state_dtype", "ssm_state_dtype", "ring_len"),
+    "prefix_caching_mamba_gb",
+    # Megatron's classes, attributes and parameters.
+    *("MambaInferenceStateConfig", "MambaLayer", "MambaLayerSubmodules", "MambaMixer", "MambaMixerSubmodules"),
+    *("MambaModel", "MambaStack", "MambaStackSubmodules", "MAMBA", "mamba_bda", "mamba_layer", "conv_bias", "d_conv"),
+    *("mamba_conv_states", "mamba_metadata", "mamba_slot_allocator", "mamba_ssm_states", "mamba_states_cache"),
+    "request_to_mamba_state_idx",
+}
+"""Identifiers that others have chosen. The package's own name, MambaCache..., is free too."""
 
 ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
@@ -334,6 +350,33 @@ def name_violations(package: Package) -> Iterator[str]:
                 yield f"{module.label}.{function.name}: the name does not say what is done"
 
 
+def vocabulary_violations(package: Package) -> Iterator[str]:
+    """Yield identifiers with a word of one recurrence, outside its folder, its mixer and the models."""
+    for module in package.modules.values():
+        if any(module.name[: len(home)] == home for home in HOMES_OF_RECURRENCES):
+            continue
+        found = {name for node in ast.walk(module.tree) for name in _identifiers(node)}
+        for name in sorted(found - FIXED_NAMES):
+            words = {word.lower() for word in _WORDS.findall(name.replace("MambaCache", ""))}
+            if words & RECURRENT_WORDS or name.lstrip("_") == "d_state":
+                yield f"{module.label}: {name!r} is a word of one recurrence"
+
+
+_WORDS = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def _identifiers(node: ast.AST) -> tuple[str, ...]:
+    """Return the identifiers that a node itself has."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            return (name,)
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return (name,)
+        case ast.alias(name=name, asname=own):
+            return (own or name.split(".")[-1],)
+    return ()
+
+
 def launch_violations(package: Package) -> Iterator[str]:
     """Yield launches of Triton kernels that leave the fusion of multiply and add to Triton's default, which changes."""
     for module in package.modules.values():
@@ -365,6 +408,7 @@ CHECKS: tuple[Check, ...] = (
     size_violations,
     name_violations,
     launch_violations,
+    vocabulary_violations,
 )
 
 
@@ -481,6 +525,9 @@ PLANTED = {
     ),
     "very_long_class": ({"recurrences/pool": "class A:\n" + "    x = 1\n" * 500}, "501 lines"),
     "long_function": ({"recurrences/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
+    "word_of_a_recurrence": ({"step/run": "def f(pool):\n    return pool.ssm_states"}, "'ssm_states' is a word of one"),
+    "class_of_a_recurrence": ({"policy/rings": "class RequestRings: ..."}, "'RequestRings' is a word of one"),
+    "size_of_a_recurrence": ({"step/run": "def f(d_state): ..."}, "'d_state' is a word of one"),
     "default_fp_fusion": ({"kernels/ops": "def f(x):\n    _add_kernel[(1,)](x=x)"}, "without enable_fp_fusion"),
     "banned_module": ({"recurrences/pool_utils": ""}, "'utils'"),
     "banned_function": ({"recurrences/pool": "def _maybe_grow(): ..."}, "_maybe_grow"),

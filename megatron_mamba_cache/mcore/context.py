@@ -31,8 +31,7 @@ from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
 from ..recurrences.interface import LayerStates
-from ..recurrences.mamba2.recurrence import CONV, SSM
-from ..recurrences.mamba_slot_allocator import StateSlotAllocator
+from ..recurrences.mamba_slot_allocator import StateSlotAllocator, states_by_megatron
 from ..recurrences.model_shape import HybridModelShape
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..step.early_step import EarlyStep, GraphsByShape
@@ -395,7 +394,8 @@ class MambaCacheContext(DynamicInferenceContext):
     @override
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return conv windows and SSM states of a layer over all slots; see `Mamba2.tensors`."""
-        return (live := self.layer_states(layer_number).live)[CONV], live[SSM]
+        window, state = self.layer_states(layer_number).live.values()
+        return window, state
 
     @override
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
@@ -459,12 +459,12 @@ class MambaCacheContext(DynamicInferenceContext):
     @property
     def mamba_conv_states(self) -> Tensor:
         """Conv windows of all slots: [layers, slots, window, conv dim]."""
-        return self.memory.state_pool.tensor(CONV)
+        return states_by_megatron(self.memory.state_pool)[0]
 
     @property
     def mamba_ssm_states(self) -> Tensor:
         """SSM states of all slots: [layers, slots, heads, d_state, head dim]."""
-        return self.memory.state_pool.tensor(SSM)
+        return states_by_megatron(self.memory.state_pool)[1]
 
     @property
     def mamba_metadata(self) -> LiveSlots:

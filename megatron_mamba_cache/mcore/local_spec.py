@@ -38,7 +38,7 @@ class LocalSpecOptions:
     """What a spec decides about a hybrid model beyond its TransformerConfig.
 
     Args:
-        ssm_chunk_size: Tokens in a tile of the SSM scan; the KV block size is a multiple of it.
+        grain: Tokens in a tile of the scan; the KV block size is a multiple of it.
         d_conv, conv_bias, time_step_limit: See `CachingMambaMixer`.
         norm_eps: Epsilon of the norm before a Mamba mixer, which Megatron builds without reading its config.
         gated_norm_eps: Epsilon of the norm at a Mamba mixer's end; None uses `norm_eps`.
@@ -48,7 +48,7 @@ class LocalSpecOptions:
             the residual, and on the final hidden states (so, on the logits).
     """
 
-    ssm_chunk_size: int = 128
+    grain: int = 128
     d_conv: int = 4
     conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, math.inf)
@@ -91,10 +91,10 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
         )
         stack.moe_layer = ModuleSpec(module=ExpertLayer, submodules=_feed_forward(mixture, add))
     multipliers = {"input_multiplier": options.input_multiplier, "output_multiplier": options.output_multiplier}
-    return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))
+    return with_mamba_cache(ModuleSpec(module=LocalHybridStack, params=multipliers, submodules=stack))
 
 
-class LocalMambaStack(MambaStack):
+class LocalHybridStack(MambaStack):
     """A MambaStack whose final norm is of the same class as its layers'; Megatron hard-codes Transformer Engine's.
 
     Args:
@@ -150,7 +150,7 @@ def _mixer(options: LocalSpecOptions) -> ModuleSpec:
     return ModuleSpec(
         module=MambaMixer,
         params={
-            "chunk_size": options.ssm_chunk_size,
+            "chunk_size": options.grain,
             "d_conv": options.d_conv,
             "conv_bias": options.conv_bias,
             "norm_eps": options.norm_eps if options.gated_norm_eps is None else options.gated_norm_eps,

@@ -19,7 +19,7 @@ from ..recurrences.model_shape import HybridModelShape
 from ..step.weight_places import WeightPlaces
 from .context import MambaCacheContext
 from .expert_layer import check_expert_layers, exchange_of
-from .local_spec import LocalMambaStack
+from .local_spec import LocalHybridStack
 from .model_reading import model_shape_of
 from .pipeline_stage import PipelineStage, Stage, WholeModel
 
@@ -125,7 +125,7 @@ def _check_part(model: Any, num_stages: int, longest: int) -> None:
             "the model with sequence_parallel=False, its weights are the same"
         )
     is_mixed = model.config.fp32_residual_connection and model.config.params_dtype is not torch.float32
-    if is_mixed and (num_stages > 1 or isinstance(model.decoder, LocalMambaStack)):
+    if is_mixed and (num_stages > 1 or isinstance(model.decoder, LocalHybridStack)):
         raise ValueError(
             f"fp32_residual_connection is True, and layers and stages hand {model.config.params_dtype} on: build the "
             "model with fp32_residual_connection=False; its weights are the same"

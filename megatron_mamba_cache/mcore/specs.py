@@ -1,15 +1,15 @@
 """Put the caching modules into a hybrid model's spec, and check a layer pattern."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron.core.ssm.mamba_block import MambaStackSubmodules
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from .mixers.mamba2 import CachingMambaMixer
+from .mixers import CACHING_MIXERS
 from .self_attention import CachingSelfAttention
 
 
@@ -31,8 +31,8 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
         spec,
         submodules=replace(
             layers,
-            mamba_layer=_with_part(layers.mamba_layer, "mixer", MambaMixer, CachingMambaMixer),
-            attention_layer=_with_part(layers.attention_layer, "self_attention", SelfAttention, CachingSelfAttention),
+            mamba_layer=_with_part(layers.mamba_layer, "mixer", CACHING_MIXERS),
+            attention_layer=_with_part(layers.attention_layer, "self_attention", {SelfAttention: CachingSelfAttention}),
         ),
     )
 
@@ -52,14 +52,15 @@ def check_layer_pattern(pattern: str) -> None:
             )
 
 
-def _with_part(layer: Any, name: str, megatron_class: type, caching_class: type) -> Any:
-    """Return a copy of a layer's spec with the caching class as one of its parts.
+def _with_part(layer: Any, name: str, caching: Mapping[type, type]) -> Any:
+    """Return a copy of a layer's spec with a caching class as one of its parts.
 
     A class of the user's own would not be called, so it is refused.
     """
     part: Any = getattr(getattr(layer, "submodules", None), name, None)
     found = getattr(part, "module", None)
-    if part is None or found not in (megatron_class, caching_class):
-        raise ValueError(f"the spec has {found}, not a {megatron_class.__name__}, where the caching module goes")
-    part = replace(part, module=caching_class)
+    if part is None or found not in (*caching, *caching.values()):
+        expected = " or ".join(of_megatron.__name__ for of_megatron in caching)
+        raise ValueError(f"the spec has {found}, not a {expected}, where the caching module goes")
+    part = replace(part, module=caching.get(found, found))
     return replace(layer, submodules=replace(layer.submodules, **{name: part}))

@@ -29,7 +29,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     part = RankPart.of_process(architecture)
     mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
     options = LocalSpecOptions(
-        ssm_chunk_size=mamba.ssm_chunk_size,
+        grain=mamba.ssm_chunk_size,
         d_conv=mamba.d_conv,
         conv_bias=mamba.conv_bias,
         time_step_limit=mamba.time_step_limit,

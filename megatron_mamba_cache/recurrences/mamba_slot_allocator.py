@@ -272,3 +272,7 @@ class MambaSlotAllocator(StateSlotAllocator):
         pool = StatePool.zeros([group], max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())
 
+
+def states_by_megatron(pool: StatePool) -> tuple[Tensor, Tensor]:
+    """Return a pool's conv windows and SSM states, as Megatron has them: [layers, slots, ...] each."""
+    return pool.tensor("conv"), pool.tensor("ssm")

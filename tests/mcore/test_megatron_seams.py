@@ -30,7 +30,7 @@ from megatron_mamba_cache.mcore.controller import MambaCacheController
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
-from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
+from megatron_mamba_cache.mcore.local_spec import LocalHybridStack
 from megatron_mamba_cache.mcore.megatron_settings import SET_BY_MEGATRON
 from megatron_mamba_cache.mcore.mixers.mamba2 import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
@@ -51,7 +51,7 @@ OUR_CLASSES = (
     KVBlockAllocator,
     CachingMambaMixer,
     CachingSelfAttention,
-    LocalMambaStack,
+    LocalHybridStack,
 )
 
 PINNED: dict[type, dict[str, str]] = {

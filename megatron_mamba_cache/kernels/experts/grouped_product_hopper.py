@@ -4,7 +4,7 @@ Weights are the left operand and rows the right one, so that a tile is as long a
 and a weight is read once for up to 224 rows. A program takes one tile after another. Each of two groups of four warps
 multiplies 64 weights of its own with all rows of a tile, and 64 that both groups share with half of the rows, so that
 little is read from shared memory. A stage's products are awaited once the next one's have begun. Other warps fill the
-ring of what the groups multiply.
+buffer of what the groups multiply.
 
 A gated layer's gates and other outputs alternate by eights, so that a thread has both of an output. A row's inputs are
 summed in the same order in any tile. Graph safe: no host sync, no atomics.
@@ -22,12 +22,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..gluon_common import await_then_release
 from ..kernel_launches import num_multiprocessors
 from ..overlap import overlapping
-from .product_ring import (
+from .product_buffer import (
     DEPTH,
     GROUPS,
     MOST_ROWS,
     Sizes,
-    allocate_ring,
+    allocate_buffer,
     fill_with_rows,
     fill_with_weights,
     find_tile,
@@ -72,14 +72,14 @@ def _put(out, total, first, last, column, sizes):
 
 
 @gluon.jit
-def _release(ring, step, sizes):
+def _release(buffer, step, sizes):
     """Let a stage be overwritten."""
-    mbarrier.arrive(ring.empty.index(step % sizes.STAGES), count=1)
+    mbarrier.arrive(buffer.empty.index(step % sizes.STAGES), count=1)
 
 
 @gluon.jit
 def _compute_tile(
-    ring, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
+    buffer, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
 ):
     """Multiply this group's part of UNITS times 64 weights with at most 32 * STEPS rows, and store the results."""
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
@@ -90,7 +90,7 @@ def _compute_tile(
     sums = no_sums(OWN + SHARED)
     for k in range(step, step + sizes.STEPS):
         stage = k % sizes.STAGES
-        mbarrier.wait(ring.full.index(stage), k // sizes.STAGES & 1)
+        mbarrier.wait(buffer.full.index(stage), k // sizes.STAGES & 1)
         if sizes.DIVISOR > 0:
             fence_async_shared()  # gathered rows are written by ordinary copies
         weights, rows = places_of_stage(stage, sizes)
@@ -98,9 +98,9 @@ def _compute_tile(
         sums = begin_products(sums, weights + GROUP * UNIT, rows, shared_weights, shared_rows, OWN, SHARED)
         sums = await_products(sums, 1, OWN + SHARED)
         if k > step:
-            _release(ring, k - 1, sizes)
+            _release(buffer, k - 1, sizes)
     sums = await_products(sums, 0, OWN + SHARED)
-    _release(ring, step + sizes.STEPS - 1, sizes)
+    _release(buffer, step + sizes.STEPS - 1, sizes)
     own_column, shared_column = column + GROUP * sizes.PER_UNIT, column + (UNITS - 1) * sizes.PER_UNIT
     for i in gl.static_range(OWN):
         _put(out, sums[i], first + ROW_STEP * i, last, own_column, sizes)
@@ -109,7 +109,7 @@ def _compute_tile(
 
 
 @gluon.jit
-def _multiply_tiles(ring, tiles, out, sizes, GROUP: gl.constexpr):
+def _multiply_tiles(buffer, tiles, out, sizes, GROUP: gl.constexpr):
     """Compute this group's part of this program's tiles; four warps."""
     PER_STEP: gl.constexpr = GROUPS * ROW_STEP
     num_tiles = gl.load(tiles) * sizes.TILES
@@ -122,11 +122,11 @@ def _multiply_tiles(ring, tiles, out, sizes, GROUP: gl.constexpr):
         for STEPS in gl.static_range(1, MOST_ROWS // PER_STEP + 1):
             if (last - first + PER_STEP - 1) // PER_STEP == STEPS:
                 if sizes.NUM_WIDE == sizes.TILES:  # noqa: SIM114 (known when it is compiled)
-                    _compute_tile(ring, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                    _compute_tile(buffer, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
                 elif tile.outputs < sizes.NUM_WIDE:
-                    _compute_tile(ring, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                    _compute_tile(buffer, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
                 else:
-                    _compute_tile(ring, step, out, first, last, column, sizes, GROUP, sizes.UNITS - 1, STEPS)
+                    _compute_tile(buffer, step, out, first, last, column, sizes, GROUP, sizes.UNITS - 1, STEPS)
         step += sizes.STEPS
         tile = following
 
@@ -157,16 +157,16 @@ def _product_kernel(
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
     sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
-    ring = allocate_ring(weight, rows32, sizes)
+    buffer = allocate_buffer(weight, rows32, sizes)
     if not AHEAD:
         await_then_release(OVERLAPS)
-    first, second = (ring, tiles, out, sizes, 0), (ring, tiles, out, sizes, 1)
+    first, second = (buffer, tiles, out, sizes, 0), (buffer, tiles, out, sizes, 1)
     if DIVISOR > 0:
         gl.warp_specialize(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (gather, (weight, x, x_stride, pairs, ring, tiles, sizes)),
+                (gather, (weight, x, x_stride, pairs, buffer, tiles, sizes)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, FILL_REGISTERS],
@@ -176,8 +176,8 @@ def _product_kernel(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (fill_with_weights, (weight, ring, tiles, sizes)),
-                (fill_with_rows, (rows32, ring, tiles, sizes)),
+                (fill_with_weights, (weight, buffer, tiles, sizes)),
+                (fill_with_rows, (rows32, buffer, tiles, sizes)),
             ],
             [4, 1, 1],
             [MULTIPLY_REGISTERS, FILL_REGISTERS, FILL_REGISTERS],

@@ -1,4 +1,4 @@
-"""A ring of tiles of weights and of rows in the shared memory of a Hopper GPU, filled ahead of their products; Gluon.
+"""A ring buffer in the shared memory of a Hopper GPU for tiles of weights and of rows, filled ahead of products; Gluon.
 
 One warp fills it with weights and another one with rows, both by TMA boxes. Rows that have to be gathered are filled in
 by ordinary copies of four warps, which load the weights too.
@@ -34,7 +34,8 @@ class Sizes:
 
     A tile has units of 64 weights, from which come PER_UNIT outputs each. All outputs of an expert are in TILES tiles:
     the first NUM_WIDE have UNITS units (2 or 3), the others one fewer. Each tile of rows begins with another tile of
-    outputs, TURN after that of the tile of rows before. STEPS stages, of which the ring holds STAGES, have all inputs.
+    outputs, TURN after that of the tile of rows before. STEPS stages, of which the buffer
+    holds STAGES, have all inputs.
     If AHEAD, only rows wait for the previous kernel, not weights.
     """
 
@@ -87,7 +88,7 @@ class Tile:
 
 
 @aggregate
-class Ring:
+class TileBuffer:
     """What is multiplied, with the barriers that signal when a stage is full and when it may be overwritten.
 
     weights [STAGES * UNITS, *box of 64 lines]; rows [boxes, 32, DEPTH], of which a stage has 8, the last one 7.
@@ -107,15 +108,15 @@ class Ring:
 
 
 @gluon.jit
-def allocate_ring(weight, rows32, sizes):
-    """Return an empty ring; call it before warps are specialized."""
+def allocate_buffer(weight, rows32, sizes):
+    """Return an empty buffer; call it before warps are specialized."""
     # A stage is full once its weights have arrived, and its boxes of rows or each of 128 threads' gathered rows.
     ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1
     BOXES: gl.constexpr = first_weights(sizes) // (32 * LINE)
     UNITS: gl.constexpr = sizes.STAGES * sizes.UNITS
     rows = gl.allocate_shared_memory(gl.bfloat16, [BOXES, 32, 64], rows32.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], rows32.layout)
-    ring = Ring(
+    buffer = TileBuffer(
         _reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
         rows,
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
@@ -123,21 +124,21 @@ def allocate_ring(weight, rows32, sizes):
     )
     check_places(rows.index(0), weights.index(0), first_weights(sizes))
     for stage in gl.static_range(sizes.STAGES):
-        mbarrier.init(ring.full.index(stage), count=ARRIVALS)
-        mbarrier.init(ring.empty.index(stage), count=GROUPS)
+        mbarrier.init(buffer.full.index(stage), count=ARRIVALS)
+        mbarrier.init(buffer.empty.index(stage), count=GROUPS)
     fence_async_shared()
-    return ring
+    return buffer
 
 
 @gluon.constexpr_function
 def first_weights(sizes):
-    """Return the bytes from the ring's first row to its first weight."""
+    """Return the bytes from the buffer's first row to its first weight."""
     return ((sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS) * LINE
 
 
 @gluon.jit
 def places_of_stage(stage, sizes):
-    """Return the bytes from the ring's first row to a stage's first weight, and to its first row."""
+    """Return the bytes from the buffer's first row to a stage's first weight, and to its first row."""
     weights = first_weights(sizes) + stage * (sizes.UNITS * 64 * LINE)
     return weights, stage * (_LINES_OF_ROWS * LINE)
 
@@ -159,16 +160,16 @@ def find_unit(outputs, sizes):
 
 
 @gluon.jit
-def _copy_weights(weight, ring, stage, tile, begin, sizes):
+def _copy_weights(weight, buffer, stage, tile, begin, sizes):
     """Start copying a tile's weights; the stage's barrier signals when they have arrived."""
-    full = ring.full.index(stage)
+    full = buffer.full.index(stage)
     first_unit = find_unit(tile.outputs, sizes)
     num_units = gl.where(tile.outputs < sizes.NUM_WIDE, sizes.UNITS, sizes.UNITS - 1)
     for units in gl.static_range(sizes.UNITS - 1, sizes.UNITS + 1):
         mbarrier.expect(full, units * 64 * 64 * 2, pred=num_units == units)
     for unit in gl.static_range(sizes.UNITS):
         output = (first_unit + unit) * sizes.PER_UNIT
-        place = ring.weights.index(stage * sizes.UNITS + unit)
+        place = buffer.weights.index(stage * sizes.UNITS + unit)
         if unit < num_units:
             if sizes.ACTIVATION == "gated_silu":
                 load_tile(weight, [tile.expert, output // 8, 0, 0, begin], full, place)
@@ -177,37 +178,37 @@ def _copy_weights(weight, ring, stage, tile, begin, sizes):
 
 
 @gluon.jit
-def _copy_rows(rows32, ring, stage, first, num_boxes, begin):
+def _copy_rows(rows32, buffer, stage, first, num_boxes, begin):
     """Start copying a tile's rows in boxes of 32; the stage's barrier signals when they have arrived.
 
     The last box also has rows of other experts, or zeros after the last row of all. Their products are not stored.
     """
     MOST_BOXES: gl.constexpr = MOST_ROWS // 32
-    full = ring.full.index(stage)
+    full = buffer.full.index(stage)
     for boxes in gl.static_range(1, MOST_BOXES + 1):
         mbarrier.expect(full, boxes * 32 * 64 * 2, pred=num_boxes == boxes)
     for i in gl.static_range(MOST_BOXES):
         if i < num_boxes:
-            load_tile(rows32, [first + 32 * i, begin], full, ring.rows.index(stage * (_LINES_OF_ROWS // 32) + i))
+            load_tile(rows32, [first + 32 * i, begin], full, buffer.rows.index(stage * (_LINES_OF_ROWS // 32) + i))
 
 
 @gluon.jit
-def fill_with_weights(weight, ring, tiles, sizes):
-    """Fill the ring with weights, as stages become empty; one warp."""
+def fill_with_weights(weight, buffer, tiles, sizes):
+    """Fill the buffer with weights, as stages become empty; one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile = find_tile(tiles, number, num_tiles, sizes)
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_weights(weight, ring, stage, tile, k * 64, sizes)
+            mbarrier.wait(buffer.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_weights(weight, buffer, stage, tile, k * 64, sizes)
         step += sizes.STEPS
 
 
 @gluon.jit
-def fill_with_rows(rows32, ring, tiles, sizes):
-    """Fill the ring with rows, as stages become empty; one warp."""
+def fill_with_rows(rows32, buffer, tiles, sizes):
+    """Fill the buffer with rows, as stages become empty; one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD:
         await_then_release(sizes.OVERLAPS)
@@ -217,8 +218,8 @@ def fill_with_rows(rows32, ring, tiles, sizes):
         num_boxes = (tile.last - tile.first + 31) // 32
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_rows(rows32, ring, stage, tile.first, num_boxes, k * 64)
+            mbarrier.wait(buffer.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_rows(rows32, buffer, stage, tile.first, num_boxes, k * 64)
         step += sizes.STEPS
 
 
@@ -232,8 +233,8 @@ def _places(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
 
 
 @gluon.jit
-def gather(weight, x, x_stride, pairs, ring, tiles, sizes):
-    """Fill the ring with weights and gathered rows, as stages become empty; four warps."""
+def gather(weight, x, x_stride, pairs, buffer, tiles, sizes):
+    """Fill the buffer with weights and gathered rows, as stages become empty; four warps."""
     PIECES: gl.constexpr = MOST_ROWS // 32
     step = 0
     num_tiles = gl.load(tiles) * sizes.TILES
@@ -246,10 +247,10 @@ def gather(weight, x, x_stride, pairs, ring, tiles, sizes):
             places = places + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Gluon unpacks nothing)
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_weights(weight, ring, stage, tile, k * 64, sizes)
+            mbarrier.wait(buffer.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_weights(weight, buffer, stage, tile, k * 64, sizes)
             for i in gl.static_range(PIECES):
                 if i < num_pieces:
-                    copy_gathered(ring.rows.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + places[i])
-            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+                    copy_gathered(buffer.rows.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + places[i])
+            async_copy.mbarrier_arrive(buffer.full.index(stage), increment_count=False)
         step += sizes.STEPS
