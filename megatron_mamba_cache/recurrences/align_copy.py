@@ -75,13 +75,14 @@ class _Cut(NamedTuple):
 
     source: Any
     target: Any
-    tail: SlotStates | None
+    tail: SlotStates  # any, if there is none
     motion: int
     layers: int
     times: int
     length: int
     lanes: int
     width: int
+    has_tail: bool = False
 
     @property
     def num_tiles(self) -> int:
@@ -172,6 +173,7 @@ def _align_copy_kernel(
     LENGTHS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTHS: tl.constexpr,
+    HAS_TAILS: tl.constexpr,
 ):
     """Long because of its arguments."""
     turn = tl.program_id(0)
@@ -198,7 +200,7 @@ def _align_copy_kernel(
                     elif MOTIONS[i] == _WINDOW:
                         copy_windows(
                             sources[i], targets[i], tails[i], source & 0x7FFFFFFF, target, destination & 0x7FFFFFFF,
-                            buffer, turn, LAYERS[i], TIMES[i], LENGTHS[i], LANES[i], WIDTHS[i],
+                            buffer, turn, LAYERS[i], TIMES[i], LENGTHS[i], LANES[i], WIDTHS[i], HAS_TAILS[i],
                         )  # fmt: skip
                     else:
                         _quantize_tiles(
@@ -255,6 +257,7 @@ def align_copy(moves: Sequence[StateMove], rows: AlignRows, block_size: int, til
         LENGTHS=tuple(tensor.length for tensor in cut),
         LANES=tuple(tensor.lanes for tensor in cut),
         WIDTHS=tuple(tensor.width for tensor in cut),
+        HAS_TAILS=tuple(tensor.has_tail for tensor in cut),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
@@ -268,7 +271,7 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
         matrices = SlotStates(source, source.stride(0), source.stride(1), time_stride=0)  # in elements
         places = quantized_places(target)
         assert places is not None
-        return _Cut(matrices, places, None, _QUANTIZED.value, num_layers, heads, d_state, channels, width)
+        return _Cut(matrices, places, matrices, _QUANTIZED.value, num_layers, heads, d_state, channels, width)
     pools = [one_time(source), one_time(target)]
     if move.window_len:
         pools = [pool[:, :, : move.window_len].flatten(3) for pool in (source, target)]
@@ -277,11 +280,9 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
     access = access_bytes(*pools)
     sources, targets, *tails = (cut_slots(pool, tiling, access) for pool in pools)
     motion = _WINDOW.value if move.window_len else _WHOLE.value
-    tail = tails[0].states if tails else None
-    return _Cut(
-        sources.states, targets.states, tail, motion, num_layers, targets.times, targets.length, targets.lanes,
-        targets.width,
-    )  # fmt: skip
+    tail = tails[0].states if tails else targets.states
+    sizes = targets.times, targets.length, targets.lanes, targets.width, bool(tails)
+    return _Cut(sources.states, targets.states, tail, motion, num_layers, *sizes)
 
 
 def _view(rows: AlignRows, tail: DraftInputs | None) -> _Rows:

@@ -193,6 +193,7 @@ def copy_windows(
     LENGTH: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
 ):
     """Copy every n-th tile from `first_tile` on, n programs, of the window in slot `source`, from input `shift` on.
 
@@ -200,7 +201,7 @@ def copy_windows(
     equal.
 
     Args:
-        tail: Where the inputs from TIMES on are, at `buffer`; None: in the slot as well.
+        tail: Where the inputs from TIMES on are, at `buffer`, if HAS_TAIL; else they are in the slot as well.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     time = tl.arange(0, triton.next_power_of_2(TIMES))[:, None]
@@ -215,7 +216,7 @@ def copy_windows(
         targets = target_states.first + layer * target_states.layer_stride * LANES + to_slot
         targets += time * target_states.time_stride * LANES + element
         inside = (time < TIMES) & (element < LENGTH)
-        if tail is None:
+        if not HAS_TAIL:
             values = tl.load(sources, mask=inside)
         else:
             is_in_tail = shift + time >= TIMES
