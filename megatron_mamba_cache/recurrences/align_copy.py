@@ -42,8 +42,7 @@ from .slot_tiles import (
 __all__ = ["QUANTIZING", "ROWS_AT_A_TIME", "TILING", "align_copy", "align_copy_ref"]
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
-QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)
-"""The tiling where a tensor is quantized on its way."""
+QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # where a tensor is quantized on its way
 ROWS_AT_A_TIME = 256
 """Rows that a program decides at once; more rows take several rounds."""
 _QUANTIZED_WIDTH = 32
