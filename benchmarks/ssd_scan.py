@@ -22,10 +22,9 @@ from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
 from megatron_mamba_cache.policy.chunks import plan_chunks
-from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
-from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles, ssd_scan
-from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import TILE_LEN, tile_shape
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
+from megatron_mamba_cache.recurrences.mamba2.tiles import TILE_LEN, HopperTiling, tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 
 CHUNK = 256

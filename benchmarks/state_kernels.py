@@ -31,11 +31,12 @@ from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.conv import ConvTiling, causal_conv
 from megatron_mamba_cache.recurrences.conv.verify import ConvVerifyTiling, conv_verify
-from megatron_mamba_cache.recurrences.mamba2 import state_verify as state_verify_module
-from megatron_mamba_cache.recurrences.mamba2.replay_tiling import ReplayTiling
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.mamba2.state_replay import replay_tiled, state_replay
-from megatron_mamba_cache.recurrences.mamba2.state_verify import VerifyTiling, state_verify, state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2 import verify as state_verify_module
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.reference import state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled, state_replay
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling
+from megatron_mamba_cache.recurrences.mamba2.verify import VerifyTiling, state_verify
 from megatron_mamba_cache.recurrences.rows import DecodeRows, whole_rows
 
 ROTATED_BYTES = 2**30

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.mamba2.reference_replay import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay_rows import ReplayRing, ReplayRows, least_capacity, least_x_capacity
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing, ReplayRows, least_capacity, least_x_capacity
 
 Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
 

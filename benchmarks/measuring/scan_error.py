@@ -10,8 +10,9 @@ import torch
 from ssd_scan import CHUNK, Batch, make_batch, peer_launches
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.mamba2.ssd_scan import ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens
+from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
+from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 
 NUM_HEADS, LENGTHS = 64, (4096,)
 

@@ -14,7 +14,7 @@ from ..policy.draft_states import num_folded
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
-from ..recurrences.mamba2.replay_rows import ReplayRows
+from ..recurrences.mamba2.replay.rows import ReplayRows
 from ..recurrences.rows import PAD_SLOT, AlignRows, DecodeRows, PrefillRows
 from .buffers import StepBuffers
 from .logits import StepLogits, view_logits, write_logits

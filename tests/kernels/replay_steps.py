@@ -7,14 +7,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.mamba2.replay_rows import (
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import (
     BoundaryFolds,
     ReplayRing,
     ReplayRows,
     least_capacity,
     least_x_capacity,
 )
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.packed_rows import poisoned_pool, same_bits
 from tests.kernels.ssm_steps import SSMShape, SSMSteps

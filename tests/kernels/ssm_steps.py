@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.inputs import NO_LIMIT, SSMTokens, SSMWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.recurrences.mamba2 import boundary_folds_portable
-from megatron_mamba_cache.recurrences.mamba2.boundary_folds import fold_boundaries
-from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRing
-from megatron_mamba_cache.recurrences.mamba2.replay_tiling import folds_by_products
-from megatron_mamba_cache.recurrences.mamba2.state_replay import state_replay
+from megatron_mamba_cache.recurrences.mamba2.replay import boundary_folds
+from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds, ReplayRing
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import folds_by_products
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import same_bits
@@ -33,7 +33,7 @@ BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
     """Return the op or its twin; check that the kernel was launched, or was not."""
     of_kernel = request.param is fold_boundaries
-    with launches_expected(boundary_folds_portable, "_fold_boundaries_kernel", of_kernel=of_kernel, device=device):
+    with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=of_kernel, device=device):
         yield request.param
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron_mamba_cache.policy.align import plan_align_copy
-from megatron_mamba_cache.recurrences.mamba2.boundary_plan import plan_boundary_folds, plan_boundary_folds_ref
-from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import plan_boundary_folds
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import plan_boundary_folds_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds, ReplayRows
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 
 BLOCK, RING = 16, 8

@@ -27,18 +27,13 @@ from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
-from megatron_mamba_cache.recurrences.mamba2 import (
-    hopper_tiling,
-    ssd_scan,
-    ssd_scan_hopper,
-    ssd_scan_portable,
-    ssd_tiles,
-)
-from megatron_mamba_cache.recurrences.mamba2 import state_verify as state_verify_module
-from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
-from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles
-from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import tile_shape
-from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify
+from megatron_mamba_cache.recurrences.mamba2 import scan as scan_module
+from megatron_mamba_cache.recurrences.mamba2 import scan_hopper, scan_portable
+from megatron_mamba_cache.recurrences.mamba2 import tiles as tiles_module
+from megatron_mamba_cache.recurrences.mamba2 import verify as state_verify_module
+from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling, scan_tiles, ssd_scan
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, tile_shape
+from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.quantized_states import restore_states
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
@@ -265,8 +260,8 @@ OTHER_SCANS = [
 def test_scan_compiles_to_asynchronous_matrix_products(
     tiling: HopperTiling | None, shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
-    cut = compile_for_hopper(ssd_tiles, "_tiles_kernel")
-    scan = compile_for_hopper(ssd_scan_hopper if tiling else ssd_scan_portable, "_scan_kernel")
+    cut = compile_for_hopper(tiles_module, "_tiles_kernel")
+    scan = compile_for_hopper(scan_hopper if tiling else scan_portable, "_scan_kernel")
     steps = random_steps(200, "cpu", shape).cast(torch.bfloat16)
     pool, rows = torch.empty(2, *shape.state, dtype=pool_dtype), pack_rows([RowSpec(200, final=0)], 128, "cpu")
     tiles = tile_shape(128, torch.bfloat16)
@@ -280,8 +275,8 @@ def test_scan_compiles_to_asynchronous_matrix_products(
 def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
     tiling: HopperTiling | None, compile_for_hopper: Compile
 ) -> None:
-    compile_for_hopper(ssd_tiles, "_tiles_kernel")
-    scan = compile_for_hopper(ssd_scan_hopper if tiling else ssd_scan_portable, "_scan_kernel")
+    compile_for_hopper(tiles_module, "_tiles_kernel")
+    scan = compile_for_hopper(scan_hopper if tiling else scan_portable, "_scan_kernel")
     steps = random_steps(200, "cpu", SHAPE_NANO).cast(torch.bfloat16)
     pool, rows = torch.empty(2, *SHAPE_NANO.state), pack_rows([RowSpec(200, final=0)], 128, "cpu")
     tiles = tile_shape(128, torch.bfloat16)
@@ -320,13 +315,13 @@ OTHERS_CHOSEN = [
 def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
     head_dim: int, d_state: int, num_rows: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_tiling, "num_multiprocessors", lambda device: 132)
-    compile_for_hopper(ssd_tiles, "_tiles_kernel")
-    scan = compile_for_hopper(ssd_scan_hopper, "_scan_kernel")
+    monkeypatch.setattr(scan_module, "num_multiprocessors", lambda device: 132)
+    compile_for_hopper(tiles_module, "_tiles_kernel")
+    scan = compile_for_hopper(scan_hopper, "_scan_kernel")
     shape = SSMShape(heads=64, head_dim=head_dim, d_state=d_state, groups=8)
     steps = random_steps(128 * num_rows, "cpu", shape).cast(torch.bfloat16)
     pool, rows = torch.empty(1, *shape.state), pack_rows([RowSpec(128)] * num_rows, 128, "cpu")
-    tiles, tiling = tile_shape(128, torch.bfloat16), hopper_tiling.choose_tiling(steps.tokens, num_rows)
+    tiles, tiling = tile_shape(128, torch.bfloat16), choose_tiling(steps.tokens, num_rows)
     assert tiles is not None and tiling.channels <= head_dim
     scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling)
     assert scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
@@ -336,10 +331,10 @@ def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
 def test_the_largest_states_of_the_portable_scan_fit_in_shared_memory(
     head_dim: int, d_state: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_for_hopper(ssd_tiles, "_tiles_kernel")
-    portable = compile_for_hopper(ssd_scan_portable, "_scan_kernel")
-    monkeypatch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
+    compile_for_hopper(tiles_module, "_tiles_kernel")
+    portable = compile_for_hopper(scan_portable, "_scan_kernel")
+    monkeypatch.setattr(scan_module, "launches_kernel", lambda tensor: True)
     shape = SSMShape(heads=2, head_dim=head_dim, d_state=d_state, groups=1)
     steps, rows = random_steps(128, "cpu", shape).cast(torch.bfloat16), pack_rows([RowSpec(128)], 128, "cpu")
-    ssd_scan.ssd_scan(steps.tokens, steps.weights, torch.empty(1, *shape.state), rows, 128)
+    ssd_scan(steps.tokens, steps.weights, torch.empty(1, *shape.state), rows, 128)
     assert portable.shared_bytes[0] <= HOPPER_SHARED_BYTES

@@ -29,7 +29,7 @@ from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
-from megatron_mamba_cache.recurrences.mamba2 import ssd_tiles, state_verify
+from megatron_mamba_cache.recurrences.mamba2 import tiles, verify
 from megatron_mamba_cache.recurrences.rows import whole_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
@@ -51,14 +51,14 @@ def update_states(*, after_conv: bool = False) -> object:
     shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
     pool = torch.zeros(1, *shape.state)
-    return state_verify.state_verify(steps.tokens, steps.weights, pool, ROWS, after_conv=after_conv)
+    return verify.state_verify(steps.tokens, steps.weights, pool, ROWS, after_conv=after_conv)
 
 
 def cut_prompt() -> object:
     steps = random_steps(4, "cpu", SSMShape(heads=2, head_dim=64, d_state=128, groups=1), dtype=torch.bfloat16)
-    tile = ssd_tiles.tile_shape(64, torch.bfloat16)
+    tile = tiles.tile_shape(64, torch.bfloat16)
     assert tile is not None
-    return ssd_tiles.cut_tiles(steps.tokens.dt, steps.weights, PROMPT, tile, 64, torch.bfloat16)
+    return tiles.cut_tiles(steps.tokens.dt, steps.weights, PROMPT, tile, 64, torch.bfloat16)
 
 
 def sum_behind_pairs() -> object:
@@ -118,10 +118,8 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     ),
     (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
     (gated_silu, "_gated_silu_kernel"): lambda: gated_silu.gated_silu(half(1, 64)),
-    (state_verify, "_state_verify_kernel"): update_states,
-    (conv, "_causal_conv_kernel"): lambda: conv.causal_conv(
-        half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT
-    ),
+    (verify, "_state_verify_kernel"): update_states,
+    (conv, "_causal_conv_kernel"): lambda: conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT),
     (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(
         half(1, 2, 64), half(1, 2, 64), half(2, 16, 2, 64), half(2, 16, 2, 64), int32(1), int32(1)
     ),
@@ -208,7 +206,7 @@ def test_only_weights_are_read_before_the_wait(
             "_conv_verify_kernel",
             lambda: conv_verify.conv_verify(half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS),
         ),
-        (ssd_tiles, "_tiles_kernel", cut_prompt),
+        (tiles, "_tiles_kernel", cut_prompt),
         (
             pair_products,
             "_pairs_kernel",
@@ -238,7 +236,7 @@ def test_no_other_kernel_is_launched_early() -> None:
 @pytest.mark.parametrize(
     ("module", "kernel", "launch"),
     [
-        (state_verify, "_state_verify_kernel", lambda: update_states(after_conv=True)),
+        (verify, "_state_verify_kernel", lambda: update_states(after_conv=True)),
         (product_sums, "_sum_kernel", sum_behind_pairs),
         (pair_products, "_pairs_kernel", shared_products),
     ],

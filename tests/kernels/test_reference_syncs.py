@@ -30,11 +30,12 @@ from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
-from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.reference_ssd import ssd_scan_ref, state_verify_ref
-from megatron_mamba_cache.recurrences.mamba2.ssd_scan import ssd_scan
-from megatron_mamba_cache.recurrences.mamba2.state_replay import fold_boundaries, state_replay
-from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify
+from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
+from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.moves import align_copy_ref
 from megatron_mamba_cache.recurrences.reference_slots import copy_slots_ref, zero_slots_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots

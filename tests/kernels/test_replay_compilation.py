@@ -10,34 +10,33 @@ import pytest
 import torch
 import triton
 
-from megatron_mamba_cache.recurrences.mamba2 import (
-    boundary_folds_portable,
-    boundary_folds_products,
-    replay_coefficients,
-    replay_tiling,
-    state_replay_portable,
-    state_replay_products,
-    state_replay_sums,
+from megatron_mamba_cache.recurrences.mamba2.replay import (
+    boundary_folds,
+    coefficients,
+    fold_products,
+    outputs,
+    outputs_products,
+    outputs_sums,
 )
-from megatron_mamba_cache.recurrences.mamba2.boundary_folds_portable import fold_portably
-from megatron_mamba_cache.recurrences.mamba2.boundary_folds_products import fold_by_products
-from megatron_mamba_cache.recurrences.mamba2.replay_rows import BoundaryFolds, ReplayRows
-from megatron_mamba_cache.recurrences.mamba2.replay_tiling import ReplayTiling, hopper_width
-from megatron_mamba_cache.recurrences.mamba2.state_replay import replay_tiled
+from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_portably
+from megatron_mamba_cache.recurrences.mamba2.replay.fold_products import fold_by_products
+from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling, hopper_width
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 SHAPE_8B = SSMShape(heads=128, head_dim=64, d_state=128, groups=8)
-MODULES = {"portable": state_replay_portable, "sums": state_replay_sums, "products": state_replay_products}
+MODULES = {"portable": outputs, "sums": outputs_sums, "products": outputs_products}
 KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "products": "_state_products_kernel"}
 FORMS = {
     ("sums", torch.float32): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
     ("sums", torch.bfloat16): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
     ("products", torch.float32): ReplayTiling("products", 32, num_warps=1, max_registers=128),
     ("products", torch.bfloat16): ReplayTiling("products", 32, num_warps=1, max_registers=168),
-    ("portable", torch.float32): replay_tiling.PORTABLE,
+    ("portable", torch.float32): PORTABLE,
 }
 POOL_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 _MOST_SPILLED = 64  # bytes of a thread's stack: at most a few registers, of the fold
@@ -71,7 +70,7 @@ def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path) -> None:
-    weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
+    weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     replay(SHAPE_8B, dtype, FORMS[form, dtype], max_tokens=8)
     assert stack_bytes(kernel, tmp_path) <= _MOST_SPILLED and stack_bytes(weighing, tmp_path) == 0
@@ -88,7 +87,7 @@ def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hop
 
 @pytest.mark.parametrize("form", ["sums", "products"])
 def test_nothing_compiles_again_when_rows_or_few_tokens_change(form: str, compile_for_hopper: Compile) -> None:
-    weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
+    weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     shape = SSMShape(heads=4, head_dim=64, d_state=16, groups=2)
     tiling = ReplayTiling(form, 64, num_warps=1, max_registers=255)
@@ -122,9 +121,9 @@ def test_early_kernels_wait_for_what_they_read(
     """The first kernel waits before it writes, and before it lets the next begin, which does so after its own wait."""
     kernel_name, dtype = form
     module = MODULES[kernel_name]
-    for each in (replay_coefficients, module):
+    for each in (coefficients, module):
         monkeypatch.setattr(each, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
+    weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(module, KERNELS[kernel_name])
     replay(SSMShape(heads=4, head_dim=64, d_state=128, groups=2), dtype, FORMS[form])
 
@@ -149,10 +148,10 @@ def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: Non
 
 @POOL_DTYPES
 def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
-    kernel = compile_for_hopper(boundary_folds_portable, "_fold_boundaries_kernel")
+    kernel = compile_for_hopper(boundary_folds, "_fold_boundaries_kernel")
     fold_states(fold_portably, dtype, None)
     (ptx,) = set(kernel.ptx)
-    num_accesses = SHAPE_8B.d_state * boundary_folds_portable.WIDTH * dtype.itemsize // (128 * 16)
+    num_accesses = SHAPE_8B.d_state * boundary_folds.WIDTH * dtype.itemsize // (128 * 16)
     assert ptx.count("st.global.v4.b32") == num_accesses
 
 
@@ -160,8 +159,8 @@ def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile
 def test_boundary_folds_by_products_stay_in_registers(
     dtype: torch.dtype, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(boundary_folds_products, "num_multiprocessors", lambda device: 132)
-    kernel = compile_for_hopper(boundary_folds_products, "_fold_boundaries_kernel")
+    monkeypatch.setattr(fold_products, "num_multiprocessors", lambda device: 132)
+    kernel = compile_for_hopper(fold_products, "_fold_boundaries_kernel")
     fold_states(fold_by_products, dtype)
     (ptx,) = set(kernel.ptx)
     assert "mma.sync.aligned.m16n8k16" in ptx and kernel.shared_bytes[-1] <= 4 and stack_bytes(kernel, tmp_path) == 0

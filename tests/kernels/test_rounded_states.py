@@ -18,12 +18,13 @@ from megatron_mamba_cache.recurrences import quantized_states
 from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref
-from megatron_mamba_cache.recurrences.mamba2 import boundary_folds_portable, ssd_scan_portable
-from megatron_mamba_cache.recurrences.mamba2.boundary_folds import fold_boundaries
-from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
-from megatron_mamba_cache.recurrences.mamba2.reference_replay import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import tile_shape
+from megatron_mamba_cache.recurrences.mamba2 import scan_portable
+from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
+from megatron_mamba_cache.recurrences.mamba2.replay import boundary_folds
+from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, tile_shape
 from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.recurrences.quantized_states import (
     quantize,
@@ -155,7 +156,7 @@ def test_the_scan_rounds_states_at_boundaries_and_changes_nothing_else(
     places = patterned(num_slots, shape.state, device)
     before, pool_before = cloned(places), pool.clone()
     is_kernel = op is ssd_scan and shape is not ODD
-    with launches_expected(ssd_scan_portable, "_scan_kernel", of_kernel=is_kernel, device=device):
+    with launches_expected(scan_portable, "_scan_kernel", of_kernel=is_kernel, device=device):
         rounded_y = op(steps.tokens, steps.weights, pool, rows, chunk, places)
     assert same_bits(rounded_y, y)
     boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
@@ -206,9 +207,7 @@ def test_a_fold_rounds_the_state_that_an_exact_one_writes(
     op(exact, ring, requests.folds([0, PAD_SLOT, 2], ends), 8)
     places = patterned(6, ODD.state, device, 1)
     before, pool = cloned(places), requests.pool.clone()
-    with launches_expected(
-        boundary_folds_portable, "_fold_boundaries_kernel", of_kernel=op is fold_boundaries, device=device
-    ):
+    with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=op is fold_boundaries, device=device):
         op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), 8, places)
     in_layer, untouched = (states.of_layer(0) for states in (places, before))
     for target, slot in ((4, 0), (0, 2)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.mamba2.reference_ssd import ssd_scan_ref
+from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.packed_rows import (
     RowSpec,

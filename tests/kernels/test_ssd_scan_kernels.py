@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
-from megatron_mamba_cache.recurrences.mamba2 import ssd_scan_portable, ssd_tiles
-from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import HopperTiling
-from megatron_mamba_cache.recurrences.mamba2.ssd_scan import cut_rows, scan_tiles, ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.recurrences.mamba2.ssd_tiles import head_slices, tile_shape
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2 import scan_portable
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
+from megatron_mamba_cache.recurrences.mamba2.scan import cut_rows, scan_tiles, ssd_scan
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices, tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import (
@@ -51,8 +51,8 @@ compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no b
 @pytest.fixture(autouse=True, scope="module")
 def counted_kernel() -> Iterator[CountedKernel]:
     with pytest.MonkeyPatch.context() as patch:
-        counted = CountedKernel(ssd_scan_portable._scan_kernel)
-        patch.setattr(ssd_scan_portable, "_scan_kernel", counted)
+        counted = CountedKernel(scan_portable._scan_kernel)
+        patch.setattr(scan_portable, "_scan_kernel", counted)
         yield counted
 
 
@@ -126,7 +126,7 @@ def test_heads_of_several_slices_follow_the_recurrence(chunk: int, device: str, 
 
 def test_lanes_past_the_channels_of_a_slice_are_masked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    monkeypatch.setattr(ssd_scan_portable, "lanes_of", lambda width, dtype: 2 * width)
+    monkeypatch.setattr(scan_portable, "lanes_of", lambda width, dtype: 2 * width)
     specs = scan_specs(16)
     check_against_recurrence(ssd_scan, specs, 16, random_steps(num_tokens(specs) + 3, device, SLICED), 1e-5)
 
@@ -399,7 +399,7 @@ def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions
     cut = tile_shape(chunk, torch.bfloat16)
     assert cut is not None and cut.per_chunk == 2
     monkeypatch.setattr(torch, "empty", torch.ones)
-    tiles = ssd_tiles.cut_tiles(steps.tokens.dt, steps.weights, rows, cut, shape.head_dim, torch.bfloat16)
+    tiles = cut_tiles(steps.tokens.dt, steps.weights, rows, cut, shape.head_dim, torch.bfloat16)
     # Tokens of 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
     whole = [row * 2 + tile for row, tile in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]]
     dt = steps.weights.time_steps(steps.tokens.dt, torch.float64)
@@ -418,8 +418,8 @@ def test_arguments_that_disagree_are_refused_by_name(device: str) -> None:
     tokens, weights = steps.tokens, steps.weights
     cases = [
         (replace(tokens, dt=tokens.dt[:, :3]), weights, pool, "dt"),
-        (replace(tokens, C=tokens.C[:, :1]), weights, pool, "B, C"),
-        (tokens, replace(weights, D=weights.D[:2]), pool, "need D of 4 heads"),
+        (replace(tokens, C=tokens.C[:, :1]), weights, pool, "need C"),
+        (tokens, replace(weights, D=weights.D[:2]), pool, r"need D of shape \(4,\)"),
         (tokens, weights, pool.transpose(2, 3), "ssm_pool"),
         (tokens, weights, pool[:, :, :, :8], "ssm_pool"),
         (replace(tokens, x=tokens.x.double()), weights, pool, "one dtype"),

@@ -17,18 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
-from megatron_mamba_cache.recurrences.mamba2 import replay_coefficients, state_replay_portable
-from megatron_mamba_cache.recurrences.mamba2.boundary_folds_portable import fold_portably
-from megatron_mamba_cache.recurrences.mamba2.replay_rows import ReplayRing, ReplayRows
-from megatron_mamba_cache.recurrences.mamba2.replay_tiling import ReplayTiling, hopper_width
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens
-from megatron_mamba_cache.recurrences.mamba2.state_replay import (
-    fold_boundaries,
-    replay_tiled,
-    state_replay,
-    state_replay_ref,
-)
-from megatron_mamba_cache.recurrences.mamba2.state_verify import state_verify, state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens
+from megatron_mamba_cache.recurrences.mamba2.reference import state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs
+from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries, fold_portably
+from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled, state_replay
+from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling, hopper_width
+from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.rows import DecodeRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import one_token_rows, same_bits
@@ -49,8 +46,8 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
     of_kernel = request.param is state_replay
     with ExitStack() as stack:
         for module, kernel in (
-            (replay_coefficients, "_coefficients_kernel"),
-            (state_replay_portable, "_state_replay_kernel"),
+            (coefficients, "_coefficients_kernel"),
+            (outputs, "_state_replay_kernel"),
         ):
             stack.enter_context(launches_expected(module, kernel, of_kernel=of_kernel, device=device))
         yield request.param

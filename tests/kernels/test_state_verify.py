@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.recurrences.mamba2 import state_verify as state_verify_module
-from megatron_mamba_cache.recurrences.mamba2.reference_ssd import ssd_scan_ref
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.mamba2.state_verify import VerifyTiling, state_verify, state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2 import verify as state_verify_module
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
+from megatron_mamba_cache.recurrences.mamba2.verify import VerifyTiling, state_verify
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (

@@ -26,32 +26,24 @@ from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.recurrences import align_copy
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
-from megatron_mamba_cache.recurrences.mamba2 import (
+from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_portable, tiles, verify
+from megatron_mamba_cache.recurrences.mamba2.replay import (
     boundary_folds,
-    boundary_folds_portable,
-    boundary_folds_products,
-    boundary_plan,
-    hopper_tiling,
-    replay_coefficients,
-    replay_tiling,
-    ssd_scan,
-    ssd_scan_hopper,
-    ssd_scan_portable,
-    ssd_tiles,
-    state_replay,
-    state_replay_portable,
-    state_replay_products,
-    state_replay_sums,
-    state_verify,
+    coefficients,
+    fold_products,
+    outputs,
+    outputs_products,
+    outputs_sums,
+    tiling,
 )
 from tests.kernels.kernel_stand_ins import AbsentHopper
 
 NUM_MULTIPROCESSORS = 132
 KERNELS = (
     (align_copy, "_align_copy_kernel"),
-    (boundary_folds_portable, "_fold_boundaries_kernel"),
-    (boundary_folds_products, "_fold_boundaries_kernel"),
-    (boundary_plan, "_plan_kernel"),
+    (boundary_folds, "_fold_boundaries_kernel"),
+    (boundary_folds, "_plan_kernel"),
+    (fold_products, "_fold_boundaries_kernel"),
     (conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
     (expert_order, "_order_kernel"),
@@ -66,16 +58,16 @@ KERNELS = (
     (pair_products, "_pairs_kernel"),
     (product_sums, "_sum_kernel"),
     (product_tiles, "_tiles_kernel"),
-    (replay_coefficients, "_coefficients_kernel"),
+    (coefficients, "_coefficients_kernel"),
     (router_logits, "_logits_kernel"),
     (routing, "_route_kernel"),
-    (ssd_scan_hopper, "_scan_kernel"),
-    (ssd_scan_portable, "_scan_kernel"),
-    (ssd_tiles, "_tiles_kernel"),
-    (state_replay_portable, "_state_replay_kernel"),
-    (state_replay_products, "_state_products_kernel"),
-    (state_replay_sums, "_state_sums_kernel"),
-    (state_verify, "_state_verify_kernel"),
+    (scan_hopper, "_scan_kernel"),
+    (scan_portable, "_scan_kernel"),
+    (tiles, "_tiles_kernel"),
+    (outputs, "_state_replay_kernel"),
+    (outputs_products, "_state_products_kernel"),
+    (outputs_sums, "_state_sums_kernel"),
+    (verify, "_state_verify_kernel"),
     (weighted_sum, "_weighted_sum_kernel"),
 )
 
@@ -126,14 +118,12 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
             kernel = RecordedKernel(getattr(module, name), f"{module.__name__}.{name}", record)
             patch.setattr(module, name, kernel)
             patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
-        patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
-        patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
-        patch.setattr(state_replay, "launches_kernel", lambda tensor: True)
-        patch.setattr(boundary_folds, "launches_kernel", lambda tensor: True)
-        patch.setattr(boundary_folds_products, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
-        patch.setattr(replay_tiling, "runs_gluon", lambda tensor: on_hopper)
+        patch.setattr(scan, "launches_kernel", lambda tensor: True)
+        patch.setattr(scan, "_fits_hopper", lambda *_: on_hopper)
+        patch.setattr(fold_products, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+        patch.setattr(tiling, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(product_forms, "can_load_boxes", lambda weight: on_hopper)
-        patch.setattr(hopper_tiling, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+        patch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record

@@ -11,7 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.recurrences.interface import DraftStorage, LiveState
-from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayStorage
+from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage
 from megatron_mamba_cache.recurrences.rows import AlignRows
 from megatron_mamba_cache.recurrences.window import SlotStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest

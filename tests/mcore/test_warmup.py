@@ -18,9 +18,9 @@ from megatron_mamba_cache.mcore import suspendable_engine
 from megatron_mamba_cache.metrics import CacheSnapshot
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
-from megatron_mamba_cache.recurrences.mamba2 import hopper_tiling
-from megatron_mamba_cache.recurrences.mamba2.hopper_tiling import choose_tiling
-from megatron_mamba_cache.recurrences.mamba2.ssm_inputs import SSMTokens
+from megatron_mamba_cache.recurrences.mamba2 import scan
+from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens
+from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling
 from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
@@ -159,7 +159,7 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
 def test_rehearsed_numbers_of_rows_bring_every_form_of_the_scan(
     num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_tiling, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+    monkeypatch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
     x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
     tokens = SSMTokens(x, x[..., 0], B, B)
     assert max(row_counts(max_rows)) == max_rows

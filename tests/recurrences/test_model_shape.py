@@ -11,7 +11,7 @@ from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
-from megatron_mamba_cache.recurrences.mamba2 import replay_tiling
+from megatron_mamba_cache.recurrences.mamba2.replay import tiling
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
@@ -159,12 +159,12 @@ def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_draft
 def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(replay_tiling, "INTERPRETED", False)
-    monkeypatch.setattr(replay_tiling, "has_tested_gluon", lambda: True)
+    monkeypatch.setattr(tiling, "INTERPRETED", False)
+    monkeypatch.setattr(tiling, "has_tested_gluon", lambda: True)
     for is_hopper in (True, False):
-        monkeypatch.setattr(replay_tiling, "is_hopper", lambda device, found=is_hopper: found)
-        assert replay_tiling.replays_fast(64, 128) == is_hopper
-        assert not replay_tiling.replays_fast(60, 100)  # no tile holds such heads
+        monkeypatch.setattr(tiling, "is_hopper", lambda device, found=is_hopper: found)
+        assert tiling.replays_fast(64, 128) == is_hopper
+        assert not tiling.replays_fast(60, 100)  # no tile holds such heads
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import torch
 
 from megatron_mamba_cache.recurrences.interface import LiveState, StateGroup
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
-from megatron_mamba_cache.recurrences.mamba2.replay_drafts import ReplayStorage
-from megatron_mamba_cache.recurrences.mamba2.replay_rings import RingLayout
+from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage, RingLayout
 from megatron_mamba_cache.recurrences.pool import StatePool
 from tests.kernels.packed_rows import same_bits
 from tests.recurrences.state_groups import window_and_matrix

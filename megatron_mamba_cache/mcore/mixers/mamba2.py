@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...recurrences.interface import LayerStates
+from ...recurrences.mamba2.inputs import NO_LIMIT, SSMWeights
 from ...recurrences.mamba2.recurrence import Mamba2, Mamba2Weights
-from ...recurrences.mamba2.ssm_inputs import NO_LIMIT, SSMWeights
 from ...recurrences.rows import PrefillRows, whole_rows
 from ...step.batch import StepBatch
 from ..gated_norm import GatedGroupRMSNorm

@@ -10,14 +10,13 @@ from ..conv.verify import conv_verify
 from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
 from ..rows import DecodeRows, PrefillRows
-from .replay_drafts import ReplayedLayer
-from .replay_rings import RingLayout
-from .replay_rows import ReplayRows, least_capacity, least_x_capacity
-from .replay_tiling import replays_fast
-from .ssd_scan import cut_rows, ssd_scan
-from .ssm_inputs import SSMTokens, SSMWeights
-from .state_replay import state_replay
-from .state_verify import state_verify
+from .inputs import SSMTokens, SSMWeights
+from .replay.drafts import ReplayedLayer, RingLayout
+from .replay.outputs import state_replay
+from .replay.rows import ReplayRows, least_capacity, least_x_capacity
+from .replay.tiling import replays_fast
+from .scan import cut_rows, ssd_scan
+from .verify import state_verify
 
 CONV, SSM = "conv", "ssm"
 """The state tensors of a layer."""

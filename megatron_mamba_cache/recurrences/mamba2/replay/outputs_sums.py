@@ -2,23 +2,23 @@
 
 A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so that a
 product with C adds up within lanes, and only one sum a column and token crosses them. Checkpoints have the bits of
-`replay_fold_products` where tokens are bf16, and else those of `replay_fold`. The fold and the state's loads begin
-while `replay_coefficients` runs.
+`fold_products` where tokens are bf16, and else those of `outputs`. The fold and the state's loads begin
+while `coefficients` runs.
 """
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...kernels.gluon_common import await_launcher, release
-from ...kernels.overlap import overlapping
-from ..prefill_rows import PAD_SLOT
-from .replay_coefficients import ReplayCoefficients
-from .replay_fold_products import fold_tile, sync_lanes
-from .replay_rows import ReplayRing, ReplayRows
-from .replay_tiling import ReplayTiling
-from .replay_views import kernel_ring, kernel_rows, kernel_tokens
-from .ssm_inputs import SSMTokens
+from ....kernels.gluon_common import await_launcher, release
+from ....kernels.overlap import overlapping
+from ...prefill_rows import PAD_SLOT
+from ..inputs import SSMTokens, kernel_tokens
+from .coefficients import ReplayCoefficients
+from .fold_products import fold_tile
+from .operands import sync_lanes
+from .rows import ReplayRing, ReplayRows, kernel_ring, kernel_rows
+from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
 _ACCESS = 16  # bytes of a load
@@ -51,7 +51,7 @@ def _fold_entries(
     X_CAPACITY: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `replay_fold`."""
+    """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `outputs`."""
     entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY, X_CAPACITY)
     following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY, X_CAPACITY)
     while position < end:

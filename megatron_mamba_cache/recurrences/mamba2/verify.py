@@ -24,11 +24,8 @@ from ...kernels.overlap import await_inputs, await_launcher, overlapping, releas
 from ..decode_rows import DecodeRows
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
-from .reference_ssd import state_verify_ref
-from .ssm_inputs import SSMTokens, SSMWeights
-from .time_steps import time_step
-
-__all__ = ["TILING", "VerifyTiling", "state_verify", "state_verify_ref"]
+from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens, kernel_weights, time_step
+from .reference import state_verify_ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +47,6 @@ TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
 _FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
 """Of models whose rows would keep half of a card's multiprocessors busy."""
 _PAD = tl.constexpr(PAD_SLOT)
-
-
-class _Tokens(NamedTuple):
-    """The kernel's view of `SSMTokens`; strides are those between tokens."""
-
-    x: Tensor
-    dt: Tensor
-    B: Tensor
-    C: Tensor
-    x_stride: int
-    dt_stride: int
-    B_stride: int
-    C_stride: int
-
-
-class _Weights(NamedTuple):
-    """The kernel's view of `SSMWeights`."""
-
-    A_log: Tensor
-    D: Tensor
-    dt_bias: Tensor
-    dt_min: float
-    dt_max: float
 
 
 class _Rows(NamedTuple):
@@ -226,8 +200,8 @@ def _launch(
     width = min(tiling.width, triton.next_power_of_2(head_dim))
     _state_verify_kernel[((num_rows + 1) * heads * triton.cdiv(head_dim, width),)](
         y=y,
-        tokens=_kernel_tokens(tokens),
-        weights=_Weights(weights.A_log, weights.D, weights.dt_bias, *weights.dt_limit),
+        tokens=kernel_tokens(tokens),
+        weights=kernel_weights(weights),
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
         rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
@@ -245,42 +219,3 @@ def _launch(
         enable_fp_fusion=True,
         **overlapping(ssm_pool.device),
     )
-
-
-def _kernel_tokens(tokens: SSMTokens) -> _Tokens:
-    packed = (tokens.x, tokens.dt, tokens.B, tokens.C)
-    return _Tokens(*packed, *(tensor.stride(0) for tensor in packed))
-
-
-def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
-    if tokens.x.dim() != 3 or tokens.B.dim() != 3:
-        raise ValueError(
-            "need x [tokens, heads, head_dim] and B [tokens, groups, d_state], "
-            f"found {tuple(tokens.x.shape)} and {tuple(tokens.B.shape)}"
-        )
-    num_tokens, heads, _ = tokens.x.shape
-    groups, d_state = tokens.B.shape[1:]
-    if groups == 0 or heads % groups:
-        raise ValueError(f"need heads that are a multiple of the groups, found {heads} heads and {groups} groups")
-    shapes = {"dt": (num_tokens, heads), "B": (num_tokens, groups, d_state), "C": (num_tokens, groups, d_state)}
-    shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
-    for name in ("x", *shapes):
-        tensor = getattr(tokens if name in ("x", "dt", "B", "C") else weights, name)
-        if tuple(tensor.shape) != shapes.get(name, tuple(tokens.x.shape)):
-            raise ValueError(f"need {name} of shape {shapes[name]}, found {tuple(tensor.shape)}")
-        if tensor.device != tokens.x.device:
-            raise ValueError(f"need {name} on {tokens.x.device}, found {tensor.device}")
-        if not (tensor if tensor.dim() == 1 else tensor[:1]).is_contiguous():
-            raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
-
-
-def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
-    heads, head_dim = tokens.x.shape[1:]
-    state = (heads, tokens.B.shape[2], head_dim)
-    if ssm_pool.dim() != 4 or tuple(ssm_pool.shape[1:]) != state or ssm_pool.device != tokens.x.device:
-        raise ValueError(
-            f"need ssm_pool [slots, heads, d_state, head_dim] with states {state} on {tokens.x.device}, "
-            f"found {tuple(ssm_pool.shape)} on {ssm_pool.device}"
-        )
-    if not ssm_pool[:1].is_contiguous():
-        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")

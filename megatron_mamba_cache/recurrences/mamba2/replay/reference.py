@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from ...kernels.reference import compute_dtype, redirect_padding
-from ..prefill_rows import PAD_SLOT
-from ..reference_rounding import store_rounded_ref
-from ..reference_slots import load_slots, store_slots
-from ..rounded_states import RoundedStates
-from .replay_rows import BoundaryFolds, ReplayRing, ReplayRows
-from .ssm_inputs import SSMTokens, SSMWeights
+from ....kernels.reference import compute_dtype, redirect_padding
+from ...align_rows import AlignRows
+from ...prefill_rows import PAD_SLOT
+from ...reference_rounding import store_rounded_ref
+from ...reference_slots import load_slots, store_slots
+from ...rounded_states import RoundedStates
+from ..inputs import SSMTokens, SSMWeights
+from .rows import BoundaryFolds, ReplayRing, ReplayRows
 
 
 def state_replay_ref(
@@ -67,6 +68,16 @@ def fold_boundaries_ref(
             store_slots(pool, targets, states)
         else:
             store_rounded_ref(rounded.values[layer], rounded.scales[layer], targets, states)
+
+
+def plan_boundary_folds_ref(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:
+    """Return what to fold for the rows of a verify step that reached a boundary; see `plan_boundary_folds`."""
+    running = align.computed + align.scheduled - align.drafts
+    end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
+    reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
+    first = torch.maximum(rows.folded, align.computed // ring_len * ring_len)
+    targets = torch.where(reached, align.targets, PAD_SLOT)
+    return BoundaryFolds(rows.slots, rows.rings, first, torch.where(reached, end, first), targets)
 
 
 def _folded(

@@ -1,19 +1,30 @@
-"""Ring entries of bf16 brought into a state by products on tensor cores; every kernel that does gives the same bits.
+"""Ring entries of bf16 brought into a state by products on tensor cores, in Gluon, for Hopper GPUs.
 
-With m the ring's period that holds the entries, and L_j the sum of dt * A of those after entry j,
+Every kernel that folds so gives the same bits. With m the ring's period that holds the entries, and L_j the sum of
+dt * A of those after entry j,
 
     S = exp(L_m) S + sum over j of B_j (exp(L_j) dt_j x_j)
 
 one sum for a whole period, where token by token each entry would take two operations for each element of the state.
 The factors of x are split into three bf16 numbers that add up to them, so that every product is exact. A state's tile
 goes from memory to memory in slices of d_state, because a tile, its sums and their operands do not fit in registers.
+
+Boundaries' states: the grid is that of `boundary_folds`, with one warp a program.
 """
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .product_layouts import as_left, as_right_rows, from_sums, left_layout
+from ....kernels.kernel_launches import num_multiprocessors
+from ...prefill_rows import PAD_SLOT
+from .operands import as_left, as_right_rows, from_sums, left_layout, split_into_bf16, sync_lanes
+from .rows import BoundaryFolds, ReplayRing, kernel_folds, kernel_layers, kernel_ring
+from .tiling import FOLDED_ROWS, hopper_width
+
+PROGRAMS_PER_SM = 8
+_PAD = gl.constexpr(PAD_SLOT)
 
 
 @gluon.constexpr_function
@@ -26,21 +37,6 @@ def _eighths(d_state: int, bits: int) -> int:
 def _places(ring_len: int) -> int:
     """Return the depth of the product."""
     return max(16, ring_len)
-
-
-@gluon.jit
-def sync_lanes():
-    """Let all lanes of the warp come here before any of them reads or writes what another one has written or read."""
-    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def split_into_bf16(values):
-    """Return three bf16 tensors that add up to float32 `values`, smallest first."""
-    high = values.to(gl.bfloat16)
-    rest = values - high.to(gl.float32)
-    middle = rest.to(gl.bfloat16)
-    return (rest - middle.to(gl.float32)).to(gl.bfloat16), middle, high
 
 
 @gluon.jit
@@ -217,3 +213,86 @@ def fold_tile(
         begin += RING
         position = until
     sync_lanes()
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _fold_boundaries_kernel(
+    pool,
+    slot_stride,
+    ring,
+    layers,
+    rows,
+    num_rows,
+    ROWS: gl.constexpr,
+    LAYERS: gl.constexpr,
+    HEADS: gl.constexpr,
+    HEADS_A_GROUP: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """Long because of its arguments and where each tile's inputs lie."""
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
+    A_LAYER: gl.constexpr = HEADS * PARTS
+    TILES: gl.constexpr = LAYERS * A_LAYER
+    programs = gl.num_programs(0)
+    turn = gl.program_id(0)
+    for first_row in range(0, num_rows, ROWS):
+        row = first_row + gl.arange(0, ROWS, layout=gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
+        targets = gl.load(rows.targets + row, mask=row < num_rows, other=_PAD)
+        slots = gl.load(rows.slots + row, mask=row < num_rows, other=_PAD)
+        to_write = gl.where((targets != _PAD) & (slots != _PAD), row, num_rows)
+        at = gl.min(to_write, axis=0)
+        while at < num_rows:
+            slot = gl.load(rows.slots + at).to(gl.int64)
+            target = gl.load(rows.targets + at).to(gl.int64)
+            number = gl.load(rows.rings + at).to(gl.int64)
+            folded = gl.load(rows.folded + at)
+            end = gl.load(rows.ends + at)
+            for tile in range(turn, TILES, programs):
+                layer = (tile // A_LAYER).to(gl.int64)
+                head = tile % A_LAYER // PARTS
+                first = tile % PARTS * WIDTH
+                states = pool + layer * layers.pool + head * (D_STATE * HEAD_DIM) + first
+                fold_tile(
+                    states + slot * slot_stride, states + target * slot_stride,
+                    ring.x + layer * layers.x + number * ring.x_ring + head * HEAD_DIM + first,
+                    ring.B + layer * layers.B + number * ring.B_ring + head // HEADS_A_GROUP * D_STATE,
+                    ring.steps + layer * layers.steps + number * ring.steps_ring + head,
+                    ring, folded, end, HEADS, D_STATE, HEAD_DIM, CAPACITY, X_CAPACITY, RING, WIDTH,
+                )  # fmt: skip
+            turn = (turn + programs - TILES % programs) % programs
+            to_write = gl.where(row > at, to_write, num_rows)
+            at = gl.min(to_write, axis=0)
+
+
+def fold_by_products(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks.
+
+    Args:
+        ssm_pools: States of a shape that `folds_by_products`.
+    """
+    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
+    _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(ssm_pools.device),)](
+        pool=ssm_pools,
+        slot_stride=ssm_pools.stride(1),
+        ring=kernel_ring(rings),
+        layers=kernel_layers(ssm_pools, rings),
+        rows=kernel_folds(rows),
+        num_rows=rows.targets.shape[0],
+        ROWS=FOLDED_ROWS,
+        LAYERS=num_layers,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // rings.B.shape[3],
+        D_STATE=d_state,
+        HEAD_DIM=head_dim,
+        CAPACITY=rings.capacity,
+        X_CAPACITY=rings.x_capacity,
+        RING=ring_len,
+        WIDTH=hopper_width(head_dim, d_state),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )

@@ -12,7 +12,7 @@ from ..prefill_rows import PAD_SLOT, PrefillRows
 from ..reference_rounding import store_rounded_ref
 from ..reference_slots import load_slots, store_slots
 from ..rounded_states import RoundedStates
-from .ssm_inputs import SSMTokens, SSMWeights
+from .inputs import SSMTokens, SSMWeights
 
 _CHUNKS_AT_ONCE = 16
 """Chunks that are computed together but for their states; more take more memory, squared in their length."""
@@ -28,7 +28,7 @@ def ssd_scan_ref(
 ) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
-    Computes the recurrence of `ssm_inputs` by the block decomposition of section 6. Every chunk is padded to
+    Computes the recurrence of `inputs` by the block decomposition of section 6. Every chunk is padded to
     `chunk_size`, so its bits depend on its tokens and incoming state alone: a row resumed at a chunk's end, in any
     packing, continues bit-equal. Writes the states at chunk and row ends into `ssm_pool` in place.
 

@@ -1,10 +1,13 @@
 """The SSD scan on Hopper GPUs, in Gluon: copies, matrix products and element-wise work overlap. bf16 tokens.
 
-Its arithmetic and bits are those of `ssd_scan_portable`. A program takes one head of a row, or two of one group that
+Its arithmetic and bits are those of `scan_portable`. A program takes one head of a row, or two of one group that
 share the tiles of B and C; four warps scan a head, one more fills the ring of tiles ahead of them. The scores of a
 tile, which need no state, are begun while the tile before it finishes.
 """
 
+from functools import cache
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,14 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..prefill_rows import PrefillRows
 from ..rounded_states import RoundedStates, rounded_places
-from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_rounded, put_state
-from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span
-from .hopper_tiling import HopperTiling
-from .ssd_tiles import TILE_LEN, HeadSlice, ScanTiles, tiled_rows
-from .ssm_inputs import SSMTokens
+from .hopper_pipeline import (
+    PackedTiles,
+    Results,
+    Scratch,
+    Sizes,
+    allocate_ring,
+    await_scratch,
+    fill_ahead,
+    find_span,
+    put_outputs,
+    put_rounded,
+    put_state,
+)
+from .inputs import SSMTokens
+from .tiles import TILE_LEN, HeadSlice, HopperTiling, ScanTiles, tiled_rows
 
 _SCAN_REGISTERS = 240
 _FILL_REGISTERS = 40
@@ -224,12 +238,12 @@ def scan_on_hopper(
     num_groups, d_state = tokens.B.shape[1:]
     splits = channels.width // tiling.channels
     _scan_kernel[(rows.longest_first.shape[0] * (num_heads // tiling.heads) * splits,)](
-        x_tiles=describe(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
-        B_tiles=describe(tokens.B.flatten(1), [TILE_LEN, d_state]),
-        C_tiles=describe(tokens.C.flatten(1), [TILE_LEN, d_state]),
-        y_tiles=describe(tiles.y.flatten(1), [TILE_LEN, tiling.channels]),
-        decay_tiles=describe(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
-        pool_states=describe(_rows_of(ssm_pool), [d_state, tiling.channels]),
+        x_tiles=_described(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
+        B_tiles=_described(tokens.B.flatten(1), [TILE_LEN, d_state]),
+        C_tiles=_described(tokens.C.flatten(1), [TILE_LEN, d_state]),
+        y_tiles=_described(tiles.y.flatten(1), [TILE_LEN, tiling.channels]),
+        decay_tiles=_described(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
+        pool_states=_described(_rows_of(ssm_pool), [d_state, tiling.channels]),
         rows=tiled_rows(rows),
         y=tiles.y,
         D=D,
@@ -262,3 +276,16 @@ def _rows_of(ssm_pool: Tensor) -> Tensor:
     num_slots, num_heads, d_state, head_dim = ssm_pool.shape
     num_rows = (num_slots - 1) * (ssm_pool.stride(0) // head_dim) + num_heads * d_state
     return ssm_pool.as_strided((num_rows, head_dim), (head_dim, 1))
+
+
+def _described(matrix: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return the TMA descriptor of a matrix that is read or written in blocks."""
+    return TensorDescriptor.from_tensor(matrix, block, _layout(tuple(block), matrix.dtype))
+
+
+@cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Return how a block lies in shared memory; kept, as Triton takes longer to make it than to describe a matrix."""
+    if block[0] == 1:
+        return gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))

@@ -3,7 +3,7 @@
 A warp owns `width` columns of a head's state, which it loads as the products need them: which d_state a lane holds, and
 which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
 numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
-`replay_fold_products`. The fold and the state's loads begin while `replay_coefficients` runs. A state is read in slices
+`fold_products`. The fold and the state's loads begin while `coefficients` runs. A state is read in slices
 one behind the other, and again where it is folded: one of 16 bits is fetched to the L2 cache at once.
 """
 
@@ -12,17 +12,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ...kernels.gluon_common import await_launcher, release
-from ...kernels.overlap import overlapping
-from ..prefill_rows import PAD_SLOT
-from .product_layouts import as_left, as_right, left_layout, output_layout, right_layout
-from .replay_coefficients import ReplayCoefficients
-from .replay_fold_products import fold_tile, split_into_bf16
-from .replay_rows import ReplayRing, ReplayRows
-from .replay_tiling import ReplayTiling
-from .replay_views import kernel_ring, kernel_rows, kernel_tokens
-from .ssm_inputs import SSMTokens
-from .state_slices import load_slice, multiply_slices, prefetch_state, slice_len
+from ....kernels.gluon_common import await_launcher, release
+from ....kernels.overlap import overlapping
+from ...prefill_rows import PAD_SLOT
+from ..inputs import SSMTokens, kernel_tokens
+from .coefficients import ReplayCoefficients
+from .fold_products import fold_tile
+from .operands import (
+    as_left,
+    as_right,
+    left_layout,
+    load_slice,
+    multiply_slices,
+    output_layout,
+    prefetch_state,
+    right_layout,
+    slice_len,
+    split_into_bf16,
+)
+from .rows import ReplayRing, ReplayRows, kernel_ring, kernel_rows
+from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
 

@@ -1,4 +1,4 @@
-"""Tiles of the SSD scan: where the kernels cut a row, and the decays of each tile's tokens.
+"""How the SSD scan is cut: rows into tiles, with the decays of each tile's tokens; heads into slices.
 
 A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
 row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
@@ -8,7 +8,7 @@ row's first chunk take the last of its numbers, so the numbers of a row are cons
 Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...kernels.overlap import await_then_release, overlapping
 from ..prefill_rows import PAD_SLOT, PrefillRows
-from .ssm_inputs import SSMWeights
-from .time_steps import time_step
+from .inputs import SSMWeights, time_step
 
 TILE_LEN = 64
 LEAST_WIDTH = 16
@@ -65,6 +64,25 @@ def head_slices(head_dim: int) -> list[HeadSlice]:
             slices.append(HeadSlice(first, width))
             first += width
     return slices
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiling:
+    """One way to split the scan on a Hopper GPU; every one gives the same bits.
+
+    Args:
+        heads: Heads of a program, 1 or 2; two share their group's tiles of B and C.
+        channels: Channels of a head that a program takes, a power of two from 16 on.
+        num_stages: Tiles in a program's ring, at least 2.
+    """
+
+    heads: int
+    channels: int
+    num_stages: int
+
+    def within(self, width: int) -> "HopperTiling":
+        """Return the tiling for a slice of `width` channels."""
+        return replace(self, channels=min(self.channels, width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The SSD scan in plain Triton: for every GPU, for float32 tokens, and in the interpreter.
 
 One program takes a head of a row, or a slice of its channels, and walks the row's tiles, its state in registers, in
-float32. Per tile, with the decays of `ssd_tiles`:
+float32. Per tile, with the decays of `tiles`:
 
     scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; for float32, 2^(decay_i - decay_j + gain_j)
     y = scores x + 2^decay (C state) + D x
@@ -21,8 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..prefill_rows import PrefillRows
 from ..rounded_states import RoundedStates, rounded_places, store_rounded
-from .ssd_tiles import HeadSlice, ScanTiles, tiled_rows
-from .ssm_inputs import SSMTokens
+from .inputs import SSMTokens
+from .tiles import HeadSlice, ScanTiles, tiled_rows
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
@@ -154,7 +154,7 @@ def _scan_kernel(
     if initial >= 0:
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=lane < CHANNELS, other=0.0).to(tl.float32)
 
-    # Where the row's tiles begin, in tokens and in tile numbers: see `ssd_tiles`.
+    # Where the row's tiles begin, in tokens and in tile numbers: see `tiles`.
     first_chunk = tl.load(rows.cu_row_chunks + row)
     num_chunks = tl.load(rows.cu_row_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)

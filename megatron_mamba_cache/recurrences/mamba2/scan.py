@@ -1,7 +1,7 @@
 """SSD scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
 
-`ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_hopper` where it can run, else
-`ssd_scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`tiles` cuts the rows and sums the decays, then one of two kernels scans: that of `scan_hopper` where it can run, else
+that of `scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
 """
 
 from functools import cache
@@ -10,21 +10,19 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel
+from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
 from ..prefill_rows import PrefillRows
 from ..rounded_states import RoundedStates
 from ..row_checks import check_prefill_rows
-from .hopper_tiling import HopperTiling, choose_tiling
-from .reference_ssd import ssd_scan_ref
-from .ssd_scan_portable import scan_portably
-from .ssd_tiles import TILE_LEN, ScanTiles, TileShape, cut_tiles, head_slices, tile_shape
-from .ssm_inputs import SSMTokens, SSMWeights
-
-__all__ = ["cut_rows", "ssd_scan", "ssd_scan_ref"]
+from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
+from .reference import ssd_scan_ref
+from .scan_portable import scan_portably
+from .tiles import TILE_LEN, HopperTiling, ScanTiles, TileShape, cut_tiles, head_slices, tile_shape
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes, of what TMA copies
 _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
+_CHANNELS = 64  # of a head that four warps scan
 
 
 def cut_rows(
@@ -79,7 +77,10 @@ def ssd_scan(
 
     Reference: `ssd_scan_ref`.
     """
-    _check(tokens, weights, ssm_pool)
+    check_tokens(tokens, weights)
+    check_pool(tokens, ssm_pool)
+    if not tokens.x.dtype == tokens.B.dtype == tokens.C.dtype:
+        raise ValueError(f"need x, B and C of one dtype, found {tokens.x.dtype}, {tokens.B.dtype}, {tokens.C.dtype}")
     if rounded is not None:
         rounded.check(ssm_pool)
     check_prefill_rows(rows, tokens.x.device)
@@ -118,11 +119,27 @@ def scan_tiles(
         if tiling is None:
             scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, rounded)
         else:
-            from .ssd_scan_hopper import scan_on_hopper
+            from .scan_hopper import scan_on_hopper  # Gluon is imported where it is used
 
             in_slice = tiling.within(channels.width)
             scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, rounded)
     return tiles.y
+
+
+def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
+    """Return the fastest tiling for `num_rows` rows: few rows must be spread, many share what they read.
+
+    A head of more than 64 channels is split in any case: the tiles and states of two such heads outgrow shared memory.
+    """
+    num_heads, head_dim = tokens.x.shape[1:]
+    num_groups = tokens.B.shape[1]
+    multiprocessors = num_multiprocessors(tokens.x.device)
+    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)  # narrower slices have fewer
+    if num_parts >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
+        return HopperTiling(heads=2, channels=_CHANNELS, num_stages=2)
+    if 2 * num_parts <= multiprocessors:
+        return HopperTiling(heads=1, channels=_CHANNELS // 2, num_stages=3)
+    return HopperTiling(heads=1, channels=_CHANNELS, num_stages=3)
 
 
 def _is_empty(dt: Tensor, rows: PrefillRows) -> bool:
@@ -165,29 +182,3 @@ def _dims(tokens: SSMTokens) -> tuple[int, int]:
 
 def _is_aligned(packed: Tensor) -> bool:
     return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0
-
-
-def _check(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor) -> None:
-    x, dt, B, C = tokens.x, tokens.dt, tokens.B, tokens.C
-    if x.dim() != 3 or B.dim() != 3 or B.shape != C.shape or dt.shape != x.shape[:2] or B.shape[0] != x.shape[0]:
-        raise ValueError(
-            "need x [tokens, heads, head_dim], dt [tokens, heads] and B, C [tokens, groups, d_state], found "
-            f"{tuple(x.shape)}, {tuple(dt.shape)}, {tuple(B.shape)} and {tuple(C.shape)}"
-        )
-    state_shape = (x.shape[1], B.shape[2], x.shape[2])
-    if tuple(ssm_pool.shape[1:]) != state_shape or x.shape[1] % B.shape[1]:
-        raise ValueError(
-            f"need ssm_pool [slots, {', '.join(map(str, state_shape))}] and heads a multiple of groups, found "
-            f"{tuple(ssm_pool.shape)} and {x.shape[1]} heads of {B.shape[1]} groups"
-        )
-    for name in ("A_log", "D", "dt_bias"):
-        weight = getattr(weights, name)
-        if weight.shape != (x.shape[1],):
-            raise ValueError(f"need {name} of {x.shape[1]} heads, found {tuple(weight.shape)}")
-    if not (x.dtype == B.dtype == C.dtype) or any(t.device != x.device for t in (dt, B, C, ssm_pool)):
-        raise ValueError(f"need x, B and C of one dtype and all on {x.device}, found {x.dtype}, {B.dtype}, {C.dtype}")
-    if ssm_pool.shape[0] and not ssm_pool[0].is_contiguous():
-        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
-    for name, packed in (("x", x), ("dt", dt), ("B", B), ("C", C)):
-        if packed.shape[0] and not packed[0].is_contiguous():
-            raise ValueError(f"need {name} contiguous within a token, found strides {packed.stride()}")

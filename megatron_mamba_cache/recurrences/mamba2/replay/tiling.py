@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
-from .ssm_inputs import SSMTokens
+from ....kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
+from ..inputs import SSMTokens
 
 _LARGEST_TILE = 128 * 32
 """Elements of a state that one warp holds in registers."""
@@ -15,6 +15,8 @@ _LARGEST_MULTIPLIED = 128
 """d_state of which a product's registers hold all."""
 _MOST_SUMMED = 3
 """Tokens of a row up to which sums with float32 states are faster than products."""
+FOLDED_ROWS = 256
+"""Rows that a program of boundary folds reads at once; more rows take several rounds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,169 @@
+"""What the recurrence of a Mamba2 layer reads: packed tokens, weights and time steps, for kernels and twins.
+
+    h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t        y_t = C_t h_t + D x_t
+
+with A = -exp(A_log) and dt_t = clamp(softplus(dt_t + dt_bias), dt_limit).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NO_LIMIT = (0.0, math.inf)
+"""Time-step limits that change nothing."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# ln 2 in two parts: a small whole number times the first is exact in fp32.
+_LN2_HIGH = tl.constexpr(0.693145751953125)
+_LN2_LOW = tl.constexpr(1.42860682030941723e-06)
+_VANISHES = tl.constexpr(126.0)  # exp(-126) is 0 in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class SSMTokens:
+    """Packed tokens; each tensor may be a view with a stride of its own between tokens, contiguous within one.
+
+    Args:
+        x: [tokens, heads, head_dim].
+        dt: [tokens, heads], as projected: before bias and softplus.
+        B, C: [tokens, groups, d_state]; consecutive heads share a group's.
+    """
+
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SSMWeights:
+    """Weights, one value a head.
+
+    Args:
+        A_log, D, dt_bias: [heads].
+        dt_limit: Range that time steps are clamped to, after softplus.
+    """
+
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    dt_limit: tuple[float, float] = NO_LIMIT
+
+    def decay(self, dtype: torch.dtype) -> Tensor:
+        """Return A [heads], negative."""
+        return -torch.exp(self.A_log.to(dtype))
+
+    def time_steps(self, dt: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the time steps of `dt` [..., heads]."""
+        # torch's softplus on a CPU rounds a tensor's last few elements differently from the others; log1p does not.
+        biased = dt.to(dtype) + self.dt_bias.to(dtype)
+        steps = biased.clamp_min(0) + torch.log1p(torch.exp(-biased.abs()))
+        return steps if self.dt_limit == NO_LIMIT else steps.clamp(*self.dt_limit)
+
+
+def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
+    """Raise a ValueError unless tokens and weights fit together, on one device."""
+    if tokens.x.dim() != 3 or tokens.B.dim() != 3:
+        raise ValueError(
+            "need x [tokens, heads, head_dim] and B [tokens, groups, d_state], "
+            f"found {tuple(tokens.x.shape)} and {tuple(tokens.B.shape)}"
+        )
+    num_tokens, heads, _ = tokens.x.shape
+    groups, d_state = tokens.B.shape[1:]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"need heads that are a multiple of the groups, found {heads} heads and {groups} groups")
+    shapes = {"dt": (num_tokens, heads), "B": (num_tokens, groups, d_state), "C": (num_tokens, groups, d_state)}
+    shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
+    for name in ("x", *shapes):
+        tensor = getattr(tokens if name in ("x", "dt", "B", "C") else weights, name)
+        if tuple(tensor.shape) != shapes.get(name, tuple(tokens.x.shape)):
+            raise ValueError(f"need {name} of shape {shapes[name]}, found {tuple(tensor.shape)}")
+        if tensor.device != tokens.x.device:
+            raise ValueError(f"need {name} on {tokens.x.device}, found {tensor.device}")
+        if not (tensor if tensor.dim() == 1 else tensor[:1]).is_contiguous():
+            raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
+
+
+def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
+    """Raise a ValueError unless the pool holds states of the tokens' shape, each contiguous."""
+    heads, head_dim = tokens.x.shape[1:]
+    state = (heads, tokens.B.shape[2], head_dim)
+    if ssm_pool.dim() != 4 or tuple(ssm_pool.shape[1:]) != state or ssm_pool.device != tokens.x.device:
+        raise ValueError(
+            f"need ssm_pool [slots, heads, d_state, head_dim] with states {state} on {tokens.x.device}, "
+            f"found {tuple(ssm_pool.shape)} on {ssm_pool.device}"
+        )
+    if not ssm_pool[:1].is_contiguous():
+        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
+
+
+class KernelTokens(NamedTuple):
+    """The kernels' view of `SSMTokens`; strides are those between tokens."""
+
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    x_stride: int
+    dt_stride: int
+    B_stride: int
+    C_stride: int
+
+
+class KernelWeights(NamedTuple):
+    """The kernels' view of `SSMWeights`."""
+
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    dt_min: float
+    dt_max: float
+
+
+def kernel_tokens(tokens: SSMTokens) -> KernelTokens:
+    """Return what the kernels read of the tokens."""
+    packed = (tokens.x, tokens.dt, tokens.B, tokens.C)
+    return KernelTokens(*packed, *(tensor.stride(0) for tensor in packed))
+
+
+def kernel_weights(weights: SSMWeights) -> KernelWeights:
+    """Return what the kernels read of the weights."""
+    return KernelWeights(weights.A_log, weights.D, weights.dt_bias, *weights.dt_limit)
+
+
+@triton.jit
+def time_step(dt, bias, minimum, maximum):
+    """Return softplus(dt + bias) clamped to the limits; NaN stays NaN."""
+    step = softplus(dt.to(tl.float32) + bias.to(tl.float32))
+    step = tl.where(step < minimum, minimum, step)
+    return tl.where(step > maximum, maximum, step)
+
+
+@triton.jit
+def softplus(v):
+    """Return log(1 + exp(v)) of fp32 values to a relative error of 1e-6, however small it is."""
+    return tl.where(v < 0, 0.0, v) + log1p(_exp_of_negative(-tl.abs(v)))
+
+
+@triton.jit
+def _exp_of_negative(v):
+    """Return exp(v) for v <= 0; the hardware's exp2 alone loses digits as |v| grows."""
+    v = tl.where(v < -_VANISHES, -_VANISHES, v)
+    whole = tl.floor(v * _LOG2_E + 0.5)
+    rest = v - whole * _LN2_HIGH - whole * _LN2_LOW
+    return tl.exp2(whole) * tl.exp2(rest * _LOG2_E)
+
+
+@triton.jit
+def log1p(x):
+    """Return log(1 + x) for x in [0, 1], float32, to a few units in the last place; Triton has no such function.
+
+    The rounding of 1 + x is undone by the quotient (Kahan; HP-15C Advanced Functions Handbook, 1982, appendix).
+    """
+    sum_ = 1.0 + x
+    is_one = sum_ == 1.0
+    return tl.where(is_one, x, x * tl.log(sum_) / tl.where(is_one, 1.0, sum_ - 1.0))

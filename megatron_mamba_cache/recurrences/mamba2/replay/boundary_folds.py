@@ -1,0 +1,262 @@
+"""States at block boundaries: which rows of a verify step reached one, and their states, written into reserved slots.
+
+The plan is made on the device. With running = computed + scheduled - drafts,
+
+    end = (running + max(accepted, 1) - 1) // block_size * block_size;  reached iff end >= running and end > 0
+
+A step folds its checkpoint up to the last multiple of the ring length that it finds computed, so what is left to fold
+for the boundary begins there. A program decides _ROWS rows.
+
+The fold takes a checkpoint and the ring entries that follow it. Grid: the programs that stay resident. Each reads all
+rows, numbers those that have a target, and takes every n-th of their tiles, all layers: one row spreads over the whole
+device, and a step without a target costs one decision.
+
+Graph safe: no host sync, one launch each, grids fixed at capture.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
+from ...align_rows import AlignRows
+from ...prefill_rows import PAD_SLOT
+from ...rounded_states import RoundedStates, rounded_places, store_rounded
+from ...slot_tiles import next_turn, numbered, of_number
+from .outputs import fold_entries
+from .reference import fold_boundaries_ref, plan_boundary_folds_ref
+from .rows import (
+    BoundaryFolds,
+    ReplayRing,
+    ReplayRows,
+    check_boundary_folds,
+    check_ring_len,
+    check_shapes,
+    kernel_folds,
+    kernel_layers,
+    kernel_ring,
+)
+from .tiling import FOLDED_ROWS, folds_by_products
+
+_ROWS = 256
+_LANES = 4  # int32 in 16 bytes
+WIDTH = 32
+NUM_WARPS = 4
+PROGRAMS_PER_SM = 4
+_INTERPRETED_PROGRAMS = 2
+_PAD = tl.constexpr(PAD_SLOT)
+
+
+@triton.jit(do_not_specialize=["plan_stride", "num_rows", "block_size", "ring_len", "accepted_stride"])
+def _plan_kernel(
+    plan,
+    plan_stride,
+    computed,
+    scheduled,
+    drafts,
+    accepted,
+    accepted_stride,
+    targets,
+    slots,
+    folded,
+    num_rows,
+    block_size,
+    ring_len,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    start = tl.load(computed + row, mask=exists, other=0)
+    running = start + tl.load(scheduled + row, mask=exists, other=0) - tl.load(drafts + row, mask=exists, other=0)
+    kept = tl.maximum(tl.load(accepted + row * accepted_stride, mask=exists, other=1).to(tl.int32), 1)
+    end = (running + kept - 1) // block_size * block_size
+    target = tl.load(targets + row, mask=exists, other=_PAD)
+    slot = tl.load(slots + row, mask=exists, other=_PAD)
+    reached = (target != _PAD) & (slot != _PAD) & (end >= running) & (end > 0)
+    first = tl.maximum(tl.load(folded + row, mask=exists, other=0), start // ring_len * ring_len)
+    tl.store(plan + row, first, mask=exists)
+    tl.store(plan + plan_stride + row, tl.where(reached, end, first), mask=exists)
+    tl.store(plan + 2 * plan_stride + row, tl.where(reached, target, _PAD), mask=exists)
+
+
+def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:
+    """Return what to fold for the rows of a verify step that reached a boundary; see `fold_boundaries`.
+
+    Args:
+        rows: The step's rows, as its states were replayed.
+        align: The same rows, with how many tokens each kept; columns are not read.
+
+    Reference: `plan_boundary_folds_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
+    """
+    num_rows = rows.slots.shape[0]
+    if not launches_kernel(rows.slots) or not num_rows:
+        return plan_boundary_folds_ref(rows, align, ring_len, block_size)
+    # Lines of whole 16 bytes, so that every number of rows runs the same compiled kernels.
+    plan = torch.empty((3, -(-num_rows // _LANES) * _LANES), dtype=torch.int32, device=rows.slots.device)
+    _plan_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        plan=plan,
+        plan_stride=plan.stride(0),
+        computed=align.computed,
+        scheduled=align.scheduled,
+        drafts=align.drafts,
+        accepted=align.accepted,
+        accepted_stride=align.accepted.stride(0),
+        targets=align.targets,
+        slots=rows.slots,
+        folded=rows.folded,
+        num_rows=num_rows,
+        block_size=block_size,
+        ring_len=ring_len,
+        ROWS=_ROWS,
+        enable_fp_fusion=True,
+    )
+    return BoundaryFolds(rows.slots, rows.rings, *plan[:, :num_rows])
+
+
+def fold_boundaries(
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None = None
+) -> None:
+    """Write each row's state after its first `ends` tokens into its target, all layers, in place.
+
+    The state is the row's checkpoint and the ring entries from `folded` to `ends`, folded as `state_replay` does: at a
+    multiple of the ring's length it is bit-equal to the checkpoint that a later step would write, unless it is rounded.
+    A row without a target or slot writes nothing, whatever its counts. Every other slot stays as it is.
+
+    Args:
+        ssm_pools: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
+        rings: With the layers as first dimension.
+        ring_len: As in `state_replay`.
+        rounded: Where the states go, and whose slots the targets are; None: those of `ssm_pools`.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `fold_boundaries_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
+    """
+    _check(ssm_pools, rings, ring_len)
+    check_boundary_folds(rows, ssm_pools.device)
+    if rounded is not None:
+        rounded.check(ssm_pools)
+    if 0 in (rows.targets.shape[0], ssm_pools.numel()):
+        return
+    if not launches_kernel(ssm_pools) or not is_computed_in_fp32(rings.x, ssm_pools):
+        fold_boundaries_ref(ssm_pools, rings, rows, ring_len, rounded)
+        return
+    if rounded is None and folds_by_products(ssm_pools, rings.x.dtype):
+        from .fold_products import fold_by_products  # Gluon is imported where it is used
+
+        fold_by_products(ssm_pools, rings, rows, ring_len)
+    else:
+        fold_portably(ssm_pools, rings, rows, ring_len, rounded)
+
+
+def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
+    check_ring_len(ring_len)
+    if ssm_pools.dim() != 5 or not ssm_pools[:1, :1].is_contiguous():
+        raise ValueError(
+            "need ssm_pools [layers, slots, heads, d_state, head_dim] of contiguous states, "
+            f"found {tuple(ssm_pools.shape)} with strides {ssm_pools.stride()}"
+        )
+    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
+    groups = rings.B.shape[3] if rings.B.dim() == 5 else 0
+    if groups == 0 or heads % groups:
+        raise ValueError(f"need B [layers, rings, capacity, groups, d_state], found {tuple(rings.B.shape)}")
+    num_rings = rings.steps.shape[1]
+    check_shapes(rings, (num_layers, num_rings), heads, head_dim, (groups, d_state), ssm_pools.device)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fold_boundaries_kernel(
+    pool,
+    slot_stride,
+    rounded,
+    ring,
+    layers,
+    rows,
+    num_rows,
+    ROWS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_A_GROUP: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
+    RING: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+):
+    """Long because what is decided stays in registers."""
+    programs = tl.num_programs(0)
+    PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
+    A_LAYER: tl.constexpr = HEADS * PARTS
+    n = tl.arange(0, triton.next_power_of_2(D_STATE))
+    has_n = n < D_STATE
+    turn = tl.program_id(0)
+    for first_row in range(0, num_rows, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        targets = tl.load(rows.targets + row, mask=row < num_rows, other=_PAD)
+        slots = tl.load(rows.slots + row, mask=row < num_rows, other=_PAD)
+        writes = (targets != _PAD) & (slots != _PAD)
+        num_writes = tl.sum(writes.to(tl.int32), axis=0)
+        if num_writes > 0:
+            numbers = numbered(writes)
+            for number in range(1, num_writes + 1):
+                at = of_number(row, numbers, number)
+                slot = tl.load(rows.slots + at).to(tl.int64)
+                target = tl.load(rows.targets + at).to(tl.int64)
+                ring_number = tl.load(rows.rings + at).to(tl.int64)
+                folded = tl.load(rows.folded + at)
+                end = tl.load(rows.ends + at)
+                for tile in range(turn, LAYERS * A_LAYER, programs):
+                    layer = tl.cast(tile // A_LAYER, tl.int64)
+                    head = tile % A_LAYER // PARTS
+                    p = tile % PARTS * TILE_WIDTH + tl.arange(0, TILE_WIDTH)
+                    has_p = p < HEAD_DIM
+                    states = pool + layer * layers.pool + head * (D_STATE * HEAD_DIM)
+                    states += n[:, None] * HEAD_DIM + p[None, :]
+                    is_state = has_n[:, None] & has_p[None, :]
+                    state = tl.load(states + slot * slot_stride, mask=is_state, other=0.0).to(tl.float32)
+                    x = ring.x + layer * layers.x + ring_number * ring.x_ring + head * HEAD_DIM + p
+                    b = ring.B + layer * layers.B + ring_number * ring.B_ring + head // HEADS_A_GROUP * D_STATE + n
+                    steps = ring.steps + layer * layers.steps + ring_number * ring.steps_ring + head
+                    state = fold_entries(
+                        state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
+                    )
+                    if rounded is None:
+                        tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
+                    else:
+                        store_rounded(rounded, layer, target, state, head, n, p, has_n, has_p, D_STATE, HEAD_DIM)
+                turn = next_turn(turn, LAYERS * A_LAYER)
+
+
+def fold_portably(
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None
+) -> None:
+    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks."""
+    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
+    _fold_boundaries_kernel[(_num_programs(ssm_pools.device),)](
+        pool=ssm_pools,
+        slot_stride=ssm_pools.stride(1),
+        rounded=rounded_places(rounded),
+        ring=kernel_ring(rings),
+        layers=kernel_layers(ssm_pools, rings),
+        rows=kernel_folds(rows),
+        num_rows=rows.targets.shape[0],
+        ROWS=FOLDED_ROWS,
+        LAYERS=num_layers,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // rings.B.shape[3],
+        D_STATE=d_state,
+        HEAD_DIM=head_dim,
+        CAPACITY=rings.capacity,
+        X_CAPACITY=rings.x_capacity,
+        RING=ring_len,
+        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def _num_programs(device: torch.device) -> int:
+    return PROGRAMS_PER_SM * num_multiprocessors(device) if device.type == "cuda" else _INTERPRETED_PROGRAMS

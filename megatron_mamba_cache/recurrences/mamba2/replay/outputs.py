@@ -1,0 +1,300 @@
+"""Outputs of decode and verify steps whose states are replayed: a state is read once, and written only by a fold.
+
+    y_t = factor_t (C_t S) + sum over the tokens j since the checkpoint S of factor_tj x_j
+
+`coefficients` computes the factors and appends B and time steps; then one kernel does the rest: that of `outputs_sums`
+or `outputs_products` on a Hopper GPU, or the one here, in Triton, for every shape and device. If a row's kept tokens
+have passed a multiple of the ring's length, it folds them first: S = exp(dt * A) * S + B (dt * x), token by token as
+`state_verify` does or, on a Hopper GPU where x and B are bf16, a period at once; rounded to the pool's dtype at every
+multiple. So a checkpoint's bits depend on its tokens alone. It appends x last, and may overwrite what it has folded.
+
+Layout: a program owns one row and `width` columns of head_dim of one head's state [d_state, head_dim], all of d_state:
+no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from ....kernels.masks import only_if
+from ....kernels.overlap import await_launcher, overlapping, release
+from ...prefill_rows import PAD_SLOT
+from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
+from .coefficients import ReplayCoefficients, append_and_weigh
+from .reference import state_replay_ref
+from .rows import ReplayRing, ReplayRows, check_replay_rows, check_ring, kernel_ring, kernel_rows
+from .tiling import ReplayTiling, choose_tiling
+
+_PAD = tl.constexpr(PAD_SLOT)
+
+
+def state_replay(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    ring_len: int,
+    *,
+    after_conv: bool = False,
+) -> Tensor:
+    """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
+
+    With boundary = computed // ring_len * ring_len, a row with boundary > folded first brings the ring's entries from
+    `folded` to `boundary` into its checkpoint, which the caller then counts as folded up to there. No other state is
+    written. A checkpoint's bits depend on its tokens alone, not on the steps that fed them. A padding row and tokens
+    past the last row give zeros and touch nothing.
+
+    Args:
+        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
+        ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
+        ring_len: Positions from one fold to the next, a power of two from 4 on.
+        after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: all else is read while
+            it still runs.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `state_replay_ref`, which also computes float64. CUDA-graph safe: no host sync, two launches, grids fixed
+    at capture.
+    """
+    check_tokens(tokens, weights)
+    check_pool(tokens, ssm_pool)
+    check_replay_rows(rows, ssm_pool.device)
+    check_ring(ring, tokens, ring_len, rows.max_tokens)
+    if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
+        return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len)
+    tiling = choose_tiling(tokens, ssm_pool, rows.max_tokens)
+    return replay_tiled(tokens, weights, ssm_pool, ring, rows, ring_len, tiling, after_conv=after_conv)
+
+
+def replay_tiled(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    ring_len: int,
+    tiling: ReplayTiling,
+    *,
+    after_conv: bool = False,
+) -> Tensor:
+    """Compute with this tiling's kernel; see `state_replay`, which checks and chooses."""
+    y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    factors = append_and_weigh(y, tokens, weights, ring, rows, ring_len, after_conv=after_conv)
+    if rows.slots.shape[0] > 0:
+        _launcher(tiling)(y, tokens, ssm_pool, ring, rows, factors, tiling)
+    return y
+
+
+@triton.jit
+def _load_entry(
+    x,
+    b,
+    steps,
+    ring,
+    position,
+    end,
+    has_n,
+    has_p,
+    HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
+):
+    """Load x, B, the time step and its product with A of one head at a position; zeros from `end` on."""
+    exists = position < end
+    place = position % CAPACITY
+    values = tl.load(x + position % X_CAPACITY * ring.x_place, mask=only_if(exists, has_p), other=0.0)
+    keys = tl.load(b + place * ring.B_place, mask=only_if(exists, has_n), other=0.0)
+    dt = tl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
+    decay = tl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
+    return values, keys, dt, decay
+
+
+@triton.jit
+def fold_entries(
+    state,
+    pool,
+    x,
+    b,
+    steps,
+    ring,
+    position,
+    end,
+    has_n,
+    has_p,
+    HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """Return float32 `state` [d_state, width] after a ring's entries from `position` to `end`.
+
+    It is rounded to the pool's dtype at every multiple of RING on the way, and nowhere else.
+
+    Args:
+        x, b, steps: Where the head's inputs at place 0 of the ring are.
+        has_n, has_p: Which rows and columns of the state exist.
+    """
+    entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
+    following = _load_entry(x, b, steps, ring, position + 1, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
+    while position < end:
+        until = tl.minimum((position // RING + 1) * RING, end)
+        for at in range(position, until):
+            values, keys, dt, decay = entry
+            # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
+            entry = following
+            following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
+            increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
+            # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
+            state = tl.fma(tl.exp(decay), state, increment)
+        if until % RING == 0:
+            state = state.to(pool.dtype.element_ty).to(tl.float32)
+        position = until
+    return state
+
+
+def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
+    """Return what launches a tiling's kernel; Gluon is imported where it is used."""
+    if tiling.kernel == "portable":
+        return replay_portably
+    if tiling.kernel == "sums":
+        from .outputs_sums import replay_by_sums
+
+        return replay_by_sums
+    from .outputs_products import replay_by_products
+
+    return replay_by_products
+
+
+@triton.jit(do_not_specialize=["max_tokens"])
+def _state_replay_kernel(
+    y,
+    tokens,
+    pool,
+    slot_stride,
+    ring,
+    rows,
+    checkpoint_factors,
+    input_factors,
+    max_tokens,
+    HEADS: tl.constexpr,
+    HEADS_A_GROUP: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
+    RING: tl.constexpr,
+    OWN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Long because state and inputs stay in registers."""
+    release(OVERLAPS)
+    PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % HEADS
+    row = tl.program_id(0) // (PARTS * HEADS)
+    slot = tl.load(rows.slots + row).to(tl.int64)
+    start = tl.load(rows.cu_tokens + row)
+    count = tl.load(rows.cu_tokens + row + 1) - start
+    number = tl.load(rows.rings + row).to(tl.int64)
+    folded = tl.load(rows.folded + row)
+    computed = tl.load(rows.computed + row)
+    if slot == _PAD:
+        await_launcher(OVERLAPS)
+        return
+
+    first = tl.maximum(folded, computed // RING * RING)
+    group = head // HEADS_A_GROUP
+    n = tl.arange(0, triton.next_power_of_2(D_STATE))
+    p = part * WIDTH + tl.arange(0, WIDTH)
+    w = tl.arange(0, RING)
+    u = tl.arange(0, OWN)
+    has_n = n < D_STATE
+    has_p = p < HEAD_DIM
+    states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + n[:, None] * HEAD_DIM + p[None, :]
+    is_state = has_n[:, None] & has_p[None, :]
+    state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)  # [d_state, width]
+    xs = ring.x + number * ring.x_ring + head * HEAD_DIM + p
+    ring_x = tl.load(
+        xs[None, :] + ((first + w) % X_CAPACITY)[:, None] * ring.x_place,
+        mask=(w < computed - first)[:, None] & has_p[None, :],
+        other=0.0,
+    ).to(tl.float32)  # [RING, width]
+    is_own = (u < count)[:, None] & has_p[None, :]
+    own_x = tl.load(
+        tokens.x + (start + u).to(tl.int64)[:, None] * tokens.x_stride + (head * HEAD_DIM + p)[None, :],
+        mask=is_own,
+        other=0.0,
+    )  # [OWN, width]
+    if first > folded:
+        ring_b = ring.B + number * ring.B_ring + group * D_STATE + n
+        steps = ring.steps + number * ring.steps_ring + head
+        state = fold_entries(
+            state, pool, xs, ring_b, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
+        )
+        tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
+        tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
+    tl.store(xs[None, :] + ((computed + u) % X_CAPACITY)[:, None] * ring.x_place, own_x, mask=is_own)
+    own_x = own_x.to(tl.float32)
+
+    await_launcher(OVERLAPS)
+    for t in range(0, count):
+        token = tl.cast(start + t, tl.int64)
+        c = tl.load(tokens.C + token * tokens.C_stride + group * D_STATE + n, mask=has_n, other=0.0).to(tl.float32)
+        line = (tl.cast(row, tl.int64) * max_tokens + t) * HEADS + head
+        of_ring = tl.load(input_factors + line * (RING + OWN) + w)
+        of_own = tl.load(input_factors + line * (RING + OWN) + RING + u, mask=u < count, other=0.0)
+        out = tl.load(checkpoint_factors + line) * tl.sum(state * c[:, None], axis=0)
+        out += tl.sum(of_ring[:, None] * ring_x, axis=0)
+        # A later token may hold NaN, which a factor of 0 would not keep out.
+        out += tl.sum(of_own[:, None] * tl.where((u <= t)[:, None], own_x, 0.0), axis=0)
+        tl.store(y + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, out, mask=has_p)
+
+
+def replay_portably(
+    y: Tensor,
+    tokens: SSMTokens,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    factors: ReplayCoefficients,
+    tiling: ReplayTiling,
+) -> None:
+    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before."""
+    heads, head_dim = tokens.x.shape[1:]
+    width = min(tiling.width, triton.next_power_of_2(head_dim))
+    _state_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(head_dim, width),)](
+        y=y,
+        tokens=kernel_tokens(tokens),
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        ring=kernel_ring(ring),
+        rows=kernel_rows(rows),
+        checkpoint_factors=factors.checkpoint,
+        input_factors=factors.inputs,
+        max_tokens=rows.max_tokens,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // tokens.B.shape[1],
+        D_STATE=tokens.B.shape[2],
+        HEAD_DIM=head_dim,
+        CAPACITY=ring.capacity,
+        X_CAPACITY=ring.x_capacity,
+        RING=factors.ring_len,
+        OWN=factors.own,
+        WIDTH=width,
+        num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
+        **overlapping(ssm_pool.device),
+    )
