@@ -7,9 +7,9 @@ The d_conv - 1 inputs before a row's end go to its final slot, those before a ch
 An initial slot may be its own row's final slot, so the program that reads a row's initial window also writes its final
 one. Each program does one of three parts, for a tile of channels:
 
-    row     its first d_conv - 1 tokens, which alone need the initial window, and every window that holds part of it
-    chunk   the window at its end, all of it inputs of this step
-    tile    packed tokens, whatever rows they belong to, except each row's first d_conv - 1; slow if of several rows
+    row     its first d_conv - 1 tokens, the only ones that read the initial window, and all windows with a part of it
+    chunk   the window at its end, if it holds only inputs of this step
+    tile    packed tokens of any rows, except each row's first d_conv - 1; slow if they belong to several rows
 
 Grid: rows, chunks and tiles times the tiles of channels. Graph safe: no host sync, one launch, grid fixed by the
 shapes of the arguments.
@@ -187,8 +187,8 @@ def causal_conv(
 ) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
 
-    Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
-    into its chunk slot. A token's bits depend on its row alone, not on where the row was cut or what is around it.
+    Write the last d_conv - 1 raw inputs of each row into its final slot, and those at each chunk's end into its chunk
+    slot, in place. A token's bits depend on its row alone, not on where the row was cut or on other rows.
 
     Args:
         x: [tokens, conv_dim]; any stride between tokens.
@@ -196,9 +196,9 @@ def causal_conv(
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window
             rows are used.
-        ends: [slots, window, conv_dim]; where the windows at chunk ends go, and whose slots `rows.chunk_slots` are.
-            None: those of `conv_pool`.
-        after_cut: True if the launch right before is that of `cut_rows`: both run at once.
+        ends: [slots, window, conv_dim]; the pool that `rows.chunk_slots` number, for the windows at chunk ends. None:
+            `conv_pool`.
+        after_cut: True if `cut_rows` was launched right before: both run at once.
 
     Returns:
         [tokens, conv_dim] in x's dtype; zeros past the last row.

@@ -29,7 +29,7 @@ def causal_conv_ref(
         weight: [conv_dim, d_conv]; the last column weighs the newest input.
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], oldest input first; its first d_conv - 1 window rows are used.
-        ends: Likewise; where the windows at chunk ends go. None: to `conv_pool`.
+        ends: A pool of the same kind, for the windows at chunk ends. None: `conv_pool`.
 
     Returns:
         [tokens, conv_dim] in x's dtype; zeros past the last row.

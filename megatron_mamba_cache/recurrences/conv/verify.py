@@ -1,7 +1,7 @@
 """Causal convolution of decode and verify steps: a row's base token and drafts; the window advances in place.
 
-A row's window lies in its column 0's slot and may go on beside its ring. It begins at input `accepted` - 1, and after
-the step at the slot's start:
+A row's window is in the slot of its column 0; the rest of it may be in its ring's draft inputs. It begins at input
+`accepted` - 1, and after the step at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
@@ -147,7 +147,7 @@ def conv_verify(
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], channels contiguous; window >= d_conv - 2 + rows.max_len, or d_conv - 1 if
             `drafts` are given.
-        drafts: Where the windows go on, with room for rows.max_len - 1 inputs; None: all of a window is in its slot.
+        drafts: Where the rest of the windows is, with room for rows.max_len - 1 inputs; None: a slot has all of it.
 
     Returns:
         [tokens, conv_dim] in x's dtype.

@@ -1,12 +1,12 @@
-"""What goes into a scan on Hopper GPUs and what comes out of it, in shared memory, during the work on a tile; Gluon.
+"""The loads and stores of the scan on Hopper GPUs, by TMA through shared memory, while other warps compute; Gluon.
 
-In: a ring of tiles, which one warp fills ahead of those that scan. A tile's tokens arrive by TMA, whose box may reach
-beyond the row. In such a tile the warp clears tokens outside the row before it signals that the tile is full: a product
-with a neighbour's NaN would be NaN, whatever its weight.
+Loads: one warp fills a ring of tiles ahead of the warps that scan. A tile's box may reach beyond its row. Then the warp
+clears the tokens outside the row before it signals that the tile is full: a product with a neighbour's NaN would be
+NaN, whatever its weight.
 
-Out: outputs and states, by TMA as well, which reads what it stores after the call. Stores complete in the order in
-which they began: a tile's outputs, then its state. So a float32 state, which has its own buffer, may still be in flight
-while the next tile is finished.
+Stores: TMA reads the buffer of a store after the call returns. Stores complete in the order in which they began: a
+tile's outputs, then its state. So a float32 state, which has its own buffer, may still be in flight while the next tile
+is finished.
 """
 
 from triton.experimental import gluon

@@ -72,33 +72,50 @@ def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
             "need x [tokens, heads, head_dim] and B [tokens, groups, d_state], "
             f"found {tuple(tokens.x.shape)} and {tuple(tokens.B.shape)}"
         )
-    num_tokens, heads, _ = tokens.x.shape
+    num_tokens, heads, head_dim = tokens.x.shape
     groups, d_state = tokens.B.shape[1:]
     if groups == 0 or heads % groups:
         raise ValueError(f"need heads that are a multiple of the groups, found {heads} heads and {groups} groups")
-    shapes = {"dt": (num_tokens, heads), "B": (num_tokens, groups, d_state), "C": (num_tokens, groups, d_state)}
-    shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
-    for name in ("x", *shapes):
-        tensor = getattr(tokens if name in ("x", "dt", "B", "C") else weights, name)
-        if tuple(tensor.shape) != shapes.get(name, tuple(tokens.x.shape)):
-            raise ValueError(f"need {name} of shape {shapes[name]}, found {tuple(tensor.shape)}")
-        if tensor.device != tokens.x.device:
-            raise ValueError(f"need {name} on {tokens.x.device}, found {tensor.device}")
-        if not (tensor if tensor.dim() == 1 else tensor[:1]).is_contiguous():
-            raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
+    device, keys = tokens.x.device, (num_tokens, groups, d_state)
+    _check_tensor("x", tokens.x, (num_tokens, heads, head_dim), (head_dim, 1), device)
+    _check_tensor("dt", tokens.dt, (num_tokens, heads), (1,), device)
+    _check_tensor("B", tokens.B, keys, (d_state, 1), device)
+    _check_tensor("C", tokens.C, keys, (d_state, 1), device)
+    _check_tensor("A_log", weights.A_log, (heads,), (1,), device)
+    _check_tensor("D", weights.D, (heads,), (1,), device)
+    _check_tensor("dt_bias", weights.dt_bias, (heads,), (1,), device)
 
 
 def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
     """Raise a ValueError unless the pool holds states of the tokens' shape, each contiguous."""
-    heads, head_dim = tokens.x.shape[1:]
-    state = (heads, tokens.B.shape[2], head_dim)
-    if ssm_pool.dim() != 4 or tuple(ssm_pool.shape[1:]) != state or ssm_pool.device != tokens.x.device:
+    _, heads, head_dim = tokens.x.shape
+    d_state = tokens.B.shape[2]
+    state = (heads, d_state, head_dim)
+    if ssm_pool.dim() != 4 or ssm_pool.shape[1:] != state or ssm_pool.device != tokens.x.device:
         raise ValueError(
             f"need ssm_pool [slots, heads, d_state, head_dim] with states {state} on {tokens.x.device}, "
             f"found {tuple(ssm_pool.shape)} on {ssm_pool.device}"
         )
-    if not ssm_pool[:1].is_contiguous():
+    if ssm_pool.stride()[1:] != (d_state * head_dim, head_dim, 1) and not ssm_pool[:1].is_contiguous():
         raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], last_strides: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise a ValueError unless a tensor has a shape and is contiguous within a token.
+
+    Args:
+        last_strides: Those within a token of a contiguous tensor; others may be as good where sizes are 0 or 1.
+    """
+    if tensor.shape != shape:
+        raise ValueError(f"need {name} of shape {shape}, found {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"need {name} on {device}, found {tensor.device}")
+    if tensor.stride()[-len(last_strides) :] != last_strides:
+        of_token = tensor if tensor.dim() == 1 else tensor[:1]
+        if not of_token.is_contiguous():
+            raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
 
 
 class KernelTokens(NamedTuple):

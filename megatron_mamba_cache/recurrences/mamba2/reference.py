@@ -15,7 +15,7 @@ from ..rounded_states import RoundedStates
 from .inputs import SSMTokens, SSMWeights
 
 _CHUNKS_AT_ONCE = 16
-"""Chunks that are computed together but for their states; more take more memory, squared in their length."""
+"""Chunks that are computed at once, except for their states; memory grows with this and with their length squared."""
 
 
 def ssd_scan_ref(
@@ -35,7 +35,7 @@ def ssd_scan_ref(
     Args:
         ssm_pool: [slots, heads, d_state, head_dim].
         chunk_size: The longest chunk in `rows`.
-        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
+        rounded: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
@@ -140,10 +140,10 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, rounded: Rounde
 
 @dataclass(frozen=True, slots=True)
 class _ChunkScan:
-    """What of a scan's chunks needs no state; heads and groups come before tokens.
+    """The part of a scan's chunks that needs no state; heads and groups come before tokens.
 
-    Products are of one chunk each, on memory of its own: how a CPU rounds them depends on how many matrices there are
-    and where they lie.
+    Each product is of one chunk, on memory of its own: how a CPU rounds it depends on the number of matrices and on
+    their addresses.
     """
 
     B: Tensor  # [chunks, groups, chunk_size, d_state], as C

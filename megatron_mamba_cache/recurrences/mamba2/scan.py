@@ -1,7 +1,7 @@
 """SSD scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
 
-`tiles` cuts the rows and sums the decays, then one of two kernels scans: that of `scan_hopper` where it can run, else
-that of `scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`tiles` cuts the rows and sums the decays, then one of two kernels scans: that of `scan_hopper` if it can run, else that
+of `scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
 """
 
 from functools import cache
@@ -28,11 +28,10 @@ _CHANNELS = 64  # of a head that four warps scan
 def cut_rows(
     dt: Tensor, weights: SSMWeights, rows: PrefillRows, chunk_size: int, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles | None:
-    """Do what of a scan needs time steps only; return None where rows like these take the twin.
+    """Cut the rows for a scan, which needs their time steps only; return None if such rows are left to the twin.
 
-    Heads and states of sizes that take the twin as well are cut for nothing.
-
-    If its launch comes right before that of `causal_conv`, which has to know, both run at once.
+    Heads and states whose sizes are left to the twin are cut for nothing. Launched right before `causal_conv`, which
+    must be told so, it runs at the same time.
 
     Args:
         dt: [tokens, heads]; see `SSMTokens`.
@@ -66,8 +65,8 @@ def ssd_scan(
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
-        rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
-        tiles: What `cut_rows` returned for these rows and time steps, for one scan; None: they are cut here.
+        rounded: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
+        tiles: What `cut_rows` returned for these rows and time steps, used once; None: cut them here.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.

@@ -1,8 +1,8 @@
 """The SSD scan on Hopper GPUs, in Gluon: copies, matrix products and element-wise work overlap. bf16 tokens.
 
-Its arithmetic and bits are those of `scan_portable`. A program takes one head of a row, or two of one group that
-share the tiles of B and C; four warps scan a head, one more fills the ring of tiles ahead of them. The scores of a
-tile, which need no state, are begun while the tile before it finishes.
+It computes the same bits as `scan_portable`. A program takes one head of a row, or two heads of a group, which share
+the tiles of B and C. Four warps scan a head; one more fills the ring of tiles ahead of them. The scores of a tile need
+no state, so they begin while the tile before it finishes.
 """
 
 from functools import cache
@@ -272,7 +272,7 @@ def scan_on_hopper(
 
 
 def _rows_of(ssm_pool: Tensor) -> Tensor:
-    """Return a pool as a matrix of head_dim columns, with what lies between its slots."""
+    """Return a pool as a matrix of head_dim columns, gaps between slots included."""
     num_slots, num_heads, d_state, head_dim = ssm_pool.shape
     num_rows = (num_slots - 1) * (ssm_pool.stride(0) // head_dim) + num_heads * d_state
     return ssm_pool.as_strided((num_rows, head_dim), (head_dim, 1))
@@ -285,7 +285,7 @@ def _described(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 @cache
 def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return how a block lies in shared memory; kept, as Triton takes longer to make it than to describe a matrix."""
+    """Return a block's layout in shared memory; cached, as Triton takes longer to make it than to describe a matrix."""
     if block[0] == 1:
         return gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))

@@ -7,8 +7,8 @@ float32. Per tile, with the decays of `tiles`:
     y = scores x + 2^decay (C state) + D x
     state = 2^total state + B^T (2^(total + gain) x)
 
-Inputs are read once, outputs written once, and a state is stored only where a tile ends on a boundary. In a tile that
-reaches beyond its row, only the row's tokens are read: the others may be anything.
+It reads inputs once, writes outputs once, and stores a state only if a tile ends on a boundary. In a tile that reaches
+beyond its row, it reads only the row's tokens.
 """
 
 from typing import NamedTuple
@@ -98,7 +98,7 @@ def _store_boundary(
     states, slot_stride, rounded, slot, state, head,
     HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the state at a tile's end, rounded if there are places for that."""
+    """Store the state at a tile's end, rounded if `rounded` is given."""
     if rounded is None:
         _store_state(states, slot_stride, slot, state, CHANNELS)
     elif slot >= 0:
@@ -214,13 +214,13 @@ def scan_portably(
     num_groups, d_state = tokens.B.shape[1:]
     shape = tiles.shape
     lanes = lanes_of(channels.width, tokens.x.dtype)
-    x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
+    x, B, C = (t.flatten(1) for t in (tokens.x, tokens.B, tokens.C))
     _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
         packed=_Packed(x, B, C, tiles.y, x.stride(0), B.stride(0), C.stride(0)),
         x_tiles=_described(x, shape.width, lanes),
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
-        y_tiles=_described(_flat(tiles.y), shape.width, lanes),
+        y_tiles=_described(tiles.y.flatten(1), shape.width, lanes),
         rows=tiled_rows(rows),
         D=D,
         decays=tiles.decays,
@@ -249,11 +249,6 @@ def scan_portably(
 def lanes_of(width: int, dtype: torch.dtype) -> int:
     """Return the width of the products for `width` channels; lanes past the channels are masked."""
     return width if dtype == torch.float32 else max(width, _LEAST_LANES)
-
-
-def _flat(packed: Tensor) -> Tensor:
-    """Return [tokens, heads or groups, dim] as [tokens, channels]: a view."""
-    return packed.flatten(1)
 
 
 def _described(packed: Tensor, tile_width: int, num_channels: int) -> TensorDescriptor:

@@ -91,11 +91,11 @@ class ScanTiles:
 
     Args:
         decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
-            through the token, and log2 of its time step, for bf16 tokens minus the former. A token outside its row has
-            no decay and a time step of 0. The difference saves the scan a sum, but where decays are strong it rounds
-            off digits that float32 tokens have and bf16 ones do not.
+            through the token, and log2 of its time step. For bf16 tokens the second is stored minus the first: that
+            saves the scan a sum, but under strong decays it rounds off digits, which only float32 tokens have. A token
+            outside its row has no decay and a time step of 0.
         slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
-        y: [tokens, heads, head_dim]; where the scan's outputs go; past the last row it has zeros.
+        y: [tokens, heads, head_dim]; the scan writes its outputs here; zeros past the last row.
     """
 
     shape: TileShape
@@ -105,7 +105,7 @@ class ScanTiles:
 
 
 class _CutRows(NamedTuple):
-    """What the kernel reads of `PrefillRows`."""
+    """The cutting kernel's view of `PrefillRows`."""
 
     cu_rows: Tensor
     cu_chunks: Tensor

@@ -45,7 +45,7 @@ class VerifyTiling:
 
 TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
 _FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
-"""Of models whose rows would keep half of a card's multiprocessors busy."""
+"""For models of so few heads that a row would keep only half of a GPU's multiprocessors busy."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -162,8 +162,8 @@ def state_verify(
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         tiling: None: by the number of heads.
-        after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: states are read while
-            it still runs.
+        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: states are read while it
+            still runs.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype.

@@ -1,1 +1,1 @@
-"""Decode and verify steps without a draft window: a checkpoint, and the inputs of the tokens that follow it."""
+"""Decode and verify steps that replay states from a checkpoint and a ring of the tokens that follow it."""

@@ -9,7 +9,7 @@ for the boundary begins there. A program decides _ROWS rows.
 
 The fold takes a checkpoint and the ring entries that follow it. Grid: the programs that stay resident. Each reads all
 rows, numbers those that have a target, and takes every n-th of their tiles, all layers: one row spreads over the whole
-device, and a step without a target costs one decision.
+GPU, and a step without a target costs one decision.
 
 Graph safe: no host sync, one launch each, grids fixed at capture.
 """
@@ -127,7 +127,7 @@ def fold_boundaries(
         ssm_pools: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
         rings: With the layers as first dimension.
         ring_len: As in `state_replay`.
-        rounded: Where the states go, and whose slots the targets are; None: those of `ssm_pools`.
+        rounded: The states that the targets number; None: `ssm_pools`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -186,7 +186,7 @@ def _fold_boundaries_kernel(
     RING: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
-    """Long because what is decided stays in registers."""
+    """Long because decisions stay in registers."""
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS

@@ -1,15 +1,16 @@
-"""What all states of a group share when they are replayed: the weights of the ring's tokens, and their appending.
+"""The factors of a replayed step's outputs, which all states of a group share, and the step's tokens in the ring.
 
 With L the sum of dt * A from the checkpoint on, C_t the step's t-th token and S the checkpoint,
 
     y_t = exp(L_t) (C_t S) + sum over j <= t of exp(L_t - L_j) dt_j (B_j . C_t) x_j + D x_t
 
 This kernel computes the factors of S and of each x_j, D among them, appends B and the time steps of the step's tokens
-to the ring and clears the outputs of padding; `state_replay` does the rest.
+to the ring and clears the outputs of padding; the kernels of `outputs` do the rest.
 
-Logarithms of decays are summed in float64: differences of long sums keep their digits. Behind a convolution, what that
-does not write is read while it still runs. Grid: a program for each row and block of heads, plus one row that clears
-the outputs past the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Logarithms of decays are summed in float64: differences of long sums keep their digits. Launched after a convolution, it
+reads what that one does not write while it still runs. Grid: a program for each row and block of heads, plus one row
+that clears the outputs past the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the
+arguments.
 """
 
 from dataclasses import dataclass

@@ -84,7 +84,9 @@ class ReplayStorage:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """One request's ring over the Mamba layers of this rank.
+    """One request's ring over the Mamba layers of this rank, and the conv inputs of its drafts.
+
+    These inputs are not in the slots, so that a slot takes the same bytes with any number of drafts.
 
     Args:
         capacity, x_capacity: Positions of a ring, and of x in it; see `least_capacity`.

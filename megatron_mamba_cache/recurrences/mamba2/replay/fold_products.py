@@ -1,15 +1,15 @@
-"""Ring entries of bf16 brought into a state by products on tensor cores, in Gluon, for Hopper GPUs.
+"""Folds by products on tensor cores, in Gluon, for Hopper GPUs and bf16 rings: ring entries, and boundaries' states.
 
 Every kernel that folds so gives the same bits. With m the ring's period that holds the entries, and L_j the sum of
 dt * A of those after entry j,
 
     S = exp(L_m) S + sum over j of B_j (exp(L_j) dt_j x_j)
 
-one sum for a whole period, where token by token each entry would take two operations for each element of the state.
-The factors of x are split into three bf16 numbers that add up to them, so that every product is exact. A state's tile
-goes from memory to memory in slices of d_state, because a tile, its sums and their operands do not fit in registers.
+This is one sum for a whole period; token by token, each entry takes two operations for each element of the state. The
+factors of x are split into three bf16 numbers that add up to them, so that every product is exact. A state's tile goes
+from memory to memory in slices of d_state, because a tile, its sums and their operands do not fit in registers.
 
-Boundaries' states: the grid is that of `boundary_folds`, with one warp a program.
+The kernel of boundaries' states has the grid of `boundary_folds`, with programs of one warp.
 """
 
 from torch import Tensor
@@ -106,7 +106,7 @@ def _tile_offsets(
     WIDTH: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return where a slice of a state's tile lies, [elements, width]."""
+    """Return the offsets of a slice of a state's tile, [elements, width]."""
     n = _elements(SLICE, EIGHTHS, D_STATE, gl.SliceLayout(1, TILE))
     return n[:, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE))[None, :]
 
@@ -234,7 +234,7 @@ def _fold_boundaries_kernel(
     RING: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Long because of its arguments and where each tile's inputs lie."""
+    """Long because of its arguments and the addresses of each tile's inputs."""
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     A_LAYER: gl.constexpr = HEADS * PARTS
     TILES: gl.constexpr = LAYERS * A_LAYER

@@ -1,10 +1,10 @@
 """Operands of bf16 products of one warp: layouts, exact splits of float32, and a state's slices; Gluon.
 
-Tiles are loaded in these layouts as the products need them, so that nothing moves between lanes. An operand's places
-are numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e) is d_state, or a
-token, number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
+Tiles are loaded in the layouts of the products' operands, so that nothing moves between lanes. An operand's places are
+numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e) is d_state, or a token,
+number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
 
-They are made while a kernel is compiled: as arguments, hooks on compilations could not write them down.
+Layouts are made while a kernel is compiled: hooks on compilations could not write them down if they were arguments.
 """
 
 from triton.experimental import gluon
@@ -98,7 +98,7 @@ def from_sums(sums, TILE: gl.constexpr):
 
 @gluon.jit
 def sync_lanes():
-    """Let all lanes of the warp come here before any of them reads or writes what another one has written or read."""
+    """Wait for all lanes of the warp: each may then read or write what another one has written or read."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -113,13 +113,13 @@ def split_into_bf16(values):
 
 @gluon.constexpr_function
 def slice_len(d_state: int) -> int:
-    """Return how much of d_state a warp multiplies while it loads as much again."""
+    """Return how much of d_state a slice has: a warp multiplies one while it loads the next."""
     return min(d_state, 32)
 
 
 @gluon.jit
 def prefetch_state(state, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Have a head's state on its way to the L2 cache: its slices are read one after another.
+    """Prefetch a head's state to the L2 cache: its slices are read one after another.
 
     Args:
         state: Where it begins, at a multiple of 16 bytes.
@@ -181,7 +181,7 @@ def multiply_slices(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
 ):
-    """Add the products of slices to `sums`; return the slice after them, which is read meanwhile, and the sums.
+    """Add the products of slices to `sums`; return the next slice, which is read meanwhile, and the sums.
 
     Args:
         state, keys: The slice FIRST.

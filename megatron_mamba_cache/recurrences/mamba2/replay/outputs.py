@@ -44,17 +44,17 @@ def state_replay(
 ) -> Tensor:
     """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
 
-    With boundary = computed // ring_len * ring_len, a row with boundary > folded first brings the ring's entries from
-    `folded` to `boundary` into its checkpoint, which the caller then counts as folded up to there. No other state is
-    written. A checkpoint's bits depend on its tokens alone, not on the steps that fed them. A padding row and tokens
-    past the last row give zeros and touch nothing.
+    With boundary = computed // ring_len * ring_len, a row with boundary > folded first folds the ring's entries from
+    `folded` to `boundary` into its checkpoint; the caller then counts them as folded. No other state is written. A
+    checkpoint's bits depend on its tokens alone, not on the steps that fed them. A padding row and tokens past the last
+    row give zeros and touch nothing.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
         ring_len: Positions from one fold to the next, a power of two from 4 on.
-        after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: all else is read while
-            it still runs.
+        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: all else is read while it
+            still runs.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype.
@@ -271,7 +271,7 @@ def replay_portably(
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
-    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before."""
+    """Fold, append x and write the outputs into `y`, in place, right after `append_and_weigh`."""
     heads, head_dim = tokens.x.shape[1:]
     width = min(tiling.width, triton.next_power_of_2(head_dim))
     _state_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(head_dim, width),)](

@@ -1,10 +1,10 @@
 """The outputs of replayed states by products of bf16 on tensor cores, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp owns `width` columns of a head's state, which it loads as the products need them: which d_state a lane holds, and
-which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
-numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
-`fold_products`. The fold and the state's loads begin while `coefficients` runs. A state is read in slices
-one behind the other, and again where it is folded: one of 16 bits is fetched to the L2 cache at once.
+A warp owns `width` columns of a head's state. It loads them in the layout of the products' operands, so nothing moves
+between lanes. float32 states and factors are split into three bf16 numbers that add up to them: every product is exact,
+every sum is one of float32. Checkpoints have the bits of `fold_products`. The fold and the state's loads begin while
+`coefficients` runs. A state is read in slices, one after another, and once more if it is folded: so one of 16 bits is
+prefetched to the L2 cache as a whole.
 """
 
 from torch import Tensor
@@ -122,7 +122,7 @@ def _state_products_kernel(
             RING,
             WIDTH,
         )
-    # Ahead of the state: it comes first, and can be appended while the state is on its way.
+    # Loaded before the state, so that it can be appended while the state still loads.
     u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
     new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
     new_x = gl.load(
@@ -238,7 +238,7 @@ def replay_by_products(
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
-    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before.
+    """Fold, append x and write the outputs into `y`, in place, right after `append_and_weigh`.
 
     Args:
         ssm_pool: d_state is a power of two from 16 on, and head_dim a multiple of the tiling's width.
@@ -275,5 +275,5 @@ def replay_by_products(
 
 
 def _prefetches(ssm_pool: Tensor) -> bool:
-    """Return whether states come sooner by way of the L2 cache: those of 16 bits do, float32 ones later."""
+    """Return whether to prefetch states to the L2 cache, which speeds up those of 16 bits and slows down others."""
     return ssm_pool.element_size() == 2 and ssm_pool.data_ptr() % 16 == 0 and ssm_pool.stride(0) % 8 == 0

@@ -158,7 +158,7 @@ def _state_sums_kernel(
                 RING,
                 WIDTH,
             )
-    # Ahead of the state: it comes first, and can be appended while the state is on its way.
+    # Loaded before the state, so that it can be appended while the state still loads.
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, NEW)))
     u = lane[:, None] * TAIL + gl.arange(0, TAIL, layout=gl.SliceLayout(0, gl.SliceLayout(2, NEW)))[None, :]
     own_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, NEW)))[None, :][:, None, :]
@@ -215,7 +215,7 @@ def replay_by_sums(
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
-    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before.
+    """Fold, append x and write the outputs into `y`, in place, right after `append_and_weigh`.
 
     Args:
         ssm_pool: d_state is a power of two, and head_dim a multiple of the tiling's width.

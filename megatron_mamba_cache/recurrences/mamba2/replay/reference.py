@@ -95,7 +95,7 @@ def _folded(
 
 
 def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return how many tokens to go through: no row has more; on a GPU, where asking would wait for it, the bound."""
+    """Return the most tokens of any row; on a GPU the bound, as reading the counts would wait for it."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 
@@ -120,7 +120,7 @@ def _append(
     token: Tensor,
     exists: Tensor,
 ) -> None:
-    """Write tokens to rings, in place; what is none repeats the first that is one.
+    """Write tokens to rings, in place; where there is no token, write the first one again.
 
     Args:
         rings, position, token, exists: Of one shape: each token's ring, its position there, its place among `tokens`.

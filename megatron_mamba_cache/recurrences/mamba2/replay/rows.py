@@ -50,7 +50,7 @@ class ReplayRing:
         x: [rings, x_capacity, heads, head_dim], contiguous within a position.
         B: [rings, capacity, groups, d_state], contiguous within a position.
         steps: [rings, capacity, 2, heads], contiguous within a position; time steps after softplus and limits, and
-            their products with A. float32, or float64 beside float64 inputs.
+            their products with A. float32, or float64 with float64 inputs.
     """
 
     x: Tensor
@@ -88,12 +88,12 @@ class BoundaryFolds:
 
 
 def least_capacity(ring_len: int, max_tokens: int) -> int:
-    """Return the positions that a ring needs: a step appends its tokens while as many as the last one's are folded."""
+    """Return the positions that a ring needs: a step appends its tokens before it folds those of the last one."""
     return ring_len + 2 * max_tokens - 1
 
 
 def least_x_capacity(ring_len: int, max_tokens: int) -> int:
-    """Return the positions that x of a ring needs, of which a step overwrites those that it has folded."""
+    """Return the positions that x of a ring needs: a step appends x after it has folded."""
     return ring_len + max_tokens - 1
 
 
@@ -223,5 +223,5 @@ def kernel_folds(rows: BoundaryFolds) -> KernelFolds:
 
 
 def kernel_layers(pools: Tensor, rings: ReplayRing) -> KernelLayers:
-    """Return how far apart the layers of pools and rings lie."""
+    """Return the layers' strides of pools and rings."""
     return KernelLayers(*(tensor.stride(0) for tensor in (pools, rings.x, rings.B, rings.steps)))

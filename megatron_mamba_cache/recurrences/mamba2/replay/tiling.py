@@ -1,4 +1,4 @@
-"""How the states of a replayed step are split over programs, and by which kernel."""
+"""Which kernel replays or folds states, and how it splits them over programs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,9 +12,9 @@ from ..inputs import SSMTokens
 _LARGEST_TILE = 128 * 32
 """Elements of a state that one warp holds in registers."""
 _LARGEST_MULTIPLIED = 128
-"""d_state of which a product's registers hold all."""
+"""The largest d_state that a product holds in registers."""
 _MOST_SUMMED = 3
-"""Tokens of a row up to which sums with float32 states are faster than products."""
+"""The most tokens of a row for which sums with float32 states are faster than products."""
 FOLDED_ROWS = 256
 """Rows that a program of boundary folds reads at once; more rows take several rounds."""
 
