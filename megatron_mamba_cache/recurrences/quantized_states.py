@@ -34,8 +34,8 @@ MOST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 _INTERPRETED_PROGRAMS = 2
 _PAD = tl.constexpr(PAD_SLOT)
-_MOST_INT8, _MOST_FP8 = tl.constexpr(MOST_VALUES[torch.int8]), tl.constexpr(MOST_VALUES[torch.float8_e4m3fn])
-_LEAST = tl.constexpr(_LEAST_SCALE)
+MOST_INT8, MOST_FP8 = tl.constexpr(MOST_VALUES[torch.int8]), tl.constexpr(MOST_VALUES[torch.float8_e4m3fn])
+LEAST = tl.constexpr(_LEAST_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ def store_quantized(
         has_n, has_p: Which rows and channels of the state exist; others are zero.
     """
     IS_INT8: tl.constexpr = places.stored.dtype.element_ty == tl.int8
-    MOST: tl.constexpr = _MOST_INT8 if IS_INT8 else _MOST_FP8
+    MOST: tl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8
     scale = tl.div_rn(tl.max(tl.abs(state), axis=0), MOST)
-    scale = tl.where(scale < _LEAST, 0.0, scale)
+    scale = tl.where(scale < LEAST, 0.0, scale)
     values = tl.div_rn(state, tl.where(scale == 0.0, 1.0, scale)[None, :])
     if IS_INT8:
         values = tl.floor(values + 0.5)

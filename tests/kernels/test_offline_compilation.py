@@ -4,6 +4,7 @@ The interpreter accepts programs that the compiler refuses.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from types import ModuleType
 
@@ -281,11 +282,14 @@ def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
     pool, rows = torch.empty(2, *SHAPE_NANO.state), pack_rows([RowSpec(200, final=0)], 128, "cpu")
     tiles = tile_shape(128, torch.bfloat16)
     assert tiles is not None
-    for rounded in (None, patterned(3, SHAPE_NANO.state, "cpu")):
-        scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling, rounded)
-    exact, rounding = scan.ptx
-    assert "div.rn.f32" in rounding and "div.rn.f32" not in exact and "wgmma.mma_async" in rounding
-    assert scan.shared_bytes[1] <= scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
+    of_int8 = patterned(3, SHAPE_NANO.state, "cpu")
+    of_fp8 = replace(of_int8, values=of_int8.values.view(torch.float8_e4m3fn))
+    for quantized in (None, of_int8, of_fp8):
+        scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling, quantized)
+    exact, *rounding = scan.ptx
+    assert all("div.rn.f32" in ptx and "wgmma.mma_async" in ptx for ptx in rounding) and "div.rn.f32" not in exact
+    assert ["e4m3x2" in ptx for ptx in rounding] == [False, True]
+    assert max(scan.shared_bytes[1:]) <= scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])

@@ -26,8 +26,7 @@ from torch import Tensor
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
 from ...kernels.tuples import appended
-from ..prefill_rows import PrefillRows
-from ..row_checks import check_prefill_rows
+from ..rows import PrefillRows, check_prefill_rows
 from .parts import (
     ConvInputs,
     ConvWindows,

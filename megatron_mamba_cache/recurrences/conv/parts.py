@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.masks import only_if
 from ...kernels.tuples import appended
-from ..prefill_rows import PAD_SLOT
+from ..rows import PAD_SLOT
 
 _PAD = tl.constexpr(PAD_SLOT)
 

@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import compute_dtype
-from ..decode_rows import DecodeRows
 from ..draft_inputs import DraftInputs, windows_with_drafts
-from ..packed_tokens import PackedTokens
-from ..prefill_rows import PAD_SLOT, PrefillRows
 from ..reference_slots import load_slots, store_slots
+from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
 
 
 def causal_conv_ref(

@@ -22,10 +22,8 @@ from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.masks import only_if
 from ...kernels.overlap import await_then_release, overlapping
 from ...kernels.tuples import appended
-from ..decode_rows import DecodeRows
 from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
-from ..prefill_rows import PAD_SLOT
-from ..row_checks import check_decode_rows
+from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
 from .parts import ConvInputs, ConvWindows, check_conv, load_bias, load_taps, weigh_and_activate
 from .reference import conv_verify_ref
 

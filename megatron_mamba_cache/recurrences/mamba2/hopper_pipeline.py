@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from ...kernels.gluon_common import load_tile, store_tile
-from ..rounded_states import LEAST_SCALE, MOST_VALUE
+from ..quantized_states import LEAST, MOST_FP8, MOST_INT8
 
 
 @aggregate
@@ -281,15 +281,19 @@ def put_state(results, scratch, state, kept, slot, head, channel, sizes):
 
 
 @gluon.jit
-def put_rounded(places, state, slot, head, channel, sizes):
-    """Round the state after a tile into a slot, as `store_rounded` does; boundaries are few, and so are the bytes."""
+def put_quantized(places, state, slot, head, channel, sizes):
+    """Quantize the state after a tile into a slot, as `store_quantized` does: boundaries are few, so bytes are, too."""
     OUT: gl.constexpr = state.type.layout
-    scale = gl.div_rn(gl.max(gl.abs(state), axis=0), MOST_VALUE)
-    scale = gl.where(scale < LEAST_SCALE, 0.0, scale)
-    values = gl.floor(gl.div_rn(state, gl.where(scale == 0.0, 1.0, scale)[None, :]) + 0.5)
+    IS_INT8: gl.constexpr = places.stored.dtype.element_ty == gl.int8
+    MOST: gl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8
+    scale = gl.div_rn(gl.max(gl.abs(state), axis=0), MOST)
+    scale = gl.where(scale < LEAST, 0.0, scale)
+    values = gl.div_rn(state, gl.where(scale == 0.0, 1.0, scale)[None, :])
+    if IS_INT8:
+        values = gl.floor(values + 0.5)
     dim = gl.arange(0, sizes.D_STATE, layout=gl.SliceLayout(1, OUT))
     lane = channel + gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
     scales = places.scales + slot.to(gl.int64) * places.scales_slot + head * sizes.HEAD_DIM
     gl.store(scales + lane, scale)
     stored = places.stored + slot.to(gl.int64) * places.stored_slot + head * (sizes.D_STATE * sizes.HEAD_DIM)
-    gl.store(stored + dim[:, None] * sizes.HEAD_DIM + lane[None, :], values.to(gl.int8))
+    gl.store(stored + dim[:, None] * sizes.HEAD_DIM + lane[None, :], values.to(places.stored.dtype.element_ty))

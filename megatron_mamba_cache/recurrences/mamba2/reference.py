@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import along_first_dim, compute_dtype
-from ..decode_rows import DecodeRows
-from ..packed_tokens import PackedTokens
-from ..prefill_rows import PAD_SLOT, PrefillRows
-from ..reference_rounding import store_rounded_ref
+from ..quantized_states import QuantizedStates, store_quantized_ref
 from ..reference_slots import load_slots, store_slots
-from ..rounded_states import RoundedStates
+from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
 from .inputs import SSMTokens, SSMWeights
 
 _CHUNKS_AT_ONCE = 16
@@ -24,7 +21,7 @@ def ssd_scan_ref(
     ssm_pool: Tensor,
     rows: PrefillRows,
     chunk_size: int,
-    rounded: RoundedStates | None = None,
+    quantized: QuantizedStates | None = None,
 ) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
@@ -35,7 +32,7 @@ def ssd_scan_ref(
     Args:
         ssm_pool: [slots, heads, d_state, head_dim].
         chunk_size: The longest chunk in `rows`.
-        rounded: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
+        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
@@ -62,7 +59,7 @@ def ssd_scan_ref(
         outputs, ends = scan.carry(state, initial, chunks.is_first[group])
         state = ends[-1]
         y.index_copy_(0, torch.where(inside, positions, num_tokens).flatten(), outputs.flatten(0, 1).to(x.dtype))
-        _store_ends(ssm_pool, chunks.stored_slots[group], ends, rounded)
+        _store_ends(ssm_pool, chunks.stored_slots[group], ends, quantized)
     return y[:num_tokens]
 
 
@@ -129,12 +126,12 @@ def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: tor
     return torch.where(along_first_dim(inside.flatten(), tokens), tokens, 0).to(dtype).unflatten(0, positions.shape)
 
 
-def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, rounded: RoundedStates | None) -> None:
+def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: QuantizedStates | None) -> None:
     """Write the states at the ends of chunks, [chunks, ...], where they go, [chunks, 2]: see `_ChunkSlots`."""
-    if rounded is None:
+    if quantized is None:
         store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
     else:
-        store_rounded_ref(rounded.values, rounded.scales, slots[:, 0], states)
+        store_quantized_ref(quantized, slots[:, 0], states)
         store_slots(ssm_pool, slots[:, 1], states)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
-from ..prefill_rows import PrefillRows
-from ..rounded_states import RoundedStates
-from ..row_checks import check_prefill_rows
+from ..quantized_states import QuantizedStates
+from ..rows import PrefillRows, check_prefill_rows
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
 from .scan_portable import scan_portably
@@ -52,7 +51,7 @@ def ssd_scan(
     ssm_pool: Tensor,
     rows: PrefillRows,
     chunk_size: int,
-    rounded: RoundedStates | None = None,
+    quantized: QuantizedStates | None = None,
     *,
     tiles: ScanTiles | None = None,
 ) -> Tensor:
@@ -65,7 +64,7 @@ def ssd_scan(
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
-        rounded: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
+        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `ssm_pool`.
         tiles: What `cut_rows` returned for these rows and time steps, used once; None: cut them here.
 
     Returns:
@@ -80,8 +79,8 @@ def ssd_scan(
     check_pool(tokens, ssm_pool)
     if not tokens.x.dtype == tokens.B.dtype == tokens.C.dtype:
         raise ValueError(f"need x, B and C of one dtype, found {tokens.x.dtype}, {tokens.B.dtype}, {tokens.C.dtype}")
-    if rounded is not None:
-        rounded.check(ssm_pool)
+    if quantized is not None:
+        quantized.check(ssm_pool)
     check_prefill_rows(rows, tokens.x.device)
     shape = tile_shape(chunk_size, tokens.x.dtype)
     if (
@@ -90,11 +89,11 @@ def ssd_scan(
         or not _fits_kernels(tokens, ssm_pool)
         or _is_empty(tokens.dt, rows)
     ):
-        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, rounded)
+        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, quantized)
     tiling = None
     if _fits_hopper(tokens, ssm_pool, shape):
         tiling = choose_tiling(tokens, rows.longest_first.shape[0])
-    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded, tiles=tiles)
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, quantized, tiles=tiles)
 
 
 def scan_tiles(
@@ -104,7 +103,7 @@ def scan_tiles(
     rows: PrefillRows,
     shape: TileShape,
     tiling: HopperTiling | None,
-    rounded: RoundedStates | None = None,
+    quantized: QuantizedStates | None = None,
     *,
     tiles: ScanTiles | None = None,
 ) -> Tensor:
@@ -116,12 +115,12 @@ def scan_tiles(
         tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)
     for channels in head_slices(tokens.x.shape[2]):
         if tiling is None:
-            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, rounded)
+            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, quantized)
         else:
             from .scan_hopper import scan_on_hopper  # Gluon is imported where it is used
 
             in_slice = tiling.within(channels.width)
-            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, rounded)
+            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, quantized)
     return tiles.y
 
 

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..prefill_rows import PrefillRows
-from ..rounded_states import RoundedStates, rounded_places
+from ..quantized_states import QuantizedStates, quantized_places
+from ..rows import PrefillRows
 from .hopper_pipeline import (
     PackedTiles,
     Results,
@@ -32,7 +32,7 @@ from .hopper_pipeline import (
     fill_ahead,
     find_span,
     put_outputs,
-    put_rounded,
+    put_quantized,
     put_state,
 )
 from .inputs import SSMTokens
@@ -44,7 +44,7 @@ _FILL_REGISTERS = 40
 
 @gluon.jit
 def _scan_head(
-    ring, scratch, results, rounded, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
+    ring, scratch, results, quantized, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
     PART: gl.constexpr,
 ):  # fmt: skip
     """Scan some channels of a head of a row, with four warps.
@@ -105,12 +105,12 @@ def _scan_head(
         y, shares = warpgroup_mma_wait(1, deps=[y, shares])
         mbarrier.arrive(ring.empty.index(stage), count=1)
         put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
-        if rounded is None:
+        if quantized is None:
             if slot >= 0:
                 put_state(results, scratch, state, kept, slot, head, channel, sizes)
             kept = slot
         elif slot >= 0:
-            put_rounded(rounded, state, slot, head, channel, sizes)
+            put_quantized(quantized, state, slot, head, channel, sizes)
         total = next_total
         scores = warpgroup_mma_wait(0, deps=[begun])
     tma.store_wait(0)
@@ -156,7 +156,7 @@ def _scan_kernel(
     tile_slots,
     pool,
     slot_stride,
-    rounded,
+    quantized,
     num_tiles,
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -189,14 +189,14 @@ def _scan_kernel(
     state = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, D_STATE, CHANNELS], x_tiles.layout)
     y_copy = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], y_tiles.layout)
     leaving = state
-    if pool.dtype.element_ty != gl.bfloat16 and rounded is None:
+    if pool.dtype.element_ty != gl.bfloat16 and quantized is None:
         leaving = gl.allocate_shared_memory(pool.dtype.element_ty, [TOGETHER, D_STATE, CHANNELS], pool_states.layout)
 
     slots = tile_slots + span.first
     totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
     scratch = Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
     skip = gl.load(D + head).to(gl.float32)
-    first = (ring, scratch, results, rounded, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
+    first = (ring, scratch, results, quantized, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
     filling = (tiles, ring, span, head, channel, num_tiles, sizes)
     if TOGETHER == 1:
         gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
@@ -205,7 +205,7 @@ def _scan_kernel(
         scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
         second = (
-            ring, scratch, results, rounded, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1
+            ring, scratch, results, quantized, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1
         )  # fmt: skip
         gl.warp_specialize(
             [(_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
@@ -222,7 +222,7 @@ def scan_on_hopper(
     tiles: ScanTiles,
     channels: HeadSlice,
     tiling: HopperTiling,
-    rounded: RoundedStates | None = None,
+    quantized: QuantizedStates | None = None,
 ) -> None:
     """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
@@ -232,7 +232,7 @@ def scan_on_hopper(
         tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
         ssm_pool: Slots are whole rows of head_dim apart, and aligned to 16 bytes.
         tiles: Full ones are as wide as long.
-        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
+        quantized: Where states at chunk ends go; None: to slots of `ssm_pool`.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
@@ -251,7 +251,7 @@ def scan_on_hopper(
         tile_slots=tiles.slots,
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        rounded=rounded_places(rounded),
+        quantized=quantized_places(quantized),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         GROUPS=num_groups,

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..prefill_rows import PrefillRows
-from ..rounded_states import RoundedStates, rounded_places, store_rounded
+from ..quantized_states import QuantizedStates, quantized_places, store_quantized
+from ..rows import PrefillRows
 from .inputs import SSMTokens
 from .tiles import HeadSlice, ScanTiles, tiled_rows
 
@@ -95,18 +95,18 @@ def _store_state(states, slot_stride, slot, state, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _store_boundary(
-    states, slot_stride, rounded, slot, state, head,
+    states, slot_stride, quantized, slot, state, head,
     HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the state at a tile's end, rounded if `rounded` is given."""
-    if rounded is None:
+    """Store the state at a tile's end, quantized if there are places for that."""
+    if quantized is None:
         _store_state(states, slot_stride, slot, state, CHANNELS)
     elif slot >= 0:
         D_STATE: tl.constexpr = state.shape[0]
         n, lane = tl.arange(0, D_STATE), tl.arange(0, state.shape[1])
         no_layer = slot.to(tl.int64) * 0
-        store_rounded(
-            rounded, no_layer, slot.to(tl.int64), state, head, n, FIRST + lane, n < D_STATE, lane < CHANNELS,
+        store_quantized(
+            quantized, no_layer, slot.to(tl.int64), state, head, n, FIRST + lane, n < D_STATE, lane < CHANNELS,
             D_STATE, HEAD_DIM,
         )  # fmt: skip
 
@@ -124,7 +124,7 @@ def _scan_kernel(
     tile_slots,
     pool,
     slot_stride,
-    rounded,
+    quantized,
     num_tiles,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -175,7 +175,7 @@ def _scan_kernel(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+        _store_boundary(states, slot_stride, quantized, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
     for k in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
         x = x_tiles.load([token, head * HEAD_DIM + FIRST])
@@ -183,14 +183,14 @@ def _scan_kernel(
         C = C_tiles.load([token, group * D_STATE])
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
         y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
-        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+        _store_boundary(states, slot_stride, quantized, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
     for k in tl.range(after_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+        _store_boundary(states, slot_stride, quantized, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
 
     _store_state(states, slot_stride, tl.load(rows.final_slots + row), state, CHANNELS)
 
@@ -202,13 +202,13 @@ def scan_portably(
     rows: PrefillRows,
     tiles: ScanTiles,
     channels: HeadSlice,
-    rounded: RoundedStates | None = None,
+    quantized: QuantizedStates | None = None,
 ) -> None:
     """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Args:
         tokens: d_state is a power of two of at least 16.
-        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
+        quantized: Where states at chunk ends go; None: to slots of `ssm_pool`.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
@@ -227,7 +227,7 @@ def scan_portably(
         tile_slots=tiles.slots,
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        rounded=rounded_places(rounded),
+        quantized=quantized_places(quantized),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         GROUPS=num_groups,

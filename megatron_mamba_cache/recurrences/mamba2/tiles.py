@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.overlap import await_then_release, overlapping
-from ..prefill_rows import PAD_SLOT, PrefillRows
+from ..rows import PAD_SLOT, PrefillRows
 from .inputs import SSMWeights, time_step
 
 TILE_LEN = 64

@@ -21,9 +21,7 @@ from torch import Tensor
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.masks import only_if
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ..decode_rows import DecodeRows
-from ..prefill_rows import PAD_SLOT
-from ..row_checks import check_decode_rows
+from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens, kernel_weights, time_step
 from .reference import state_verify_ref
 

@@ -20,9 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
-from ...align_rows import AlignRows
-from ...prefill_rows import PAD_SLOT
-from ...rounded_states import RoundedStates, rounded_places, store_rounded
+from ...quantized_states import QuantizedStates, quantized_places, store_quantized
+from ...rows import PAD_SLOT, AlignRows
 from ...slot_tiles import next_turn, numbered, of_number
 from .outputs import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
@@ -115,19 +114,19 @@ def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block
 
 
 def fold_boundaries(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None = None
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
     """Write each row's state after its first `ends` tokens into its target, all layers, in place.
 
     The state is the row's checkpoint and the ring entries from `folded` to `ends`, folded as `state_replay` does: at a
-    multiple of the ring's length it is bit-equal to the checkpoint that a later step would write, unless it is rounded.
-    A row without a target or slot writes nothing, whatever its counts. Every other slot stays as it is.
+    multiple of the ring's length it is bit-equal to the checkpoint of a later step, unless it is quantized. A row
+    without a target or slot writes nothing, whatever its counts. Every other slot stays as it is.
 
     Args:
         ssm_pools: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
         rings: With the layers as first dimension.
         ring_len: As in `state_replay`.
-        rounded: The states that the targets number; None: `ssm_pools`.
+        quantized: The states that the targets number; None: `ssm_pools`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -136,19 +135,19 @@ def fold_boundaries(
     """
     _check(ssm_pools, rings, ring_len)
     check_boundary_folds(rows, ssm_pools.device)
-    if rounded is not None:
-        rounded.check(ssm_pools)
+    if quantized is not None:
+        quantized.check(ssm_pools)
     if 0 in (rows.targets.shape[0], ssm_pools.numel()):
         return
     if not launches_kernel(ssm_pools) or not is_computed_in_fp32(rings.x, ssm_pools):
-        fold_boundaries_ref(ssm_pools, rings, rows, ring_len, rounded)
+        fold_boundaries_ref(ssm_pools, rings, rows, ring_len, quantized)
         return
-    if rounded is None and folds_by_products(ssm_pools, rings.x.dtype):
+    if quantized is None and folds_by_products(ssm_pools, rings.x.dtype):
         from .fold_products import fold_by_products  # Gluon is imported where it is used
 
         fold_by_products(ssm_pools, rings, rows, ring_len)
     else:
-        fold_portably(ssm_pools, rings, rows, ring_len, rounded)
+        fold_portably(ssm_pools, rings, rows, ring_len, quantized)
 
 
 def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
@@ -170,7 +169,7 @@ def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
 def _fold_boundaries_kernel(
     pool,
     slot_stride,
-    rounded,
+    quantized,
     ring,
     layers,
     rows,
@@ -223,22 +222,22 @@ def _fold_boundaries_kernel(
                     state = fold_entries(
                         state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
                     )
-                    if rounded is None:
+                    if quantized is None:
                         tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
                     else:
-                        store_rounded(rounded, layer, target, state, head, n, p, has_n, has_p, D_STATE, HEAD_DIM)
+                        store_quantized(quantized, layer, target, state, head, n, p, has_n, has_p, D_STATE, HEAD_DIM)
                 turn = next_turn(turn, LAYERS * A_LAYER)
 
 
 def fold_portably(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
 ) -> None:
     """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks."""
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     _fold_boundaries_kernel[(_num_programs(ssm_pools.device),)](
         pool=ssm_pools,
         slot_stride=ssm_pools.stride(1),
-        rounded=rounded_places(rounded),
+        quantized=quantized_places(quantized),
         ring=kernel_ring(rings),
         layers=kernel_layers(ssm_pools, rings),
         rows=kernel_folds(rows),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....kernels.masks import only_if
 from ....kernels.overlap import await_then_release, overlapping
-from ...prefill_rows import PAD_SLOT
+from ...rows import PAD_SLOT
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
 from .rows import ReplayRing, ReplayRows, kernel_ring, kernel_rows
 

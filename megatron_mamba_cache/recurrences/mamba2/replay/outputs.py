@@ -22,7 +22,7 @@ from torch import Tensor
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ....kernels.masks import only_if
 from ....kernels.overlap import await_launcher, overlapping, release
-from ...prefill_rows import PAD_SLOT
+from ...rows import PAD_SLOT
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
 from .coefficients import ReplayCoefficients, append_and_weigh
 from .reference import state_replay_ref

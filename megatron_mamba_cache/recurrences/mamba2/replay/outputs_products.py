@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...prefill_rows import PAD_SLOT
+from ...rows import PAD_SLOT
 from ..inputs import SSMTokens, kernel_tokens
 from .coefficients import ReplayCoefficients
 from .fold_products import fold_tile

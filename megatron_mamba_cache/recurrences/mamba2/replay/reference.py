@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from ....kernels.reference import compute_dtype, redirect_padding
-from ...align_rows import AlignRows
-from ...prefill_rows import PAD_SLOT
-from ...reference_rounding import store_rounded_ref
+from ...quantized_states import QuantizedStates, store_quantized_ref
 from ...reference_slots import load_slots, store_slots
-from ...rounded_states import RoundedStates
+from ...rows import PAD_SLOT, AlignRows
 from ..inputs import SSMTokens, SSMWeights
 from .rows import BoundaryFolds, ReplayRing, ReplayRows
 
@@ -53,7 +51,7 @@ def state_replay_ref(
 
 
 def fold_boundaries_ref(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None = None
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
     """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
@@ -64,10 +62,10 @@ def fold_boundaries_ref(
         ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
         states = load_slots(pool, rows.slots, compute_dtype(ring.x))
         states = _folded(states, pool.dtype, ring, rows, ends, ring_len)
-        if rounded is None:
+        if quantized is None:
             store_slots(pool, targets, states)
         else:
-            store_rounded_ref(rounded.values[layer], rounded.scales[layer], targets, states)
+            store_quantized_ref(quantized.of_layer(layer), targets, states)
 
 
 def plan_boundary_folds_ref(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:

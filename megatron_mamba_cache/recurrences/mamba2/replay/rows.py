@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...row_checks import check_vectors
+from ...rows import check_vectors
 from ..inputs import SSMTokens
 
 LEAST_RING_LEN = 4

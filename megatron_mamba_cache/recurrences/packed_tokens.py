@@ -1,1 +1,0 @@
-from .rows import *  # noqa: F403
