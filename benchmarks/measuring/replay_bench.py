@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing, ReplayRows, least_capacity, least_x_capacity
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing, least_capacity, least_x_capacity
+from megatron_mamba_cache.recurrences.rows import ReplayRows
 
 Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
 

@@ -293,7 +293,7 @@ def _view(rows: AlignRows, tail: DraftInputs | None) -> _Rows:
         rows.columns,
         rows.state_columns,
         rows.targets,
-        None if tail is None else tail.rings,
+        None if tail is None else tail.buffers,
         accepted_stride=rows.accepted.stride(0),
         columns_stride=rows.columns.stride(0),
         num_columns=rows.columns.shape[1],

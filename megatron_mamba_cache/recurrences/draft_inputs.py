@@ -1,4 +1,4 @@
-"""Conv inputs of a step's drafts that lie beside the rings of their rows, not in the rows' slots."""
+"""Inputs of a step's drafts that are in a buffer of their row, not in the row's slot."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,41 +13,41 @@ from .rows import check_vectors
 class DraftInputs:
     """Where the conv windows of rows go on whose slots hold the first d_conv - 1 inputs only.
 
-    Input d_conv - 1 + i of a row's conv window is its ring's i-th here. So a slot takes the same bytes with any number
+    Input d_conv - 1 + i of a row's conv window is its buffer's i-th here. So a slot takes the same bytes with any number
     of drafts, and only running requests have room for those of theirs.
 
     Args:
-        inputs: [rings, drafts, conv_dim], of the conv pool's dtype, channels contiguous; with the layers as first
+        inputs: [buffers, drafts, conv_dim], of the conv pool's dtype, channels contiguous; with the layers as first
             dimension where the pool has them.
-        rings: [rows] int32; each row's ring. Those of different rows are distinct; those of padded rows are not read.
+        buffers: [rows] int32; each row's buffer. Those of different rows are distinct; those of padded rows are not read.
     """
 
     inputs: Tensor
-    rings: Tensor
+    buffers: Tensor
 
 
 class KernelDraftInputs(NamedTuple):
     """A kernel's view of `DraftInputs` of one layer."""
 
     pool: Tensor
-    rings: Tensor
+    buffers: Tensor
     ring_stride: int
     time_stride: int
 
 
 def kernel_draft_inputs(drafts: DraftInputs | None) -> KernelDraftInputs | None:
     """Return what a kernel of one layer reads and writes; None if slots hold whole windows."""
-    return None if drafts is None else KernelDraftInputs(drafts.inputs, drafts.rings, *drafts.inputs.stride()[:2])
+    return None if drafts is None else KernelDraftInputs(drafts.inputs, drafts.buffers, *drafts.inputs.stride()[:2])
 
 
 def check_draft_inputs(drafts: DraftInputs, conv_pool: Tensor, num_rows: int) -> None:
     """Raise a ValueError unless `drafts` goes on where the windows of `conv_pool`, with or without layers, end."""
-    check_vectors({"rings": (drafts.rings, num_rows)}, conv_pool.device)
+    check_vectors({"buffers": (drafts.buffers, num_rows)}, conv_pool.device)
     inputs, lead = drafts.inputs, conv_pool.shape[:-3]
     fits = inputs.dim() == conv_pool.dim() and (inputs.shape[:-3], inputs.shape[-1]) == (lead, conv_pool.shape[-1])
     if not fits or inputs.dtype != conv_pool.dtype or inputs.device != conv_pool.device:
         raise ValueError(
-            f"need draft inputs (*{tuple(lead)}, rings, drafts, {conv_pool.shape[-1]}) of {conv_pool.dtype} on "
+            f"need draft inputs (*{tuple(lead)}, buffers, drafts, {conv_pool.shape[-1]}) of {conv_pool.dtype} on "
             f"{conv_pool.device}, found {tuple(inputs.shape)} of {inputs.dtype} on {inputs.device}"
         )
     if inputs.numel() and inputs.stride(-1) != 1:
@@ -55,7 +55,7 @@ def check_draft_inputs(drafts: DraftInputs, conv_pool: Tensor, num_rows: int) ->
 
 
 def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Tensor) -> Tensor:
-    """Return windows with what lies beside their rows' rings.
+    """Return windows with what is in their rows' buffers.
 
     Args:
         windows: [rows, d_conv - 1, conv_dim] or [layers, rows, ...].
@@ -63,5 +63,5 @@ def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Ten
     """
     if drafts is None:
         return windows
-    behind = drafts.inputs.index_select(-3, torch.where(exists, drafts.rings, 0).to(torch.int64))
+    behind = drafts.inputs.index_select(-3, torch.where(exists, drafts.buffers, 0).to(torch.int64))
     return torch.cat([windows, behind], dim=-2)

@@ -63,6 +63,30 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayRows:
+    """Describe packed decode rows whose states are replayed from a buffer each; all tensors on the ops' device.
+
+    A row's slot holds its checkpoint, the state after `folded` tokens; its buffer holds what the tokens after them add.
+    Slots of different rows are distinct, and so are buffers. Tokens past the last row are padding.
+
+    Args:
+        cu_tokens: [rows + 1] int32; row r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1], the end excluded.
+        slots: [rows] int32; slot of the row's checkpoint. A row of PAD_SLOT gives zeros and touches nothing.
+        buffers: [rows] int32; the row's buffer.
+        folded: [rows] int32; tokens that are in the checkpoint before the step.
+        computed: [rows] int32; tokens before the step, at least `folded`: the position of the row's first token.
+        max_tokens: Host bound of the tokens of a row.
+    """
+
+    cu_tokens: Tensor
+    slots: Tensor
+    buffers: Tensor
+    folded: Tensor
+    computed: Tensor
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class AlignRows:
     """What the align copy of a step reads; all tensors on the pools' device.
 

@@ -14,8 +14,7 @@ from ..policy.draft_states import num_folded
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
-from ..recurrences.mamba2.replay.rows import ReplayRows
-from ..recurrences.rows import PAD_SLOT, AlignRows, DecodeRows, PrefillRows
+from ..recurrences.rows import PAD_SLOT, AlignRows, DecodeRows, PrefillRows, ReplayRows
 from .buffers import StepBuffers
 from .logits import StepLogits, view_logits, write_logits
 from .prefill_metadata import write_prefill_rows
@@ -254,7 +253,7 @@ def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Replay
     return ReplayRows(
         cu_tokens=device("cu_query")[: num_rows + 1],
         slots=device("live_slots")[:num_rows],
-        rings=device("draft_buffers")[:num_rows],
+        buffers=device("draft_buffers")[:num_rows],
         folded=device("folded")[:num_rows],
         computed=device("computed")[:num_rows],
         max_tokens=max(row.scheduled for row in rows),

@@ -11,11 +11,10 @@ from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.replay.rows import (
     BoundaryFolds,
     ReplayRing,
-    ReplayRows,
     least_capacity,
     least_x_capacity,
 )
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, ReplayRows
 from tests.kernels.packed_rows import poisoned_pool, same_bits
 from tests.kernels.ssm_steps import SSMShape, SSMSteps
 

@@ -41,10 +41,10 @@ def conv_beside_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         before = drafts.inputs.clone()
         y = op(x, weight, bias, slots, rows, *tiling, drafts=drafts)
         pool[:, :window_len] = slots
-        for slot, ring in zip(live.tolist(), drafts.rings.tolist(), strict=True):
+        for slot, ring in zip(live.tolist(), drafts.buffers.tolist(), strict=True):
             if slot != PAD_SLOT:
                 pool[slot, window_len:] = drafts.inputs[ring]
-        others = sorted(set(range(drafts.inputs.shape[0])) - set(drafts.rings.tolist()))
+        others = sorted(set(range(drafts.inputs.shape[0])) - set(drafts.buffers.tolist()))
         assert same_bits(drafts.inputs[others], before[others])
         return y
 

@@ -88,7 +88,7 @@ def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> No
     before = requests.pool.clone()
     folds = BoundaryFolds(
         slots=int32([1, PAD_SLOT, 3], device),
-        rings=int32([1, 99, 0], device),
+        buffers=int32([1, 99, 0], device),
         folded=int32([0, 5, requests.requests[1].folded], device),
         ends=int32([10**6, 7, requests.requests[1].folded], device),
         targets=int32([PAD_SLOT, 2, 4], device),

@@ -6,11 +6,11 @@ import torch
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import plan_boundary_folds
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import plan_boundary_folds_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds, ReplayRows
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows, ReplayRows
 
 BLOCK, RING = 16, 8
-FIELDS = ("slots", "rings", "folded", "ends", "targets")
+FIELDS = ("slots", "buffers", "folded", "ends", "targets")
 
 
 def random_step(num_rows: int, device: str) -> tuple[ReplayRows, AlignRows]:
@@ -46,7 +46,7 @@ def lists(folds: BoundaryFolds) -> list[list[int]]:
 def test_the_plan_is_the_hosts_for_every_row(num_rows: int, device: str) -> None:
     rows, align = random_step(num_rows, device)
     slots, rings, folded, ends, targets = lists(plan_boundary_folds(rows, align, RING, BLOCK))
-    assert (slots, rings) == (rows.slots.tolist(), rows.rings.tolist())
+    assert (slots, rings) == (rows.slots.tolist(), rows.buffers.tolist())
     num_reached = 0
     for index in range(num_rows):
         numbers = [int(x[index]) for x in (align.computed, align.scheduled, align.drafts, align.accepted)]

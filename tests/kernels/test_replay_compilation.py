@@ -21,8 +21,9 @@ from megatron_mamba_cache.recurrences.mamba2.replay import (
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_portably
 from megatron_mamba_cache.recurrences.mamba2.replay.fold_products import fold_by_products
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds
 from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling, hopper_width
+from megatron_mamba_cache.recurrences.rows import ReplayRows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps

@@ -23,10 +23,10 @@ from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries, fold_portably
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled, state_replay
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing
 from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling, hopper_width
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
-from megatron_mamba_cache.recurrences.rows import DecodeRows
+from megatron_mamba_cache.recurrences.rows import DecodeRows, ReplayRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import one_token_rows, same_bits
 from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, layered, poisoned_ring, ring_tensors
@@ -464,7 +464,7 @@ def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtyp
             assert same_bits(found, held)
 
 
-ROW_TENSORS = ("cu_tokens", "slots", "rings", "folded", "computed")
+ROW_TENSORS = ("cu_tokens", "slots", "buffers", "folded", "computed")
 
 
 @pytest.mark.gpu
@@ -490,7 +490,7 @@ def test_offsets_past_32_bits(num_drafts: int, stride: int, dtype: torch.dtype) 
     ring = replace(near.ring, x=x, B=near.ring.B[[1, 1, 1, 0]], steps=near.ring.steps[[1, 1, 1, 0]])
     rows = near.rows([Turn(request, num_drafts)])
     step = request.text[8 : 9 + num_drafts]
-    y = state_replay(step.tokens, step.weights, pool, ring, replace(rows, rings=rows.rings + 3), 8)
+    y = state_replay(step.tokens, step.weights, pool, ring, replace(rows, buffers=rows.buffers + 3), 8)
     assert same_bits(y, state_replay(step.tokens, step.weights, near.pool, near.ring, rows, 8))
     assert same_bits(pool.contiguous(), near.pool) and same_bits(x[3], near.ring.x[0])
     del pool, buffer, x, xs

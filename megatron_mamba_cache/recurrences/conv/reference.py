@@ -91,7 +91,7 @@ def conv_verify_ref(
     in_slot = kept.shape[1] if drafts is None else min(window_len, kept.shape[1])
     store_slots(conv_pool[:, :in_slot], live, kept[:, :in_slot])
     if drafts is not None:
-        rings = torch.where(live != PAD_SLOT, drafts.rings, PAD_SLOT)
+        rings = torch.where(live != PAD_SLOT, drafts.buffers, PAD_SLOT)
         store_slots(drafts.inputs[:, : kept.shape[1] - in_slot], rings, kept[:, in_slot:])
     return tokens.scatter(y, x)
 

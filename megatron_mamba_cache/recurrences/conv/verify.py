@@ -89,7 +89,7 @@ def _conv_verify_kernel(
 
     stored = windows.pool + live.to(tl.int64) * windows.slot_stride + channel
     if drafts is not None:
-        behind = drafts.pool + tl.load(drafts.rings + row).to(tl.int64) * drafts.ring_stride + channel
+        behind = drafts.pool + tl.load(drafts.buffers + row).to(tl.int64) * drafts.ring_stride + channel
     window = ()
     for k in tl.static_range(D_CONV - 1):
         time = accepted - 1 + k

@@ -9,11 +9,11 @@ from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
 from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
-from ..rows import DecodeRows, PrefillRows
+from ..rows import DecodeRows, PrefillRows, ReplayRows
 from .inputs import SSMTokens, SSMWeights
 from .replay.drafts import ReplayedLayer, RingLayout
 from .replay.outputs import state_replay
-from .replay.rows import ReplayRows, least_capacity, least_x_capacity
+from .replay.rows import least_capacity, least_x_capacity
 from .replay.tiling import replays_fast
 from .scan import cut_rows, ssd_scan
 from .verify import state_verify
@@ -143,7 +143,7 @@ class Mamba2:
         replayed: ReplayedLayer | None = states.drafts if replay is not None else None
         tail = None
         if replayed is not None and replay is not None and replayed.draft_inputs is not None:
-            tail = DraftInputs(replayed.draft_inputs, replay.rings)
+            tail = DraftInputs(replayed.draft_inputs, replay.buffers)
         xbc = conv_verify(xbc, weights.conv, weights.bias, states.live[CONV], rows, drafts=tail)
         tokens = self._tokens(xbc, dt)
         if replayed is None or replay is None:

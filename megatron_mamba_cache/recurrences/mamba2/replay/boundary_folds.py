@@ -21,14 +21,13 @@ from torch import Tensor
 
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
 from ...quantized_states import QuantizedStates, quantized_places, store_quantized
-from ...rows import PAD_SLOT, AlignRows
+from ...rows import PAD_SLOT, AlignRows, ReplayRows
 from ...slot_tiles import next_turn, numbered, of_number
 from .outputs import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
 from .rows import (
     BoundaryFolds,
     ReplayRing,
-    ReplayRows,
     check_boundary_folds,
     check_ring_len,
     check_shapes,
@@ -110,7 +109,7 @@ def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block
         ROWS=_ROWS,
         enable_fp_fusion=True,
     )
-    return BoundaryFolds(rows.slots, rows.rings, *plan[:, :num_rows])
+    return BoundaryFolds(rows.slots, rows.buffers, *plan[:, :num_rows])
 
 
 def fold_boundaries(
@@ -204,7 +203,7 @@ def _fold_boundaries_kernel(
                 at = of_number(row, numbers, number)
                 slot = tl.load(rows.slots + at).to(tl.int64)
                 target = tl.load(rows.targets + at).to(tl.int64)
-                ring_number = tl.load(rows.rings + at).to(tl.int64)
+                ring_number = tl.load(rows.buffers + at).to(tl.int64)
                 folded = tl.load(rows.folded + at)
                 end = tl.load(rows.ends + at)
                 for tile in range(turn, LAYERS * A_LAYER, programs):

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ....kernels.masks import only_if
 from ....kernels.overlap import await_then_release, overlapping
-from ...rows import PAD_SLOT
+from ...rows import PAD_SLOT, ReplayRows
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
-from .rows import ReplayRing, ReplayRows, kernel_ring, kernel_rows
+from .rows import ReplayRing, kernel_ring, kernel_rows
 
 _LEAST_OWN = 8  # one form of the kernels up to that many tokens
 _HEADS_AT_A_TIME = 16
@@ -99,7 +99,7 @@ def _coefficients_kernel(
     end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
     slot = tl.load(rows.slots + row, mask=is_row, other=_PAD)
     is_live = slot != _PAD
-    number = tl.load(rows.rings + row, mask=is_live, other=0).to(tl.int64)
+    number = tl.load(rows.buffers + row, mask=is_live, other=0).to(tl.int64)
     folded = tl.load(rows.folded + row, mask=is_live, other=0)
     computed = tl.load(rows.computed + row, mask=is_live, other=0)
 

@@ -11,10 +11,10 @@ from ...cached_form import StoredStates
 from ...draft_inputs import DraftInputs
 from ...interface import LiveState
 from ...quantized_states import QuantizedStates
-from ...rows import AlignRows
+from ...rows import AlignRows, ReplayRows
 from ...window import columns_of, settling_rows
 from .boundary_folds import fold_boundaries, plan_boundary_folds
-from .rows import BoundaryFolds, ReplayRing, ReplayRows
+from .rows import BoundaryFolds, ReplayRing
 
 _CONV, _SSM = 0, 1  # the tensors of the pool's one group
 _STEP_VALUES = 2  # dt, and dt * A
@@ -63,7 +63,7 @@ class ReplayStorage:
         place = stored.place(_SSM)
         quantized = place if isinstance(place, QuantizedStates) else None
         fold_boundaries(self._live.parts[_SSM], self._rings, folds, self._ring_len, quantized)
-        stored.align_copy(rows, block_size, tails=self._tails(replay.rings), only_windows=True)
+        stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
     def settle(self, states: Sequence[LiveState]) -> None:
         """Fold what rings hold into the live slots, and move the conv windows on, all layers, in place."""

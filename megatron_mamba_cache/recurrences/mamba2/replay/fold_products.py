@@ -249,7 +249,7 @@ def _fold_boundaries_kernel(
         while at < num_rows:
             slot = gl.load(rows.slots + at).to(gl.int64)
             target = gl.load(rows.targets + at).to(gl.int64)
-            number = gl.load(rows.rings + at).to(gl.int64)
+            number = gl.load(rows.buffers + at).to(gl.int64)
             folded = gl.load(rows.folded + at)
             end = gl.load(rows.ends + at)
             for tile in range(turn, TILES, programs):

@@ -22,11 +22,11 @@ from torch import Tensor
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ....kernels.masks import only_if
 from ....kernels.overlap import await_launcher, overlapping, release
-from ...rows import PAD_SLOT
+from ...rows import PAD_SLOT, ReplayRows
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
 from .coefficients import ReplayCoefficients, append_and_weigh
 from .reference import state_replay_ref
-from .rows import ReplayRing, ReplayRows, check_replay_rows, check_ring, kernel_ring, kernel_rows
+from .rows import ReplayRing, check_replay_rows, check_ring, kernel_ring, kernel_rows
 from .tiling import ReplayTiling, choose_tiling
 
 _PAD = tl.constexpr(PAD_SLOT)
@@ -207,7 +207,7 @@ def _state_replay_kernel(
     slot = tl.load(rows.slots + row).to(tl.int64)
     start = tl.load(rows.cu_tokens + row)
     count = tl.load(rows.cu_tokens + row + 1) - start
-    number = tl.load(rows.rings + row).to(tl.int64)
+    number = tl.load(rows.buffers + row).to(tl.int64)
     folded = tl.load(rows.folded + row)
     computed = tl.load(rows.computed + row)
     if slot == _PAD:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...rows import PAD_SLOT
+from ...rows import PAD_SLOT, ReplayRows
 from ..inputs import SSMTokens, kernel_tokens
 from .coefficients import ReplayCoefficients
 from .fold_products import fold_tile
@@ -30,7 +30,7 @@ from .operands import (
     slice_len,
     split_into_bf16,
 )
-from .rows import ReplayRing, ReplayRows, kernel_ring, kernel_rows
+from .rows import ReplayRing, kernel_ring, kernel_rows
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -89,7 +89,7 @@ def _state_products_kernel(
     slot = gl.load(rows.slots + row).to(gl.int64)
     start = gl.load(rows.cu_tokens + row)
     count = gl.load(rows.cu_tokens + row + 1) - start
-    number = gl.load(rows.rings + row).to(gl.int64)
+    number = gl.load(rows.buffers + row).to(gl.int64)
     folded = gl.load(rows.folded + row)
     computed = gl.load(rows.computed + row)
     if slot == _PAD:

@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...rows import PAD_SLOT
+from ...rows import PAD_SLOT, ReplayRows
 from ..inputs import SSMTokens, kernel_tokens
 from .coefficients import ReplayCoefficients
 from .fold_products import fold_tile
 from .operands import sync_lanes
-from .rows import ReplayRing, ReplayRows, kernel_ring, kernel_rows
+from .rows import ReplayRing, kernel_ring, kernel_rows
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -122,7 +122,7 @@ def _state_sums_kernel(
     slot = gl.load(rows.slots + row).to(gl.int64)
     start = gl.load(rows.cu_tokens + row)
     count = gl.load(rows.cu_tokens + row + 1) - start
-    number = gl.load(rows.rings + row).to(gl.int64)
+    number = gl.load(rows.buffers + row).to(gl.int64)
     folded = gl.load(rows.folded + row)
     computed = gl.load(rows.computed + row)
     if slot == _PAD:

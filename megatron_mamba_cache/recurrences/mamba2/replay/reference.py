@@ -6,9 +6,9 @@ from torch import Tensor
 from ....kernels.reference import compute_dtype, redirect_padding
 from ...quantized_states import QuantizedStates, store_quantized_ref
 from ...reference_slots import load_slots, store_slots
-from ...rows import PAD_SLOT, AlignRows
+from ...rows import PAD_SLOT, AlignRows, ReplayRows
 from ..inputs import SSMTokens, SSMWeights
-from .rows import BoundaryFolds, ReplayRing, ReplayRows
+from .rows import BoundaryFolds, ReplayRing
 
 
 def state_replay_ref(
@@ -32,18 +32,18 @@ def state_replay_ref(
     states = _folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
     store_slots(ssm_pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
     for i in range(_most(rows.computed - first, is_row, ring_len)):
-        states = _advanced(states, ring, rows.rings, first + i, is_row & (first + i < rows.computed))
+        states = _advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)
     exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [rows, max_tokens], as all that follows
     token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
-    _append(tokens, weights, ring, rows.rings[:, None].expand_as(token), position, token, exists)
+    _append(tokens, weights, ring, rows.buffers[:, None].expand_as(token), position, token, exists)
     x, c = (packed.index_select(0, token.flatten()).to(dtype) for packed in (tokens.x, tokens.C))
     c = c.repeat_interleave(heads // c.shape[1], dim=1).unflatten(0, token.shape)
     outputs = []
     for t in range(rows.max_tokens):
-        states = _advanced(states, ring, rows.rings, position[:, t], exists[:, t])
+        states = _advanced(states, ring, rows.buffers, position[:, t], exists[:, t])
         outputs.append((states * c[:, t, :, :, None]).sum(2))
     padded = torch.stack(outputs, dim=1).flatten(0, 1) + D[:, None] * x
     y.index_copy_(0, torch.where(exists, token, num_tokens).flatten(), padded.to(y.dtype))
@@ -75,7 +75,7 @@ def plan_boundary_folds_ref(rows: ReplayRows, align: AlignRows, ring_len: int, b
     reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
     first = torch.maximum(rows.folded, align.computed // ring_len * ring_len)
     targets = torch.where(reached, align.targets, PAD_SLOT)
-    return BoundaryFolds(rows.slots, rows.rings, first, torch.where(reached, end, first), targets)
+    return BoundaryFolds(rows.slots, rows.buffers, first, torch.where(reached, end, first), targets)
 
 
 def _folded(
@@ -86,7 +86,7 @@ def _folded(
     for i in range(_most(ends - rows.folded, is_row, ring.capacity)):
         position = rows.folded + i
         folds = is_row & (position < ends)
-        states = _advanced(states, ring, rows.rings, position, folds)
+        states = _advanced(states, ring, rows.buffers, position, folds)
         is_rounded = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
         states = torch.where(is_rounded, states.to(stored).to(states.dtype), states)
     return states
@@ -113,7 +113,7 @@ def _append(
     tokens: SSMTokens,
     weights: SSMWeights,
     ring: ReplayRing,
-    rings: Tensor,
+    buffers: Tensor,
     position: Tensor,
     token: Tensor,
     exists: Tensor,
@@ -121,12 +121,12 @@ def _append(
     """Write tokens to rings, in place; where there is no token, write the first one again.
 
     Args:
-        rings, position, token, exists: Of one shape: each token's ring, its position there, its place among `tokens`.
+        buffers, position, token, exists: Of one shape: each token's ring, its position there, its place among `tokens`.
     """
     dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
     steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]
     redirect = redirect_padding(exists.flatten())
-    number = torch.where(exists, rings, 0).flatten().index_select(0, redirect).to(torch.int64)
+    number = torch.where(exists, buffers, 0).flatten().index_select(0, redirect).to(torch.int64)
     position = position.flatten().index_select(0, redirect).to(torch.int64)
     token, any_exists = token.flatten().index_select(0, redirect), exists.any()
     new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))

@@ -11,33 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...rows import check_vectors
+from ...rows import ReplayRows, check_vectors
 from ..inputs import SSMTokens
 
 LEAST_RING_LEN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayRows:
-    """Describe packed decode rows with replayed states; all tensors on the ops' device.
-
-    Slots of different rows are distinct, and so are rings. Tokens past the last row are padding.
-
-    Args:
-        cu_tokens: [rows + 1] int32; row r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1], the end excluded.
-        slots: [rows] int32; slot of the row's checkpoint. A row of PAD_SLOT gives zeros and touches nothing.
-        rings: [rows] int32; the row's ring.
-        folded: [rows] int32; tokens that are in the checkpoint before the step.
-        computed: [rows] int32; tokens before the step, at least `folded`: the position of the row's first token.
-        max_tokens: Host bound of the tokens of a row.
-    """
-
-    cu_tokens: Tensor
-    slots: Tensor
-    rings: Tensor
-    folded: Tensor
-    computed: Tensor
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +52,13 @@ class BoundaryFolds:
     Targets are distinct; a target may be its own row's checkpoint, and is never another row's.
 
     Args:
-        slots, rings, folded: [rows] int32; as in `ReplayRows`, after the step.
+        slots, buffers, folded: [rows] int32; as in `ReplayRows`, after the step.
         ends: [rows] int32, at least `folded`; tokens that the written state covers.
         targets: [rows] int32; slot that receives the state, PAD_SLOT for none.
     """
 
     slots: Tensor
-    rings: Tensor
+    buffers: Tensor
     folded: Tensor
     ends: Tensor
     targets: Tensor
@@ -100,7 +77,7 @@ def least_x_capacity(ring_len: int, max_tokens: int) -> int:
 def check_replay_rows(rows: ReplayRows, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.slots.shape[0]
-    vectors = {name: (getattr(rows, name), num_rows) for name in ("slots", "rings", "folded", "computed")}
+    vectors = {name: (getattr(rows, name), num_rows) for name in ("slots", "buffers", "folded", "computed")}
     check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1)} | vectors, device)
     if rows.max_tokens < 1:
         raise ValueError(f"need max_tokens of at least 1, found {rows.max_tokens}")
@@ -109,7 +86,7 @@ def check_replay_rows(rows: ReplayRows, device: torch.device) -> None:
 def check_boundary_folds(rows: BoundaryFolds, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.targets.shape[0]
-    names = ("slots", "rings", "folded", "ends", "targets")
+    names = ("slots", "buffers", "folded", "ends", "targets")
     check_vectors({name: (getattr(rows, name), num_rows) for name in names}, device)
 
 
@@ -182,7 +159,7 @@ class KernelRows(NamedTuple):
 
     cu_tokens: Tensor
     slots: Tensor
-    rings: Tensor
+    buffers: Tensor
     folded: Tensor
     computed: Tensor
 
@@ -191,7 +168,7 @@ class KernelFolds(NamedTuple):
     """The kernels' view of `BoundaryFolds`."""
 
     slots: Tensor
-    rings: Tensor
+    buffers: Tensor
     folded: Tensor
     ends: Tensor
     targets: Tensor
