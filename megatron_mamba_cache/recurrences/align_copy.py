@@ -212,9 +212,8 @@ def _align_copy_kernel(
 def align_copy(moves: Sequence[StateMove], rows: AlignRows, block_size: int, tiling: CopyTiling | None = None) -> None:
     """Copy each row's state at the block boundary that its accepted tokens reached into its target, in place.
 
-    A row that reaches no boundary, has no target or is padded copies nothing, whatever its counts. Where states move
-    within the pools, the target may be one of the row's own columns, a source included. Every other slot, a window past
-    the inputs that move, and bytes between the states of a strided pool stay as they are.
+    A row that reaches no boundary, has no target or is padded copies nothing, whatever its counts. Within a pool, the
+    target may be one of the row's own columns, a source included. All other bytes stay as they are.
 
     Args:
         moves: The tensors that are copied, either all within their pools or all into others.

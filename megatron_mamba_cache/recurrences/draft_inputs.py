@@ -11,15 +11,15 @@ from .rows import check_vectors
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Where the conv windows of rows go on whose slots hold the first d_conv - 1 inputs only.
+    """Where the windows of rows continue whose slots hold the first `window_len` inputs only.
 
-    Input d_conv - 1 + i of a row's conv window is its buffer's i-th here. So a slot takes the same bytes with any number
+    Input `window_len` + i of a row's window is its buffer's i-th here. So a slot takes the same bytes with any number
     of drafts, and only running requests have room for those of theirs.
 
     Args:
-        inputs: [buffers, drafts, conv_dim], of the conv pool's dtype, channels contiguous; with the layers as first
-            dimension where the pool has them.
-        buffers: [rows] int32; each row's buffer. Those of different rows are distinct; those of padded rows are not read.
+        inputs: [buffers, drafts, channels], of the window's dtype, channels contiguous; with the layers as first
+            dimension where the window has them.
+        buffers: [rows] int32; each row's buffer. Those of different rows are distinct; padded rows' are not read.
     """
 
     inputs: Tensor
