@@ -214,7 +214,7 @@ class MambaCacheContext(DynamicInferenceContext):
     @property
     def counts(self) -> StepCounts:
         """What the next step consists of; nothing while the engine is suspended."""
-        return StepCounts() if self._runner is None else self._runner.counts
+        return StepCounts() if self._runner is None else self._runner.step_requests.counts
 
     @property
     def rows(self) -> Sequence[RunningRequest]:
@@ -268,13 +268,13 @@ class MambaCacheContext(DynamicInferenceContext):
         return self.cache.candidate(spec)
 
     def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
-        """Admit a request to the next step; see `StepRunner.admit`."""
-        return self.runner.admit(candidate, budget, age)
+        """Admit a request to the next step; see `StepRequests.admit`."""
+        return self.runner.step_requests.admit(candidate, budget, age)
 
     def drop_rows(self, request_ids: Container[int]) -> None:
         """Drop rows between steps; what they published stays findable. A suspended engine has none."""
         if self._runner is not None:
-            self._runner.drop([row for row in self.rows if row.request_id in request_ids])
+            self._runner.step_requests.drop([row for row in self.rows if row.request_id in request_ids])
 
     def note_arrival(self) -> None:
         """Note that a request has come, which may join the next step unless there are as many as there can be."""

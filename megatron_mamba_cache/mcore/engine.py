@@ -223,7 +223,7 @@ class MambaCacheEngine(SuspendableEngine):
         if runner.sharing.is_fixed or runner.early_steps.launched is not None:
             self._look_ahead()
             return
-        scheduled = runner.schedule(
+        scheduled = runner.step_requests.schedule(
             self.scheduler, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
@@ -337,7 +337,7 @@ class MambaCacheEngine(SuspendableEngine):
         head = tuple(islice(self.waiting_request_ids, RESTORED_AHEAD))
         if head != self._looked_at:
             self._looked_at = head
-            self.context.runner.look_ahead(self.scheduler, head, self._candidate_of)
+            self.context.runner.step_requests.look_ahead(self.scheduler, head, self._candidate_of)
 
     def _is_at_rest(self) -> bool:
         """Return whether nothing but a new request can change what the next step has to compute."""

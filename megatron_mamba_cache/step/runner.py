@@ -7,7 +7,7 @@ land → launch drafts.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,18 +17,16 @@ from ..config import CacheConfig
 from ..errors import CacheIntegrityError
 from ..grammars.compiler import Grammars
 from ..metrics import CacheCounters, CacheSnapshot
-from ..policy.admission import Refusal
 from ..policy.block_growth import GrowthOutcome
 from ..policy.kept_tokens import StepTokens
 from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
-from ..policy.requests import Candidate, RunningRequest
+from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
-from ..policy.scheduler import QueueState, ScheduledStep, StepScheduler
+from ..policy.scheduler import QueueState
 from ..ranks.digest import Digest
 from ..ranks.group import Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
-from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
@@ -43,7 +41,8 @@ from .run_ahead import EarlySteps
 from .shapes import StepShape
 from .shared_steps import OwnSteps, SharedSteps, StepSharing
 from .step import Step, any_drawn
-from .step_outcome import StepCounts, StepOutcome
+from .step_outcome import StepOutcome
+from .step_requests import StepRequests, draft_budget
 from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
@@ -82,7 +81,6 @@ class StepRunner:
         self.only_last_logits = only_last_logits
         limits = config.max_requests, config.max_tokens, config.max_prompt_tokens_beside_decode
         self.requests = RunningRequests(memory.prefix_cache, *limits)
-        self.counts = StepCounts()
         self._scorer = StepScorer(ranks, vocab_size, only_last=only_last_logits)
         self._digest = digest
         self._step: Step | None = None
@@ -98,6 +96,17 @@ class StepRunner:
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         is_wanted = config.run_ahead and by_itself
         self.early_steps = EarlySteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
+        self.step_requests = StepRequests(
+            memory,
+            self.requests,
+            planner,
+            ranks,
+            self._changes,
+            self.early_steps,
+            self.queue,
+            self.sharing,
+            counters,
+        )
 
     # The life of a step.
 
@@ -141,7 +150,7 @@ class StepRunner:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
             budget = draft_budget(self._at_work, self.requests.budget, self._graphs, shape)
-            distributions = self._schedule_decode(decoding, budget)
+            distributions = self.step_requests.schedule_decode(decoding, budget)
             graph = None if self._graphs is None else self._graphs.fitting(self._at_work, shape)
         if graph is None:
             step = self.lay_out(self._at_work, distributions, shape=shape)
@@ -171,17 +180,17 @@ class StepRunner:
             early_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_rows(step.rows, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
-            self._drop(ended)
+            self.step_requests.leave(ended)
             held_back = GrowthOutcome()
         else:
             if self.planner.reads_hidden_states:
                 note_hidden_states(step.rows, kept.tokens, step.batch.logits.starts, step.wanted_outputs, self.planner)
             advance_rows(step.rows, kept.tokens, self.cache, self.planner)
-            self._drop(ended)
-            held_back = self._grow()
+            self.step_requests.leave(ended)
+            held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
         if ended or early_step is None:  # else every row decodes again
-            self._count()
+            self.step_requests.count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.rows, kept)
         return held_back
@@ -193,74 +202,33 @@ class StepRunner:
         the rows of the early step after it stay, and the next step lands it.
         """
         try:
-            self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
+            self.step_requests.drop([row for row in self.requests if row in self._at_work or row.scheduled])
             if not self.sharing.is_shared:  # else another rank may have to launch first
                 torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
         finally:
             self._step, self._at_work = None, []
             self.counters.steps_aborted += 1
 
-    # Rows.
+    # The memory and its requests.
 
     @property
     def cache(self) -> PrefixCache:
         """The prefix cache over the memory's blocks and slots."""
         return self.memory.prefix_cache
 
-    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
-        """Admit a request to the next step; see `RunningRequests.admit`.
-
-        Raises:
-            RuntimeError: If the next step runs already.
-        """
-        self.early_steps.refuse_requests()
-        outcome = self.requests.admit(candidate, budget, age)
-        self._count()
-        return outcome
-
-    def schedule(
-        self,
-        scheduler: StepScheduler,
-        waiting: Iterable[int],
-        candidate_of: Callable[[int], Candidate],
-        age_of: Callable[[int], int | None],
-    ) -> ScheduledStep:
-        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
-        self.early_steps.refuse_requests()
-        scheduled = scheduler.fill_step(self.requests, waiting, candidate_of, age_of)
-        self.memory.below.start()
-        self._count()
-        return scheduled
-
-    def look_ahead(
-        self, scheduler: StepScheduler, waiting: Sequence[int], candidate_of: Callable[[int], Candidate]
-    ) -> None:
-        """Let copies begin for requests that cannot join the next step, as it runs already; see `StepScheduler`."""
-        if not self.requests.any_paused:
-            scheduler.look_ahead(self.requests, waiting, candidate_of)
-            self.memory.below.start()
-
-    def drop(self, rows: Collection[RunningRequest]) -> None:
-        """Drop rows between steps; what they published stays findable."""
-        self.queue.note_change()
-        self._drop(rows)
-        self.requests.resume()
-        self._count()
-
     def reset(self) -> None:
         """Drop all rows and the step that is laid out or launched. What is cached stays."""
-        self._drop(list(self.requests))
-        self._drop_early_step()
-        self._step, self._at_work, self.counts = None, [], StepCounts()
+        self.step_requests.clear()
+        self._step, self._at_work = None, []
 
     def close(self) -> None:
         """Wait for an early step and for copies, and let the planner forget all rows: the memory is to be freed."""
         self._step, self._at_work = None, []
-        self._drop_early_step()
+        self.step_requests.drop_early_step()
         self.memory.close(self.requests)
         self.counters.states_evicted += self.memory.slots.num_evicted
         self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
-        self._forget(self.requests)
+        self.step_requests.forget(self.requests)
 
     # The step that the model and the sampler see.
 
@@ -314,25 +282,19 @@ class StepRunner:
 
     def show(self, step: Step) -> None:
         """Make a step the one that the model and the sampler see."""
-        self._step, before = step, self.counts
-        self.counts = StepCounts(
-            rows=before.rows,
-            paused=before.paused,
-            prefilling=step.num_prefill_rows,
-            tokens=step.batch.num_tokens,
-            padded_tokens=step.num_padded_tokens,
-            padded_rows=step.num_padded_rows,
-        )
+        self._step = step
+        self.step_requests.count_step(step)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Let the block show and compute padding; what was shown before is shown again afterwards."""
         self.early_steps.wait()
-        step, counts = self._step, self.counts
+        step, counts = self._step, self.step_requests.counts
         try:
             yield
         finally:
-            self._step, self.counts = step, counts
+            self._step = step
+            self.step_requests.restore_counts(counts)
 
     def wanted_logits(self, step: Step, logits: Tensor) -> Tensor:
         """Return the logits, [logits, vocab], that a step draws from, from the computed ones, [1, n, vocab]."""
@@ -399,12 +361,8 @@ class StepRunner:
         """Launch the step after this one, which has landed, with its drafts, if that is allowed."""
         graphs = self._graphs
         if self.early_steps.may_launch_drafts(step, graphs) and graphs is not None:
-            distributions = self._schedule_decode(step.rows, self.requests.budget)
+            distributions = self.step_requests.schedule_decode(step.rows, self.requests.budget)
             self.early_steps.launch_drafts(graphs, step.rows, distributions)
-
-    def _schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
-        all_hold, allowed = self.ranks.all_hold, self._changes.masks.allowed
-        return schedule_decode(rows, self.cache, self.planner, budget, all_hold, allowed)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
         """Return what each row keeps of its outcome; launch the next step if it may run ahead.
@@ -422,51 +380,5 @@ class StepRunner:
         lines = (found[place] for place in step.batch.places)
         return StepTokens.of([row.keep(new[:accepted]) for row, (accepted, *new) in zip(step.rows, lines, strict=True)])
 
-    def _grow(self) -> GrowthOutcome:
-        outcome = self.requests.grow(self.memory.num_paused_blocks)
-        self._forget(outcome.evicted)
-        self.memory.pause(outcome.paused)
-        self.counters.requests_paused += len(outcome.paused)
-        self.counters.requests_evicted += len(outcome.evicted)
-        return outcome
-
-    def _drop(self, rows: Collection[RunningRequest]) -> None:
-        if not rows:
-            return
-        self.requests.drop(rows)
-        self._forget(rows)
-        if not self.requests:
-            self._drop_early_step()
-
-    def _drop_early_step(self) -> None:
-        self.queue.note_change()
-        if not self.sharing.is_owed:  # else it stays, without rows, as this rank's part of a shared step
-            self.early_steps.drop()
-
     def _shapes(self) -> Collection[StepShape]:
         return () if self._graphs is None else self._graphs.shapes
-
-    def _forget(self, rows: Iterable[RunningRequest]) -> None:
-        for row in rows:
-            self.planner.forget(row.request_id)
-            self._changes.forget(row.request_id)
-
-    def _count(self) -> None:
-        self.counts = self.counts._replace(**self.requests.counts._asdict())
-
-
-def draft_budget(
-    rows: Sequence[RunningRequest], budget: int, graphs: GraphsByShape | None, shape: StepShape | None
-) -> int:
-    """Return how many drafts the rows of a step may have in all, before any is scheduled.
-
-    Beside prompts, a captured step has no room for drafts. What they would gain is less than what the step would lose:
-    the host launches it in two to eight times the time of the GPU.
-
-    Args:
-        budget: What the step has room for.
-        shape: That ranks agreed on; None if this one steps by itself.
-    """
-    step = StepShape.of(rows)
-    has_graph = step.num_prefill_rows > 0 and graphs is not None and graphs.hold(step)
-    return 0 if has_graph or (shape is not None and shape.width == 1) else budget

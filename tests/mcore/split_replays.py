@@ -116,9 +116,9 @@ class _HalfDone(threading.Thread):
     def _swap_shown(self) -> None:
         """Let the runner show what it does not show now: what the computation shows, or what the engine does."""
         shown = _shown(self._runner)
-        self._runner._step, self._runner.counts = self._shown
+        self._runner._step, self._runner.step_requests.counts = self._shown
         self._shown = shown
 
 
 def _shown(runner: Any) -> tuple[Any, Any]:
-    return runner._step, runner.counts
+    return runner._step, runner.step_requests.counts

@@ -12,6 +12,7 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore.failure_reason import failure_reason
 from megatron_mamba_cache.policy import block_growth
 from megatron_mamba_cache.policy.failed_steps import FAILURES_BEFORE_REFUSAL
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -175,13 +176,13 @@ def test_an_evicted_row_is_released_once_though_growth_fails(monkeypatch: pytest
         planned = plan(*arguments)
         if planned.evicted and planned.grants and not raised:
             raised.append(True)
-            monkeypatch.setattr(block_growth, "_grow", fail_once)
+            monkeypatch.setattr(PrefixCache, "grow", fail_once)
         return planned
 
-    grow = block_growth._grow
+    grow = PrefixCache.grow
 
     def fail_once(*arguments: object) -> None:
-        monkeypatch.setattr(block_growth, "_grow", grow)
+        monkeypatch.setattr(PrefixCache, "grow", grow)
         raise InjectedFault("growing")
 
     monkeypatch.setattr(block_growth, "plan_preemption", plan_and_fail)

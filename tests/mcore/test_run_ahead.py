@@ -312,7 +312,7 @@ def test_nothing_is_scheduled_while_a_step_runs() -> None:
     step_until_ahead(run)
     runner, scheduler = run.context.runner, run.engine.scheduler
     with pytest.raises(RuntimeError, match="runs already"):
-        runner.schedule(scheduler, (), run.engine._candidate_of, lambda _: None)
+        runner.step_requests.schedule(scheduler, (), run.engine._candidate_of, lambda _: None)
     assert is_ahead(run)
     run.finish()
     run.assert_exact()

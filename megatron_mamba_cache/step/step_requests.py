@@ -1,0 +1,161 @@
+"""The requests of a runner's next step: they join, draft, wait for blocks and leave."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..metrics import CacheCounters
+from ..policy.admission import Refusal
+from ..policy.block_growth import GrowthOutcome
+from ..policy.requests import Candidate, RunningRequest
+from ..policy.running_requests import RunningRequests
+from ..policy.scheduler import QueueState, ScheduledStep, StepScheduler
+from ..ranks.group import Ranks
+from ..speculation.decode_schedule import schedule_decode
+from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from .changed_logits import LogitsChanges
+from .early_step import GraphsByShape
+from .memory import CacheMemory
+from .run_ahead import EarlySteps
+from .shapes import StepShape
+from .shared_steps import StepSharing
+from .step import Step
+from .step_outcome import StepCounts
+
+
+@dataclass(slots=True, eq=False)
+class StepRequests:
+    """Decides which requests take part in the next step, and what they may draft.
+
+    Args:
+        running: All requests with a live state.
+        changes: What their logits are changed by; it forgets those that leave.
+        counts: What the next step consists of.
+    """
+
+    memory: CacheMemory
+    running: RunningRequests
+    planner: DraftPlanner | NoDrafts
+    ranks: Ranks
+    changes: LogitsChanges
+    early_steps: EarlySteps
+    queue: QueueState
+    sharing: StepSharing
+    counters: CacheCounters
+    counts: StepCounts = field(default_factory=StepCounts)
+
+    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
+        """Admit a request to the next step; see `RunningRequests.admit`.
+
+        Raises:
+            RuntimeError: If the next step runs already.
+        """
+        self.early_steps.refuse_requests()
+        outcome = self.running.admit(candidate, budget, age)
+        self.count()
+        return outcome
+
+    def schedule(
+        self,
+        scheduler: StepScheduler,
+        waiting: Iterable[int],
+        candidate_of: Callable[[int], Candidate],
+        age_of: Callable[[int], int | None],
+    ) -> ScheduledStep:
+        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
+        self.early_steps.refuse_requests()
+        scheduled = scheduler.fill_step(self.running, waiting, candidate_of, age_of)
+        self.memory.below.start()
+        self.count()
+        return scheduled
+
+    def look_ahead(
+        self, scheduler: StepScheduler, waiting: Sequence[int], candidate_of: Callable[[int], Candidate]
+    ) -> None:
+        """Begin restores for requests that cannot join the next step because it runs already; see `StepScheduler`."""
+        if not self.running.any_paused:
+            scheduler.look_ahead(self.running, waiting, candidate_of)
+            self.memory.below.start()
+
+    def schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
+        """Schedule a token and drafts for each decoding request; return what drafts were drawn from, see `Step`."""
+        all_hold, allowed = self.ranks.all_hold, self.changes.masks.allowed
+        return schedule_decode(rows, self.running.cache, self.planner, budget, all_hold, allowed)
+
+    def drop(self, rows: Collection[RunningRequest]) -> None:
+        """Drop requests between steps; what they published stays findable."""
+        self.queue.note_change()
+        self.leave(rows)
+        self.running.resume()
+        self.count()
+
+    def leave(self, rows: Collection[RunningRequest]) -> None:
+        """Release requests; with the last one, the early step goes too."""
+        if not rows:
+            return
+        self.running.drop(rows)
+        self.forget(rows)
+        if not self.running:
+            self.drop_early_step()
+
+    def drop_early_step(self) -> None:
+        """Wait for the early step and forget it; none of its requests is left."""
+        self.queue.note_change()
+        if not self.sharing.is_owed:  # else it stays, without rows, as this rank's share of a step
+            self.early_steps.drop()
+
+    def grow(self) -> GrowthOutcome:
+        """Give requests the KV blocks that they need next; some may be paused, resumed or evicted."""
+        outcome = self.running.grow(self.memory.num_paused_blocks)
+        self.forget(outcome.evicted)
+        self.memory.pause(outcome.paused)
+        self.counters.requests_paused += len(outcome.paused)
+        self.counters.requests_evicted += len(outcome.evicted)
+        return outcome
+
+    def forget(self, rows: Iterable[RunningRequest]) -> None:
+        """Forget what the planner and the changes of logits keep of requests that left."""
+        for row in rows:
+            self.planner.forget(row.request_id)
+            self.changes.forget(row.request_id)
+
+    def clear(self) -> None:
+        """Release all requests, and the early step with them. What is cached stays."""
+        self.leave(list(self.running))
+        self.drop_early_step()
+        self.counts = StepCounts()
+
+    def count(self) -> None:
+        """Count what the next step consists of, drafts aside."""
+        self.counts = self.counts._replace(**self.running.counts._asdict())
+
+    def count_step(self, step: Step) -> None:
+        """Count what a step that is laid out consists of."""
+        self.counts = self.counts._replace(
+            prefilling=step.num_prefill_rows,
+            tokens=step.batch.num_tokens,
+            padded_tokens=step.num_padded_tokens,
+            padded_rows=step.num_padded_rows,
+        )
+
+    def restore_counts(self, counts: StepCounts) -> None:
+        """Take back earlier counts, after a rehearsal."""
+        self.counts = counts
+
+
+def draft_budget(
+    rows: Sequence[RunningRequest], budget: int, graphs: GraphsByShape | None, shape: StepShape | None
+) -> int:
+    """Return how many drafts the rows of a step may have in all, before any is scheduled.
+
+    Together with prompts, a captured step has no room for drafts. What they would gain is less than what the step would
+    lose: the host launches it in two to eight times the time of the GPU.
+
+    Args:
+        budget: What the step has room for.
+        shape: The one that ranks agreed on; None if this rank steps by itself.
+    """
+    step = StepShape.of(rows)
+    has_graph = step.num_prefill_rows > 0 and graphs is not None and graphs.hold(step)
+    return 0 if has_graph or (shape is not None and shape.width == 1) else budget
