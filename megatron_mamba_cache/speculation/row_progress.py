@@ -37,11 +37,14 @@ def advance_one_token_rows(
 
     They may hold more already, for the step after: see `PrefixCache.reserve_ahead`.
     """
+    block_size = cache.block_size
     for row, new in zip(rows, kept, strict=True):
-        row.append(new)
-        if (row.computed + 1) % cache.block_size == 0:
+        if (row.computed + 1) % block_size:
+            row.land_token(new)
+        else:
+            row.append(new)
             cache.publish(row, 1)
-        row.advance(1)
+            row.advance(1)
     planner.note_step(rows)
     cache.counters.decode_rows += len(rows)
     cache.counters.decode_tokens_computed += len(rows)

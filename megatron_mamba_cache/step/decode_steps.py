@@ -1,4 +1,4 @@
-"""Steps of decode rows: while none gets more or fewer drafts, additions and what few rows need more make the next."""
+"""Update a decode step's buffers incrementally while no request's draft count changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +53,7 @@ class DecodeStep:
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         widths: [rows] each row's tokens: one, and its drafts.
-        ends: What ends the rows of a one-token step; None for another step. What a row's text bars or changes is known
-            only when the step's tokens are: `EarlyStep` verifies such a step later.
+        ends: What ends the rows of a one-token step; None for another step.
         draws: How its tokens are drawn.
         has_new_blocks: Whether a row has another KV block than in the step that this one continues.
     """
@@ -119,7 +118,7 @@ class SentStep:
 
 
 class LatestStep:
-    """The step that the graphs of one memory sent last, if all its rows decode: the next one may follow from it."""
+    """The decode step that the graphs of one memory sent last, if it was one; the next step may continue it."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None
@@ -184,7 +183,7 @@ def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table
 
 
 def _write_edges(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write what rows need that complete a block with their next token, begin one, or did so in the last step.
+    """Write the blocks and slots of rows whose next token completes or begins a block, or whose last token did.
 
     Returns:
         Whether a row has another block than before.
@@ -198,9 +197,10 @@ def _write_edges(rows: Sequence[RunningRequest], buffers: StepBuffers, block_siz
 
 
 def _write_published_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks that rows completed two steps ago, which another may have had by then; return whether any had.
+    """Write the blocks that rows completed two steps ago; return whether any row now holds another one.
 
-    They have been published since the last step was sent: the row holds the other's block now, and its own is free.
+    Another request may have published the same tokens first: then the row holds that request's block, and its own is
+    free.
     """
     computed, table, is_new = buffers.host("computed")[: len(rows)], buffers.host_block_table(), False
     for place in np.flatnonzero(computed % block_size == 1).tolist():
@@ -235,7 +235,7 @@ def _write_boundaries(rows: Sequence[RunningRequest], buffers: StepBuffers, bloc
 
 
 def _ends_of(rows: Sequence[RunningRequest]) -> RowEnds | None:
-    """Return what ends the rows of a step that the device can go on from."""
+    """Return what ends the rows of a step that the device can continue by itself; None for another step."""
     decodes_one_each = all(
         row.scheduled == 1 and row.cursor.accepted == 1  # as in the step after this one
         for row in rows

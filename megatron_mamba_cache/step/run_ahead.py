@@ -1,19 +1,21 @@
-"""The next step, launched before the host is done with this one: the GPU computes while the host works.
+"""Launch the next step before the host has processed this one, so that the GPU computes while the host works.
 
-`may_run_ahead` decides when this step's tokens need not be read first, so that the GPU feeds itself: only they are
-unknown. Every row decodes one more token without drafts, and no request can join. A row whose token begins a KV block,
-or completes one, gets the block, or the slot for its state there, before it is known whether the row goes on. Where the
-host bars or changes a row's logits, most often as its text says, the forward alone is launched: tokens are drawn, and
-states at boundaries copied, when the step lands.
+There are two times to launch it:
 
-Drafts follow what this step keeps. `may_launch_drafts` decides when the step that verifies them may be launched once
-this one has landed, before it is reported: no row has ended, and no request can join.
+- `may_run_ahead`: while this step's tokens are not read yet, or once they are. Only the tokens are unknown, and the GPU
+  feeds them to itself. Every request decodes one more token without drafts, and no request can join. A request whose
+  token begins or completes a KV block gets the block, or the slot for its state there, before it is known whether the
+  request continues. Where the host masks or changes a request's logits, usually because of its text, only the forward
+  is launched: tokens are sampled, and states at boundaries copied, when the step lands.
+- `may_launch_drafts`: once this step has landed, before it is reported. Drafts depend on what this step keeps. No
+  request has ended, and no request can join.
 
-Either is the step that would have been launched later, and it lands like any other: when the rows reach it, they are
-compared with those that were launched. Rows may leave in between (a token ends one, a request is cancelled, the engine
-suspends). What is computed for such a row goes to the blocks and the slots that it had, before anything launched later
-can use them. A request that may join as soon as there is memory never waits an extra step: tokens are read first. One
-that arrives behind the launch joins the step after it, and so does one that waits for a row to end, if a token ends it.
+An early step is the step that would have been launched later, and it lands like any other: its requests are then
+compared with those that were launched. Requests may leave in between: a token ends one, one is cancelled, the engine
+suspends. What is computed for such a request goes to the blocks and slots that it had, before anything launched later
+can use them. A request that may join as soon as there is memory never waits an extra step: tokens are read first. A
+request that arrives after the launch joins the step after it, and so does one that waits for another to end, if a token
+ends that one.
 """
 
 from collections.abc import Sequence
@@ -46,7 +48,7 @@ def may_run_ahead(
 
     Args:
         graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
-        num_running: Requests that have a row, paused ones included.
+        num_running: Running requests, paused ones included.
         is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for memory: it would be admitted a step later.
@@ -64,10 +66,10 @@ def may_run_ahead(
 
 
 def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
-    """Return whether no row begins or completes a block in the step after this one, or all that do may do so ahead.
+    """Return whether all requests that begin or complete a block in the next step may get it early.
 
-    Not while a request waits: with what is published there, it may fit. Nor where each token is a block, so that a row
-    would have two boundaries to publish.
+    They may not while a request waits, which may fit with what is published there, nor where each token is a block, so
+    that a request would have two boundaries to publish.
     """
     edges = cache.at_edges(rows)
     return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
@@ -84,11 +86,11 @@ def may_launch_drafts(
 ) -> bool:
     """Return whether the step after this one, which has landed, may be launched with its drafts; changes nothing.
 
-    While a request waits, this step must not have reached a boundary: with what it published, the request may fit. Nor
-    may a row take a block before it, so none may come to a boundary in the next step.
+    While a request waits, this step must not have reached a boundary, because the waiting request may fit with what was
+    published there. No request may take a block before it either, so none may reach a boundary in the next step.
 
     Args:
-        running: Requests that have a row now, paused ones included.
+        running: Requests that run now, paused ones included.
         is_wanted: See `may_run_ahead`.
     """
     most = 1 + planner.max_drafts
@@ -167,7 +169,7 @@ class EarlySteps:
     def launch_drafts(
         self, graphs: GraphsByShape, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
-        """Launch a step of scheduled rows, see `GraphsByShape`; `EarlyStep.schedule` schedules them again."""
+        """Launch a step of scheduled requests, see `GraphsByShape`; `EarlyStep.schedule` schedules them again."""
         self._launched = graphs.launch(rows, draft_distributions)
         for row in rows:
             row.unschedule()
