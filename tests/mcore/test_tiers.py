@@ -355,7 +355,7 @@ def test_an_idle_engine_lands_what_its_requests_have_left(tmp_path: Path) -> Non
     "spoil",
     [
         lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
-        lambda path: path.write_bytes(path.read_bytes()[:-9] + bytes(1) + path.read_bytes()[-8:]),
+        lambda path: path.write_bytes((old := path.read_bytes())[:-9] + bytes([old[-9] ^ 1]) + old[-8:]),
         lambda path: path.unlink(),
     ],
 )
