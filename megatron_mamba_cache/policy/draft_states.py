@@ -6,9 +6,8 @@ from typing import Protocol
 
 from ..errors import CacheIntegrityError
 from .identifiers import DraftBufferId, SlotId
-from .requests import RunningRequest
+from .requests import RunningRequest, StateCursor
 from .slot_pool import SlotPool
-from .state_cursor import StateCursor
 
 
 class DraftStates(Protocol):

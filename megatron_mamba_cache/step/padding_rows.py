@@ -5,8 +5,7 @@ import numpy as np
 from ..policy.block_hashing import BlockKeyChain
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.request_settings import RequestSpec, SamplingSettings
-from ..policy.requests import ReservedState, RunningRequest
-from ..policy.state_cursor import StateCursor
+from ..policy.requests import ReservedState, RunningRequest, StateCursor
 from ..recurrences.rows import PAD_SLOT
 
 _GREEDY = SamplingSettings(top_k=1)

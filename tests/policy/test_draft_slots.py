@@ -7,10 +7,9 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.draft_states import DraftSlots
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
-from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
-from megatron_mamba_cache.policy.state_cursor import StateCursor
 
 
 def live_row(slots: SlotPool) -> RunningRequest:

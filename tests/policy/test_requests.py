@@ -11,8 +11,7 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.kept_tokens import KeptTokens
 from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
-from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.policy.state_cursor import StateCursor
+from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 
 
 def row_of(

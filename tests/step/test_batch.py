@@ -15,8 +15,7 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_uniform
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
-from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
-from megatron_mamba_cache.policy.state_cursor import StateCursor
+from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest, StateCursor
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.batch import StepBatch, StepGeometry, lay_out_step
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits

@@ -13,8 +13,7 @@ from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
-from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.policy.state_cursor import StateCursor
+from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 from megatron_mamba_cache.step.grammar_masks import GrammarMasks
 from tests.grammars.piece_tokenizer import END, THINK, THINK_END, PieceTokenizer
 

@@ -11,8 +11,7 @@ from ...mcore.context import MambaCacheContext
 from ...policy.admission import Refusal
 from ...policy.boundaries import prefill_chunk_end
 from ...policy.request_settings import RequestSpec
-from ...policy.requests import RunningRequest
-from ...policy.state_cursor import StateCursor
+from ...policy.requests import RunningRequest, StateCursor
 from ...speculation.drafter import DraftRequest
 
 
