@@ -120,11 +120,11 @@ def test_a_step_s_drafts_never_reach_past_a_whole_block(block_size: int) -> None
 def test_states_are_rounded_only_where_any_are_cached() -> None:
     config = CacheConfig(cached_state_dtype="int8", num_speculative_tokens=3, max_requests=5)
     window, replay = config.resolved(), dataclasses.replace(config, draft_states="replay").resolved()
-    assert window.rounds_states and replay.rounds_states
+    assert window.quantizes_states and replay.quantizes_states
     assert (window.num_running_slots, replay.num_running_slots) == (20, 5)
     assert (window.num_request_slots, CacheConfig(num_speculative_tokens=3).resolved().num_request_slots) == (1, 5)
-    assert not dataclasses.replace(config, prefix_caching=False).rounds_states
-    assert not CacheConfig().rounds_states
+    assert not dataclasses.replace(config, prefix_caching=False).quantizes_states
+    assert not CacheConfig().quantizes_states
 
 
 def test_settings_cannot_be_changed() -> None:

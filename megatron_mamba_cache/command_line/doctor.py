@@ -12,7 +12,7 @@ from ..installation import EXTRAS, install_command, unmet_requirements
 from .model_choice import has_shipped_model
 from .quiet import quiet_libraries
 
-_MIXER = "mcore.mixers.mamba2"
+_RECURRENCE = "recurrences.mamba2.recurrence"
 _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 
@@ -35,7 +35,7 @@ KERNELS = (
         "attention", "step.memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
     ),
     KernelChoice("KV append", "mcore.context", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
-    KernelChoice("conv", _MIXER, ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
+    KernelChoice("conv", _RECURRENCE, ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
     KernelChoice(
         "norm",
         "mcore.gated_norm",
@@ -45,22 +45,22 @@ KERNELS = (
     ),
     KernelChoice(
         "scan",
-        _MIXER,
+        _RECURRENCE,
         ("ssd_scan",),
         "Gluon on Hopper GPUs for bf16, else Triton on CUDA; its torch twin on the CPU and for odd sizes",
     ),
-    KernelChoice("decode update", _MIXER, ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
+    KernelChoice("decode update", _RECURRENCE, ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",
-        "recurrences.pool",
+        "recurrences.cached_form",
         ("align_copy",),
         "keeps the states at block boundaries that decoding reaches: Triton on CUDA, its torch twin on the CPU",
     ),
     KernelChoice(
-        "rounded states",
-        "recurrences.rounded_pool",
-        ("restore_states", "rounded_align_copy"),
-        "with --cached-state-dtype int8: Triton on CUDA, torch twins on the CPU",
+        "quantized states",
+        "recurrences.cached_form",
+        ("restore_states",),
+        "with --cached-state-dtype int8: Triton on CUDA, its torch twin on the CPU",
     ),
 )
 
