@@ -25,7 +25,7 @@ _MOST_USUAL_GRAPH_TOKENS = 8192
 _PREFIX = "--inference-dynamic-batching-"
 
 CACHED_STATE_DTYPES = ("live", "int8")
-"""How cached states may be stored: as live ones are, or rounded to 8 bits."""
+"""How cached states may be stored: as live ones are, or quantized to 8 bits."""
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -97,9 +97,9 @@ class CacheConfig:
             max_tokens leaves.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
-        cached_state_dtype: How cached SSM states are stored, on the device, the host and the disk. "live": as live ones
-            are, so that a hit changes no token. "int8": rounded to 8 bits, with a scale for each channel of a head; a
-            hit, and a request that was preempted, then continue from a rounded state. Live states and those after
+        cached_state_dtype: How cached states are stored, on the device, the host and the disk. "live": as live ones
+            are, so that a hit changes no token. "int8": quantized to 8 bits, with a scale for each channel of a head; a
+            hit, and a request that was preempted, then continue from a quantized state. Live states and those after
             drafts stay exact, and have memory of their own for max_requests requests: in `cache_gb`, or where the
             memory is split beside it for live states and in `prefix_caching_mamba_gb` for those after drafts.
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
@@ -348,7 +348,7 @@ class CacheConfig:
         add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
         kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
         add("draft_states", kept_states, choices=_DRAFT_STATES)
-        stored = "how cached states are stored: as live ones, or rounded to 8 bits (default: live)"
+        stored = "how cached states are stored: as live ones, or quantized to 8 bits (default: live)"
         add("cached_state_dtype", stored, choices=CACHED_STATE_DTYPES)
         add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
         for flag, text in (

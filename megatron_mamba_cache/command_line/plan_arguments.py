@@ -21,7 +21,7 @@ def add_plan_arguments(parser: ArgumentParser) -> None:
         "--cached-state-dtype",
         choices=CACHED_STATE_DTYPES,
         default="live",
-        help="with --model: cached states in float32, as live ones, or rounded to 8 bits (default: live)",
+        help="with --model: cached states in float32, as live ones, or quantized to 8 bits (default: live)",
     )
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"GiB of the cache (default: {sizes})")

@@ -1,6 +1,6 @@
 """The owner of each slot of the state pool: live, draft, reserved and cached states share the same rows.
 
-Only where cached states are rounded, live and draft ones have slots of their own, under numbers of their own.
+If cached states are quantized, live and draft states have slots of their own, with numbers of their own.
 """
 
 from collections.abc import Container, Sequence

@@ -43,7 +43,7 @@ STATE_SLOTS = (
 KV_BLOCKS = "KV blocks by kind: free, in_use (of a running request), cached (findable, used by no running request)"
 CACHE_BYTES = (
     "Bytes of the memory for KV blocks and states by use, of one rank: kv_in_use and states_running (of running "
-    "requests, and where cached states are rounded all that is set aside for live ones), kv_cached and states_cached "
+    "requests, and where cached states are quantized all that is set aside for live ones), kv_cached and states_cached "
     "(findable), rings (of replayed states), unusable (in slabs, where neither fits), free"
 )
 HOST_BYTES = (

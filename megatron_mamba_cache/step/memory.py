@@ -128,13 +128,13 @@ class CacheMemory:
         return used | self.below.usage()
 
     def prepare(self, prefill_rows: Sequence[RunningRequest]) -> None:
-        """Make what the forward of the laid out step reads and writes fit for it: stale blocks, and rounded states."""
+        """Prepare memory for the forward of the laid out step: clear stale blocks and restore quantized states."""
         self.clear_stale_blocks()
         if any(row.source_block is not None for row in prefill_rows):
             self.restore_states(len(prefill_rows))
 
     def restore_states(self, num_rows: int) -> None:
-        """Write the rounded states that the laid out step starts from into live slots; without such states do nothing.
+        """Write the quantized states that the laid out step starts from into live slots; do nothing without any.
 
         Args:
             num_rows: The step's first prefill rows, among which are all that start from a cached state.
