@@ -1,4 +1,8 @@
-"""What running requests hold for the states after their drafts: slots of the shared pool, or a buffer each."""
+"""What running requests hold for the states after their drafts: slots of the shared pool, or a buffer each.
+
+The setting `draft_states` chooses. `DraftSlots` are the policy of `recurrences.window`, and serve every recurrence;
+`DraftBuffers` are that of a recurrence's own replay.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

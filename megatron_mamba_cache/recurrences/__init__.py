@@ -1,1 +1,1 @@
-"""The pool of Mamba states on the device, and the allocator that gives KV blocks slots of it."""
+"""What a recurrence is, and its states on the device: their pool, moves between slots, and cached forms."""

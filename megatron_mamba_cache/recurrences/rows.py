@@ -11,7 +11,7 @@ PAD_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """Describe packed rows, their SSM chunks and their state slots; all tensors on the ops' device.
+    """Describe packed rows, their chunks and their state slots; all tensors on the ops' device.
 
     An initial slot may be shared by several rows, and may equal its own row's final slot. Final and chunk slots
     are pairwise distinct and never another row's initial slot. Tokens past the last row are padding.
@@ -21,7 +21,7 @@ class PrefillRows:
         initial_slots: [rows] int32; slot of the state before the row's first token, PAD_SLOT for the zero state.
         final_slots: [rows] int32; slot that receives the state after the row's last token, PAD_SLOT for none.
             An empty row's final slot receives its initial state.
-        cu_chunks: [chunks + 1] int32; packed starts of the SSM chunks, in order. A chunk never spans rows; an
+        cu_chunks: [chunks + 1] int32; packed starts of the chunks, in order. A chunk never spans rows; an
             empty one is padding: it changes and stores nothing.
         chunk_rows: [chunks] int32; the row that a chunk belongs to.
         chunk_slots: [chunks] int32; slot that receives the state at the chunk's end, PAD_SLOT for none.

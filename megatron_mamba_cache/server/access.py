@@ -13,8 +13,11 @@ from .responses import error_response
 from .tenants import ApiKeys
 
 _OPEN_PATHS = ("/health", "/ping")
+"""Need no API key."""
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
+"""Need an administrator's key. Every API key opens all others."""
 _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
+"""Wait for readiness, are refused while the server drains, and have limits on bodies. All others have none of it."""
 
 
 class AccessControl:

@@ -1,4 +1,7 @@
-"""The routes of OpenAI's completions and chat completions."""
+"""The routes of OpenAI's completions and chat completions.
+
+A route turns its request into an `Order` (`orders`) and sends the job's replies in a `Format` (`formats`).
+"""
 
 import time
 from typing import Any

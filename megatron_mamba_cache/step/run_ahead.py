@@ -10,12 +10,8 @@ There are two times to launch it:
 - `may_launch_drafts`: once this step has landed, before it is reported. Drafts depend on what this step keeps. No
   request has ended, and no request can join.
 
-An early step is the step that would have been launched later, and it lands like any other: its requests are then
-compared with those that were launched. Requests may leave in between: a token ends one, one is cancelled, the engine
-suspends. What is computed for such a request goes to the blocks and slots that it had, before anything launched later
-can use them. A request that may join as soon as there is memory never waits an extra step: tokens are read first. A
-request that arrives after the launch joins the step after it, and so does one that waits for another to end, if a token
-ends that one.
+`docs/running-ahead.md` has the rules: what becomes of requests that leave or come in between, and of ranks that share
+experts.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,10 @@
 There is a graph of what follows the forward for each way to draw tokens. Where a row changes its logits, or a draft was
 drawn at random, it runs without a graph. Before a replay the step's rows replace padding rows; every op skips those
 that remain, as in warmup.
+
+With prompts, the forward is two graphs, split before the first attention layer, if attention is planned on the host
+and no other stage or rank waits. The first is launched as soon as the step is sent. While it runs, the host plans
+attention.
 """
 
 from collections.abc import Sequence

@@ -136,25 +136,36 @@ def test_the_picture_shows_the_measured_figures() -> None:
 
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+MAPS = ARCHITECTURE, REPOSITORY / "docs" / "running-ahead.md"
+MOST_LINES_OF_THE_MAP = 160
 PACKAGE = REPOSITORY / "megatron_mamba_cache"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def paths_of_the_map() -> set[str]:
-    """Return the files and folders that the architecture page names in backticks."""
-    names = re.findall(r"`([\w./-]+)`", prose_of(ARCHITECTURE))
+def prose_of_the_maps() -> str:
+    """Return the text of the pages that name modules."""
+    return "\n".join(map(prose_of, MAPS))
+
+
+def paths_of(prose: str) -> set[str]:
+    """Return the files and folders that a text names in backticks."""
+    names = re.findall(r"`([\w./-]+)`", prose)
     return {name for name in names if name.endswith((".py", "/")) or name.startswith(("tests/", "docs/"))}
 
 
-def test_files_that_the_map_names_exist() -> None:
-    paths = paths_of_the_map()
+def test_a_new_person_reads_the_map_in_ten_minutes() -> None:
+    assert len(ARCHITECTURE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_THE_MAP
+
+
+def test_files_that_the_maps_name_exist() -> None:
+    paths = paths_of(prose_of_the_maps())
     assert len(paths) > 50
     assert [path for path in sorted(paths) if not ((PACKAGE / path).exists() or (REPOSITORY / path).exists())] == []
 
 
 def test_the_map_names_every_folder_of_the_package() -> None:
     folders = {f"{init.parent.relative_to(PACKAGE)}/" for init in PACKAGE.rglob("*/__init__.py")}
-    assert folders <= paths_of_the_map()
+    assert folders <= paths_of(prose_of(ARCHITECTURE))
     drawn = re.search(r"^## The picture\n\n((?:    .*\n)+)", ARCHITECTURE.read_text(encoding="utf-8"), re.M)
     assert drawn is not None
     top = {path.name + "/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
@@ -170,9 +181,9 @@ def test_the_readme_s_tree_has_the_folders_of_the_package() -> None:
     }
 
 
-def test_names_of_code_on_the_map_exist() -> None:
+def test_names_of_code_on_the_maps_exist() -> None:
     """A method is looked for in the class that the map names."""
-    names = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose_of(ARCHITECTURE))
+    names = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose_of_the_maps())
     own = {name for name in names if ("_" in name or name[0].isupper()) and not name.endswith(".py")} - {PACKAGE.name}
     assert len(own) > 30
     assert sorted(own - set().union(*names_by_file().values())) == []
@@ -183,15 +194,15 @@ NAMES_IN_FILE = re.compile(r"`([\w/]+\.py)`\s+\(([^()]*(?:\([^()]*\)[^()]*)*)\)"
 
 
 def placed_names() -> set[tuple[str, str]]:
-    """Return each name that the map gives with its file, and that file: `Name` (`file`), in `file`, `file` (`Name`)."""
-    prose = prose_of(ARCHITECTURE)
+    """Return each name that a map gives with its file, and that file: `Name` (`file`), in `file`, `file` (`Name`)."""
+    prose = prose_of_the_maps()
     placed = {(name, file) for *names, file in PLACED_NAME.findall(prose) for name in names if name}
     for file, inside in NAMES_IN_FILE.findall(prose):
         placed |= {(name, file) for name in re.findall(r"`([\w.]+)`", inside)}
     return placed
 
 
-def test_names_that_the_map_places_in_a_file_are_defined_there() -> None:
+def test_names_that_the_maps_place_in_a_file_are_defined_there() -> None:
     placed, defined = placed_names(), names_by_file()
     assert len(placed) > 30
     assert sorted((name, file) for name, file in placed if name not in defined.get(file, ())) == []
@@ -206,8 +217,8 @@ def test_methods_of_the_life_of_a_step_are_called_in_its_order() -> None:
     assert len(named) > 3 and all(name in called for name in named), named
 
 
-def test_methods_call_what_the_map_says_that_they_call() -> None:
-    said = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of(ARCHITECTURE))
+def test_methods_call_what_the_maps_say_that_they_call() -> None:
+    said = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of_the_maps())
     assert len(said) > 1
     assert [(caller, name) for caller, name in said if name not in calls_of(caller)] == []
 
@@ -233,14 +244,15 @@ def calls_of(method: str) -> list[str]:
 
 @functools.cache
 def names_by_file() -> dict[str, set[str]]:
-    """Return what each file of the package defines: functions, classes, constants, and methods as Class.method.
+    """Return what each file defines: functions, classes, constants, and methods as Class.method.
 
-    A class has its inherited methods as well.
+    These are the files of the package, and those of the tests that the maps name. A class has its inherited methods as
+    well.
     """
-    trees = {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in PACKAGE.rglob("*.py")
-    }
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    named = (name for name in paths_of(prose_of_the_maps()) if name.startswith("tests/") and name.endswith(".py"))
+    files |= {name: REPOSITORY / name for name in named if (REPOSITORY / name).exists()}
+    trees = {file: ast.parse(path.read_text(encoding="utf-8")) for file, path in files.items()}
     classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     return {file: set(_names_in(tree, classes)) for file, tree in trees.items()}
 

@@ -2,7 +2,8 @@
 
 An environment holds what an extra of pyproject.toml names, in its newest releases, and is kept in the folder
 CLIENTS_HOME (default: ~/.cache/megatron_mamba_cache/clients); remove the folder to get newer releases. The Node clients
-share one, of clients/package.json.
+share one, of clients/package.json. A new client is a script in clients/, its line in `CLIENTS`, and an extra client-...
+of pyproject.toml or a dependency in package.json.
 """
 
 import json
