@@ -148,7 +148,7 @@ class CacheConfig:
     chunked_prefill: bool = True
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
-    cached_state_dtype: Literal["live", "int8", "fp8"] = "live"
+    cached_state_dtype: Literal["live", "int8"] = "live"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int | None = None
