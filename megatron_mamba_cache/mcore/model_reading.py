@@ -59,13 +59,13 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
 
     Raises:
         ValueError: If it is not a hybrid of Mamba and attention layers, was built without the caching modules, has
-            KV heads that the ranks cannot share, or has different mixers on them.
+            KV heads that the ranks cannot share, or has different mixers on tensor-parallel ranks.
     """
     ranks = ranks or OneRank()
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
     num_tensor_ranks = ranks.num_ranks // ranks.num_stages
     check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
-    recurrences = _agreed_recurrences(parts)
+    recurrences = _agreed_recurrences(parts, num_tensor_ranks)
     config, layer_types = model.config, parts[ranks.index].layer_types
     mine = parts[ranks.index].recurrences
     if config.num_query_groups % num_tensor_ranks:
@@ -134,15 +134,14 @@ def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks
 
 def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepReads:
     num_tensor_ranks, settings = ranks.num_ranks // ranks.num_stages, model.config
-    stages = ranks.gather((*_weights_of(model), "".join(shape.layer_types)))[::num_tensor_ranks]
-    layers, expert = sum(weights for weights, _, _ in stages), sum(weights for _, weights, _ in stages)
-    pattern = "".join(symbols for _, _, symbols in stages)
+    stages = ranks.gather((*_weights_of(model), "".join(shape.layer_types), _matrix_bytes(shape, config)))
+    stages = stages[::num_tensor_ranks]
+    layers, expert = sum(weights for weights, _, _, _ in stages), sum(weights for _, weights, _, _ in stages)
+    pattern, state = "".join(symbols for _, _, symbols, _ in stages), sum(count for _, _, _, count in stages)
     output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
     num_experts = settings.num_moe_experts if expert else 0
     top_k = settings.moe_router_topk if expert else 0
-    itemsize, (group,) = shape.params_dtype.itemsize, shape.state_groups(config)
-    matrices = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in group.tensors if tensor.is_matrix)
-    state = pattern.count(Symbols.MAMBA) * matrices
+    itemsize = shape.params_dtype.itemsize
     return StepReads(
         num_layers=len(pattern),
         weights=(layers + output) * itemsize,
@@ -157,20 +156,32 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
     )
 
 
+def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
+    """Return the bytes of one state's matrices, over all recurrent layers of this rank."""
+    return sum(
+        group.num_layers_of(tensor) * prod(tensor.shape) * tensor.dtype.itemsize
+        for group in shape.state_groups(config)
+        for tensor in group.tensors
+        if tensor.is_matrix
+    )
+
+
 def _mean_of_layers(stages: Sequence[_Part]) -> int:
     """Return the weights that a layer multiplies a token with, the same on all ranks."""
     return sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages)
 
 
-def _agreed_recurrences(parts: Sequence[_Part]) -> tuple[Recurrence, ...]:
-    """Return the distinct recurrences of the layers, the same on all ranks that have any."""
-    found = [tuple(dict.fromkeys(part.recurrences)) for part in parts if part.recurrences]
-    if len(set(map(frozenset, found))) > 1:
-        raise ValueError(
-            f"the ranks' Mamba mixers differ: {sorted(set(map(repr, found)))}; build all parts of the model with the "
-            "same sizes and SSM chunk"
-        )
-    return found[0]
+def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[Recurrence, ...]:
+    """Return the distinct recurrences of all stages' layers, in their order; tensor-parallel ranks have the same."""
+    stages = [parts[first : first + num_tensor_ranks] for first in range(0, len(parts), num_tensor_ranks)]
+    for stage in stages:
+        found = {part.recurrences for part in stage}
+        if len(found) > 1:
+            raise ValueError(
+                f"the recurrent mixers of tensor-parallel ranks differ: {sorted(map(repr, found))}; build all parts "
+                "of the model with the same sizes"
+            )
+    return tuple(dict.fromkeys(recurrence for first, *_ in stages for recurrence in first.recurrences))
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
