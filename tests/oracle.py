@@ -8,9 +8,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tests.oracle_layers import ACTIVATIONS, AttentionLayer, ExpertLayer, MambaLayer, MLPLayer, Routing, rms_norm
+from tests.oracle_layers import (
+    ACTIVATIONS,
+    AttentionLayer,
+    ExpertLayer,
+    MambaLayer,
+    MLPLayer,
+    Routing,
+    ToyMatrixLayer,
+    ToyVectorLayer,
+    rms_norm,
+)
 
-Layer = MambaLayer | AttentionLayer | MLPLayer | ExpertLayer
+Layer = MambaLayer | ToyMatrixLayer | ToyVectorLayer | AttentionLayer | MLPLayer | ExpertLayer
 
 ROUTING_MARGIN = 1e-6
 
@@ -63,7 +73,7 @@ class HybridOracle:
         """
         _check_settings(model)
         decoder = model.decoder
-        readers = {"M": _mamba_layer, "*": _attention_layer, "-": _mlp_layer, "E": _expert_layer}
+        readers = {"M": _recurrent_layer, "*": _attention_layer, "-": _mlp_layer, "E": _expert_layer}
         unknown = sorted(set(decoder.layer_type_list) - set(readers))
         if unknown:
             raise ValueError(f"need layers of kind {sorted(readers)}, got {unknown}")
@@ -143,6 +153,34 @@ def _check_settings(model: Any) -> None:
         raise ValueError(f"need position_embedding_type rope or none, got {model.position_embedding_type}")
     if model.position_embedding_type == "rope" and model.rotary_pos_emb.seq_len_interpolation_factor is not None:
         raise ValueError("need rotary positions without interpolation, got a seq_len_interpolation_factor")
+
+
+def _recurrent_layer(layer: Any, model: Any) -> Layer:
+    name = getattr(getattr(layer.mixer, "recurrence", None), "name", "mamba2")
+    readers = {"mamba2": _mamba_layer, "toy_matrix": _toy_matrix_layer, "toy_vector": _toy_vector_layer}
+    return readers[name](layer, model)
+
+
+def _toy_matrix_layer(layer: Any, model: Any) -> ToyMatrixLayer:
+    mixer = layer.mixer
+    return ToyMatrixLayer(
+        input_norm=_fp64(layer.norm.weight),
+        in_proj=_fp64(mixer.in_proj),
+        taps=_fp64(mixer.taps),
+        decays=_fp64(mixer.decays),
+        out_proj=_fp64(mixer.out_proj),
+        is_first=mixer.is_first,
+        epsilon=model.config.layernorm_epsilon,
+    )
+
+
+def _toy_vector_layer(layer: Any, model: Any) -> ToyVectorLayer:
+    return ToyVectorLayer(
+        input_norm=_fp64(layer.norm.weight),
+        in_proj=_fp64(layer.mixer.in_proj),
+        out_proj=_fp64(layer.mixer.out_proj),
+        epsilon=model.config.layernorm_epsilon,
+    )
 
 
 def _mamba_layer(layer: Any, model: Any) -> MambaLayer:

@@ -59,6 +59,57 @@ class MambaLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class ToyMatrixLayer:
+    """Weights of one toy layer with four state tensors; the rows of `in_proj` are u, k, q, v and the memory's input.
+
+    Sums over all earlier tokens take the place of states.
+    """
+
+    input_norm: Tensor  # [hidden]
+    in_proj: Tensor
+    taps: Tensor  # [taps, channels], oldest input first
+    decays: Tensor  # [heads]
+    out_proj: Tensor
+    is_first: bool  # only this layer reads the input before the current one
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        num_heads, (num_taps, width) = len(self.decays), self.taps.shape
+        projected = (rms_norm(hidden, self.input_norm, self.epsilon) @ self.in_proj.T).tanh()
+        u, k, q, v, memorized = projected.split([width, 6, 6, 8, 7], dim=-1)
+        padded = F.pad(u, (0, 0, num_taps - 1, 0))
+        c = (padded.unfold(0, num_taps, 1) * self.taps.T).sum(-1).tanh()
+        k, q, v = (part.unflatten(-1, (num_heads, -1)) for part in (k, q, v))
+        scores = torch.einsum("thr,shr->hts", q, k)
+        read = torch.einsum("hts,shl->thl", scores * _powers(self.decays, len(hidden)), v).flatten(1)
+        memory = (_powers(torch.full_like(self.decays[:1], 0.8), len(hidden))[0] @ memorized).tanh()
+        last = padded[num_taps - 2 : -1] * c * float(self.is_first)
+        return torch.cat((c, read, memory, last), dim=-1) @ self.out_proj.T
+
+
+@dataclass(frozen=True, slots=True)
+class ToyVectorLayer:
+    """Weights of one toy layer with one state tensor; the rows of `in_proj` are u, the gate and the read weights."""
+
+    input_norm: Tensor  # [hidden]
+    in_proj: Tensor
+    out_proj: Tensor
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        u, gate, read = (rms_norm(hidden, self.input_norm, self.epsilon) @ self.in_proj.T).tanh().chunk(3, dim=-1)
+        kept = 0.55 + 0.4 * gate
+        log_kept = kept.log().cumsum(0)
+        decay = (log_kept[:, None] - log_kept[None]).masked_fill(
+            ~causal_mask(len(u), u.device)[..., None], -math.inf
+        )  # [tokens, tokens, cells]
+        cells = torch.einsum("tsc,sc->tc", decay.exp(), (1 - kept) * u)
+        return (cells * read) @ self.out_proj.T
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """Weights of one causal attention layer; the rows of `qkv` are, group by group, its query heads, key and value."""
 
@@ -185,6 +236,13 @@ class ExpertLayer:
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Scale the last dimension to a root mean square of 1, then by `weight`."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+def _powers(bases: Tensor, num_tokens: int) -> Tensor:
+    """Return [bases, tokens, tokens], each base to the number of tokens from s to t; 0 where t is before s."""
+    ages = torch.arange(num_tokens, device=bases.device)
+    ages = ages[:, None] - ages
+    return torch.where(ages >= 0, bases[:, None, None] ** ages.clamp_min(0), 0.0)
 
 
 def causal_mask(num_tokens: int, device: torch.device) -> Tensor:

@@ -19,12 +19,14 @@ from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.random_hybrid import (
     RandomHybridConfig,
     random_architecture,
-    random_hybrid_model,
     random_weights,
 )
+from megatron_mamba_cache.recurrences.interface import StateDtypes, StateGroup
+from megatron_mamba_cache.recurrences.layout import SlotLayout
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
 from tests.mcore import engine_runs
-from tests.mcore.engine_runs import Hybrid
+from tests.mcore.engine_runs import Hybrid, build_model
+from tests.mcore.toy_models import ToyHybridConfig, put_toys
 from tests.oracle import HybridOracle
 
 
@@ -79,7 +81,7 @@ def _destroy_groups() -> None:
 
 
 def _hybrid(sizes: RandomHybridConfig) -> Hybrid:
-    model = random_hybrid_model(sizes)
+    model = build_model(sizes)
     oracle = HybridOracle.from_megatron(whole_model(sizes, model))
     return Hybrid(sizes, model, oracle, model_shape_of(model, ranks_of_process()))
 
@@ -95,6 +97,10 @@ def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
     for layer in (layer for layer, symbol in zip(whole.decoder.layers, sizes.pattern, strict=True) if symbol == "E"):
         layer.mlp.experts.local_experts = list(vars(layer.mlp.experts.local_experts).values())
         layer.mlp.router._rule = random_architecture(sizes).experts.rule
+    if isinstance(sizes, ToyHybridConfig):
+        for number, layer in enumerate(whole.decoder.layers):
+            layer.layer_number = number + 1
+        put_toys(whole, sizes)
     if model.position_embedding_type == "rope":
         whole.rotary_pos_emb = model.rotary_pos_emb
     return whole
@@ -110,10 +116,9 @@ def _set(place: SimpleNamespace, path: list[str], weight: Tensor) -> None:
 
 def _state_bytes(shape: HybridModelShape, num_drafts: int) -> int:
     """Return the bytes of one fp32 state on this rank."""
-    sizes = shape.recurrent[0].recurrence
-    heads, state, channels = sizes.num_heads, sizes.d_state, sizes.head_dim
-    window = sizes.d_conv - 1 + num_drafts
-    return _bytes(shape.num_recurrent_layers * 4 * (window * sizes.conv_dim + heads * state * channels))
+    dtypes = StateDtypes(torch.float32, window=torch.float32, whole=torch.float32)
+    groups = [StateGroup(own.layers, own.recurrence.tensors(dtypes), own.recurrence.grain) for own in shape.recurrent]
+    return _bytes(SlotLayout.of(groups, num_drafts).slot_bytes)
 
 
 def _bytes(count: int) -> int:

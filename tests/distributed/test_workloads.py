@@ -12,25 +12,37 @@ from tests.distributed.rank_models import Layout
 from tests.distributed.workload_cases import RankOutcome, run_workloads, run_workloads_of_replicas
 from tests.distributed.world import Worlds
 from tests.mcore.engine_runs import OracleTally
+from tests.recurrences.toy import on_cpu
 
 HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
 needs_4 = pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores")
 TENSOR, PIPELINE, BOTH, TENSOR_OF_4 = Layout(2), Layout(pipeline=2), Layout(2, pipeline=2), Layout(4)
 SHARED = [
-    (TENSOR, "few_states", 1, 3, 0),
-    pytest.param(TENSOR, "disturbed", 1, 3, 1, marks=pytest.mark.long),
-    pytest.param(TENSOR, "tight_blocks", 1, 3, 1, marks=pytest.mark.long),
-    *(pytest.param(PIPELINE, name, 2, 0, 1, marks=pytest.mark.long) for name in ("roomy", "strides")),
-    pytest.param(PIPELINE, "whole_prompts", 2, 3, 1, marks=pytest.mark.long),
-    (PIPELINE, "disturbed", 2, 3, 1),
-    pytest.param(TENSOR, "one_budget", 5, 3, 1, marks=pytest.mark.long),
-    pytest.param(PIPELINE, "disturbed_budget", 6, 3, 1, marks=pytest.mark.long),
-    pytest.param(TENSOR, "disk_tier", 7, 3, 1, marks=pytest.mark.long),
-    (PIPELINE, "disturbed_tiers", 8, 0, 1),
-    pytest.param(PIPELINE, "host_tier", 9, 3, 1, marks=pytest.mark.long),
-    *(pytest.param(BOTH, name, 3, 3, 1, marks=needs_4) for name in ("small_steps", "disturbed")),
-    *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
-    pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),
+    (TENSOR, "few_states", 1, 3, 0, "dense"),
+    pytest.param(TENSOR, "disturbed", 1, 3, 1, "dense", marks=pytest.mark.long),
+    pytest.param(TENSOR, "tight_blocks", 1, 3, 1, "dense", marks=pytest.mark.long),
+    *(pytest.param(PIPELINE, name, 2, 0, 1, "dense", marks=pytest.mark.long) for name in ("roomy", "strides")),
+    pytest.param(PIPELINE, "whole_prompts", 2, 3, 1, "dense", marks=pytest.mark.long),
+    (PIPELINE, "disturbed", 2, 3, 1, "dense"),
+    pytest.param(TENSOR, "one_budget", 5, 3, 1, "dense", marks=pytest.mark.long),
+    pytest.param(PIPELINE, "disturbed_budget", 6, 3, 1, "dense", marks=pytest.mark.long),
+    pytest.param(TENSOR, "disk_tier", 7, 3, 1, "dense", marks=pytest.mark.long),
+    (PIPELINE, "disturbed_tiers", 8, 0, 1, "dense"),
+    pytest.param(PIPELINE, "host_tier", 9, 3, 1, "dense", marks=pytest.mark.long),
+    *(pytest.param(BOTH, name, 3, 3, 1, "dense", marks=needs_4) for name in ("small_steps", "disturbed")),
+    *(
+        pytest.param(TENSOR_OF_4, name, 4, 3, 1, "dense", marks=needs_4)
+        for name in ("tight_blocks", "strides", "disturbed")
+    ),
+    pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, "dense", marks=needs_4),
+    pytest.param(PIPELINE, "one_budget", 16, 3, 1, "toy", marks=on_cpu),
+    *(
+        pytest.param(
+            layout, name, seed, 3, int(layout is PIPELINE or seed > 16), "toy", marks=[on_cpu, pytest.mark.long]
+        )
+        for seed, name in enumerate(("few_states", "disturbed", "disturbed_budget", "disk_tier"), 14)
+        for layout in (TENSOR, PIPELINE)
+    ),
 ]
 MANY_SEEDS = range(100, 150)
 REPLICAS = [
@@ -75,23 +87,30 @@ def name_of(value: object) -> str | None:
 
 
 def run_on_each(
-    worlds: Worlds, layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int
+    worlds: Worlds, layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, form: str = "dense"
 ) -> RankOutcome:
     """Run a workload on the ranks of a model; assert that they do the same, and return what the first saw."""
     world = worlds.of(layout.tensor * layout.pipeline)
-    outcomes = world.run(run_workloads, layout, flavour, seed, num_graphs, digest_steps)
+    outcomes = world.run(run_workloads, layout, flavour, seed, num_graphs, digest_steps, form)
     first: RankOutcome = outcomes[0]
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in outcomes)
     assert {outcome.num_early for outcome in outcomes} == {first.num_early}
     return first
 
 
-@pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs", "digest_steps"), SHARED, ids=name_of)
+@pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs", "digest_steps", "form"), SHARED, ids=name_of)
 def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
-    layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, worlds: Worlds, totals: Totals
+    layout: Layout,
+    flavour: str,
+    seed: int,
+    num_graphs: int,
+    digest_steps: int,
+    form: str,
+    worlds: Worlds,
+    totals: Totals,
 ) -> None:
     """Where ranks compare their decisions in every step, none runs ahead; where they do not, steps do on all alike."""
-    first = run_on_each(worlds, layout, flavour, seed, num_graphs, digest_steps)
+    first = run_on_each(worlds, layout, flavour, seed, num_graphs, digest_steps, form)
     assert bool(first.num_early) is not bool(first.decisions)
     assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
     assert first.seen[1]["accepted_tokens"]
@@ -105,7 +124,7 @@ def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
 def test_ranks_of_a_model_follow_grammars_alike(
     layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
 ) -> None:
-    first, *others = worlds.of(2).run(run_workloads, layout, "disturbed", 8, num_graphs, 1, True)
+    first, *others = worlds.of(2).run(run_workloads, layout, "disturbed", 8, num_graphs, 1, "dense", True)
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     assert all(seen["ended by a grammar"] for seen in first.seen)
     totals.add(first)
@@ -123,7 +142,7 @@ def test_ranks_of_a_model_follow_grammars_alike(
 )
 def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals) -> None:
     """It is shared as the model is, for which it drafts."""
-    outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, False, False, True)
+    outcomes = worlds.of(2).run(run_workloads, layout, "disturbed", 12, num_graphs, 1, "dense", False, "live", True)
     first, *others = outcomes
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     _, drafted = first.seen
@@ -133,13 +152,17 @@ def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, wor
 
 
 @pytest.mark.parametrize(
-    ("layout", "flavour"),
-    [pytest.param(TENSOR, "disturbed_tiers", marks=pytest.mark.long), (PIPELINE, "one_budget")],
+    ("layout", "flavour", "form"),
+    [
+        pytest.param(TENSOR, "disturbed_tiers", "dense", marks=pytest.mark.long),
+        (PIPELINE, "one_budget", "dense"),
+        pytest.param(PIPELINE, "one_budget", "toy", marks=[on_cpu, pytest.mark.long]),
+    ],
     ids=name_of,
 )
-def test_ranks_of_a_model_round_states_alike(layout: Layout, flavour: str, worlds: Worlds) -> None:
+def test_ranks_of_a_model_round_states_alike(layout: Layout, flavour: str, form: str, worlds: Worlds) -> None:
     """Each has its part of every cached state, and one of them may have none."""
-    first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, False, True)
+    first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, form, False, "int8")
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
     assert all(seen["prompt_tokens_skipped"] and seen["graph_steps"] for seen in first.seen)
     assert first.num_stopped <= 0.01 * first.num_compared

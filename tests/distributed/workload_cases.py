@@ -24,7 +24,7 @@ from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, LATENT_EXPERTS, MODELS, Workload, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, LATENT_EXPERTS, MODEL_FORMS, Workload, make_workload, run_workload
 from tests.mcore.test_speculative_workloads import start_draft_model
 
 NUM_DRAFTS = 3
@@ -68,8 +68,9 @@ def run_workloads(
     seed: int,
     num_graphs: int,
     digest_steps: int,
+    form: str = "dense",
     has_grammars: bool = False,
-    rounds_states: bool = False,
+    cached_form: str = "live",
     drafts_with_model: bool = False,
 ) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
@@ -79,11 +80,13 @@ def run_workloads(
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         if layout.pipeline > 1:
             patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
+        models = MODEL_FORMS[form]
         if layout.tensor > 2:
-            patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
+            models = tuple(model | _WIDTHS for model in models)
         capture_without_cuda(patch)
-        forms = {"has_grammars": has_grammars, "rounds_states": rounds_states}
-        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **forms), drafts_with_model)
+        settings: dict[str, Any] = {"has_grammars": has_grammars, "cached_form": cached_form, "models": models}
+        settings["replays"] = flavour in REPLAYED and form != "toy"
+        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **settings), drafts_with_model)
 
 
 def run_workloads_of_replicas(
@@ -189,8 +192,8 @@ def _contents(context: Any) -> list[Tensor]:
     return [*(states.clone() for states in memory.state_pool.tensors), memory.kv_buffer[:, :, :-1].clone()]
 
 
-def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **forms: bool) -> Workload:
-    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, replays=flavour in REPLAYED, **forms)
+def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **settings: Any) -> Workload:
+    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, **({"replays": flavour in REPLAYED} | settings))
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": GRAPH_TOKENS}
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 

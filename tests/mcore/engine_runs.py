@@ -6,20 +6,24 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
+import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache import config as config_module
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.mcore.request_spec import GRAMMAR
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
+from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 from megatron_mamba_cache.tiers.host_budget import processes_of_host
 from tests.grammars.allowed_tokens import allowed_tokens
+from tests.mcore.toy_models import ToyHybridConfig, put_toys, toy_state_bytes
 from tests.oracle import HybridOracle
 
 GIB = 2**30
@@ -45,8 +49,12 @@ class Hybrid:
     shape: HybridModelShape
 
 
-def tiny_sizes(**settings: Any) -> RandomHybridConfig:
-    """Return the sizes of a model that takes a few milliseconds a step."""
+def tiny_sizes(*, is_toy: bool = False, **settings: Any) -> RandomHybridConfig:
+    """Return the sizes of a model that takes a few milliseconds a step.
+
+    Args:
+        is_toy: True for recurrent layers that are toys.
+    """
     tiny = {
         "pattern": "M*M-",
         "hidden_size": 32,
@@ -58,13 +66,21 @@ def tiny_sizes(**settings: Any) -> RandomHybridConfig:
         "max_sequence_length": 4096,
         "init_std": 0.3,
     }
-    return RandomHybridConfig(**(tiny | settings))
+    return (ToyHybridConfig if is_toy else RandomHybridConfig)(**(tiny | settings))
+
+
+def build_model(sizes: RandomHybridConfig) -> Any:
+    """Build this rank's part of the model of these sizes."""
+    model = random_hybrid_model(sizes)
+    if isinstance(sizes, ToyHybridConfig):
+        put_toys(model, sizes)
+    return model
 
 
 @cache
 def hybrid(sizes: RandomHybridConfig) -> Hybrid:
     """Return the model of these sizes, built once a session."""
-    model = random_hybrid_model(sizes)
+    model = build_model(sizes)
     return Hybrid(sizes, model, HybridOracle.from_megatron(model), model_shape_of(model))
 
 
@@ -81,6 +97,8 @@ def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
 
 def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
     """Return the bytes of one state, its SSM part in fp32, over all Mamba layers, where so many drafts have slots."""
+    if isinstance(sizes, ToyHybridConfig):
+        return toy_state_bytes(sizes, num_drafts)
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
     num_taps = 4
@@ -91,6 +109,8 @@ def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
 
 def rounded_bytes(sizes: RandomHybridConfig) -> int:
     """Return the bytes of one cached state over all Mamba layers that is rounded to 8 bits."""
+    if isinstance(sizes, ToyHybridConfig):
+        return toy_state_bytes(sizes, is_quantized=True)
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
     return sizes.pattern.count("M") * (4 * 3 * conv_dim + inner * sizes.mamba_state_dim + 4 * inner)
@@ -119,7 +139,7 @@ def cache_config(
     num_drafts = 0 if small.get("draft_states") == "replay" else small.get("num_speculative_tokens", 0)
     block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB
     states_bytes = cached_states * state_bytes(sizes, num_drafts)
-    if small.get("cached_state_dtype") == "int8":
+    if small.get("cached_state_dtype", "live") != "live":
         of_drafts = small["max_requests"] * num_drafts * state_bytes(sizes, num_drafts)
         states_bytes = cached_states * rounded_bytes(sizes) + of_drafts
     return CacheConfig(
@@ -162,6 +182,11 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
     num_slabs = slab.slabs_of_request(longest, config.num_request_slots) + spare_slabs
     beside_bytes = max(ranks_of_process().gather(shape.buffers_bytes(config) + shape.running_bytes(config)))
     return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units) + beside_bytes
+
+
+def allow_every_cached_form(patch: pytest.MonkeyPatch) -> None:
+    """Let settings name forms of cached states that are no public choice."""
+    patch.setattr(config_module, "CACHED_STATE_DTYPES", tuple(CACHED_FORMS))
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:

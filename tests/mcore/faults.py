@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.mcore import step_report as step_report_module
-from megatron_mamba_cache.mcore.mixers.mamba2 import CachingMambaMixer
+from megatron_mamba_cache.mcore.model_reading import RecurrentMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.policy import running_requests
 from megatron_mamba_cache.step import runner as runner_module
@@ -22,7 +22,7 @@ FAULT_PLACES: FaultPlaces = {
     "laying out the step": lambda run: (run.context.runner, "lay_out"),
     "the first layer": lambda run: (run.subject.model.decoder.layers[0], "forward"),
     "attention": lambda run: (_modules(run, CachingSelfAttention)[0], "forward"),
-    "the last mixer": lambda run: (_modules(run, CachingMambaMixer)[-1], "forward"),
+    "the last mixer": lambda run: (_modules(run, RecurrentMixer)[-1], "forward"),
     "before publishing": lambda run: (run.context.runner, "publish_prompts"),
     "publishing blocks": lambda run: (run.context.cache.kv, "register"),
     "publishing states": lambda run: (run.context.cache.slots, "publish"),

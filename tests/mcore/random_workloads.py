@@ -55,6 +55,11 @@ EXPERT_MODELS = (
     {"pattern": "MEM*E", "ssm_chunk_size": 8, "experts": LATENT_EXPERTS},
     {"pattern": "ME*EM", "ssm_chunk_size": 16, "gated": True, "experts": ExpertsSizes(5, 3, 24, 40, "softmax")},
 )
+TOY_MODELS = (
+    {"pattern": "MM*M", "is_toy": True},
+    {"pattern": "M*MM-M", "is_toy": True, "use_rope": False, "vocab_size": 64},
+    {"pattern": "*M-M*", "is_toy": True, "hidden_size": 48},
+)
 NEIGHBOUR = 10_000
 """The id of a request that comes and is cancelled; it is none of the workload's."""
 RING_LENGTHS = (4, 8, 16, 32)
@@ -80,6 +85,7 @@ _HALF = {
 MODEL_FORMS = {
     "dense": MODELS,
     "experts": EXPERT_MODELS,
+    "toy": TOY_MODELS,
     "half": tuple(sizes | _HALF for sizes in MODELS),
     "half, experts": tuple(sizes | _HALF for sizes in EXPERT_MODELS),
 }
@@ -385,7 +391,7 @@ def make_workload(
     has_grammars: bool = False,
     models: Sequence[dict[str, Any]] | None = None,
     replays: bool = False,
-    rounds_states: bool = False,
+    cached_form: str = "live",
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
@@ -396,7 +402,7 @@ def make_workload(
         has_grammars: Whether about half of the requests have to follow a grammar, and no others have stop words.
         models: Sizes of models, one of which is drawn; None: MODELS.
         replays: Whether states are replayed, from rings of some length; else what the device's default is.
-        rounds_states: Whether cached states are rounded to 8 bits.
+        cached_form: How cached states are stored.
     """
     rng = random.Random(f"{flavour.name} {seed}")
     sizes = rng.choice(MODELS if models is None else models)
@@ -436,8 +442,8 @@ def make_workload(
     if replays:
         lengths = [length for length in RING_LENGTHS if block % length == 0]
         settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
-    if rounds_states:
-        settings["cached_state_dtype"] = "int8"
+    if cached_form != "live":
+        settings["cached_state_dtype"] = cached_form
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
     disk_gb = settings.pop("disk_gb", None)
     config = cache_config(subject.sizes, **settings)

@@ -31,6 +31,7 @@ from tests.mcore.test_speculative_workloads import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
 from tests.models.test_training_checkpoints import EXPERTS
 from tests.models.training_checkpoints import random_model
+from tests.recurrences.toy import on_cpu
 
 # One seed by default, a second where the first does not exercise all.
 SHORT, ENOUGH = range(1, 3), 1
@@ -40,12 +41,23 @@ FORMS = {
     "experts": (MODEL_FORMS["experts"], False),
     "replayed": (MODEL_FORMS["dense"], True),
 }
-forms = pytest.mark.parametrize(("models", "replays"), FORMS.values(), ids=list(FORMS))
+TOY = MODEL_FORMS["toy"], False
+forms = pytest.mark.parametrize(
+    ("models", "replays"),
+    [
+        *(pytest.param(*form, id=name) for name, form in FORMS.items()),
+        pytest.param(*TOY, id="toy", marks=[on_cpu, pytest.mark.long]),
+    ],
+)
 # By default each flavour in one form only, without drafts.
 FORMS_OF_FLAVOURS = [
     pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if place % 3 == at else pytest.mark.slow)
     for place, name in enumerate(FLAVOURS)
     for at, form in enumerate(FORMS)
+]
+TOYS_OF_FLAVOURS = [
+    pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, *([] if place % 4 == 0 else [pytest.mark.long])])
+    for place, name in enumerate(FLAVOURS)
 ]
 
 
@@ -73,7 +85,7 @@ def start(**settings: object) -> EngineRun:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("name", "models", "replays"), FORMS_OF_FLAVOURS)
+@pytest.mark.parametrize(("name", "models", "replays"), FORMS_OF_FLAVOURS + TOYS_OF_FLAVOURS)
 def test_random_workloads_match_the_oracle(
     name: str, models: Any, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:

@@ -10,6 +10,7 @@ from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
+    MODEL_FORMS,
     WorkloadOutcome,
     make_workload,
     run_workload,
@@ -17,6 +18,7 @@ from tests.mcore.random_workloads import (
     with_likely_ends,
 )
 from tests.mcore.workload_totals import WorkloadTotals
+from tests.recurrences.toy import on_cpu
 
 SHORT, ENOUGH = range(8), 2
 SEEDS = [pytest.param(SHORT, id="short"), pytest.param(range(8, 40), id="long", marks=pytest.mark.slow)]
@@ -40,8 +42,19 @@ BY_DEFAULT = {
     ("too few blocks", True),
     ("all, with tiers", True),
 }
+TOYS_BY_DEFAULT = {("suspend", True), ("failed steps", False)}
 CASES = [
-    pytest.param(name, has_drafts, marks=() if (name, has_drafts) in BY_DEFAULT else pytest.mark.long)
+    pytest.param(name, has_drafts, "dense", marks=() if (name, has_drafts) in BY_DEFAULT else pytest.mark.long)
+    for name in INTERRUPTIONS
+    for has_drafts in (False, True)
+]
+CASES += [
+    pytest.param(
+        name,
+        has_drafts,
+        "toy",
+        marks=[on_cpu, *([] if (name, has_drafts) in TOYS_BY_DEFAULT else [pytest.mark.long])],
+    )
     for name in INTERRUPTIONS
     for has_drafts in (False, True)
 ]
@@ -56,9 +69,9 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("name", "has_drafts"), CASES)
+@pytest.mark.parametrize(("name", "has_drafts", "form"), CASES)
 def test_replies_are_those_of_fp64_whatever_was_asked_for_and_whatever_interrupts(
-    name: str, has_drafts: bool, seeds: range, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
+    name: str, has_drafts: bool, form: str, seeds: range, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
     flavour, disturbances, exercises = INTERRUPTIONS[name]
@@ -74,7 +87,8 @@ def test_replies_are_those_of_fp64_whatever_was_asked_for_and_whatever_interrupt
             sampled_share=0.4,
             changed_share=0.7,
             has_grammars=seed % 2 == 1,
-            replays=seed % 2 == 1,
+            models=MODEL_FORMS[form],
+            replays=seed % 2 == 1 and form != "toy",
         )
         work = replace(work, disturbances=disturbances, disturbed_share=0.3, scores_prompts=seed % 2 == 0)
         plain = run_workload(undisturbed(work))

@@ -7,6 +7,7 @@ import torch
 
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
+from tests.recurrences.toy import on_cpu
 
 # Four to ten seeds of each flavour by default; a GPU takes many times as long for models this small.
 SHORT, LONG = range(10), range(4, 19 if torch.cuda.is_available() else 38)
@@ -20,6 +21,9 @@ SEEDS = [
     pytest.param("dense", True, range(1), id="replayed"),
     pytest.param("dense", True, range(1, 38), id="replayed-long", marks=pytest.mark.slow),
     pytest.param("experts", True, range(38, 39), id="replayed-experts", marks=pytest.mark.long),
+    pytest.param("toy", False, range(1), id="toy", marks=on_cpu),
+    pytest.param("toy", False, range(1, len(SHORT)), id="toy-more", marks=[on_cpu, pytest.mark.long]),
+    pytest.param("toy", False, range(len(SHORT), 38), id="toy-long", marks=[on_cpu, pytest.mark.slow]),
 ]
 
 

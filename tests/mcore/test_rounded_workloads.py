@@ -15,13 +15,14 @@ from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.policy.state_reservations import StateReservations
 from megatron_mamba_cache.recurrences.cached_form import StoredStates
-from megatron_mamba_cache.recurrences.quantized_states import quantize
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.memory import CacheMemory
-from tests.mcore.engine_runs import EngineRun, OracleTally
+from tests.mcore.engine_runs import EngineRun, OracleTally, allow_every_cached_form
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
+    MODEL_FORMS,
     Workload,
     WorkloadOutcome,
     make_workload,
@@ -30,6 +31,7 @@ from tests.mcore.random_workloads import (
 )
 from tests.mcore.split_replays import capture_in_parts
 from tests.mcore.workload_totals import WorkloadTotals
+from tests.recurrences.toy import on_cpu
 
 NAMES = [name for name in FLAVOURS if name != "uncached"]
 NUM_DRAFTS = 3
@@ -40,12 +42,25 @@ FORMS = {
     "replayed": (0, True),
 }
 """Most drafts, and whether states are replayed."""
-BY_DEFAULT = [(name, list(FORMS)[i % len(FORMS)], bool(i % 3), range(1)) for i, name in enumerate(NAMES)]
+TOY_FORMS = {"toy": (0, False), "toy with drafts": (NUM_DRAFTS, False)}
+BY_DEFAULT = [(name, list(FORMS)[i % len(FORMS)], bool(i % 3), "int8", range(1)) for i, name in enumerate(NAMES)]
 OTHERS = [
-    pytest.param(name, form, has_graphs, range(1, 7), marks=pytest.mark.slow)
+    pytest.param(name, form, has_graphs, "int8", range(1, 7), marks=pytest.mark.slow)
     for name in NAMES
     for form in FORMS
     for has_graphs in (False, True)
+]
+TOYS = [
+    pytest.param(
+        name,
+        "toy with drafts" if i % 2 else "toy",
+        bool(i % 3),
+        ("int8", "fp8")[(i + at) % 2],
+        range(1),
+        marks=[on_cpu, *([] if not at and i % 3 == 1 else [pytest.mark.long])],
+    )
+    for i, name in enumerate(NAMES)
+    for at in range(2)
 ]
 MOST_CHANGED = 0.01
 """Of the tokens, those that may not be the oracle's choice."""
@@ -91,15 +106,17 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
         prepare(memory, rows)
         pool, rounded = memory.state_pool, memory.state_pool.cached
         assert not rounded.is_live
-        conv, values_of, scales_of = rounded.parts
         for row in rows:
             if row.source_block is not None and row.cursor.live_slot != PAD_SLOT:
                 source = row.source_slot
                 assert digest_of(rounded, source) in published[memory.blocks.key_of(row.source_block)]
-                values, scales = values_of[:, source], scales_of[:, source]
-                assert torch.equal(pool.tensor("ssm")[:, row.cursor.live_slot], values * scales[..., None, :])
-                window = pool.tensor("conv")[:, row.cursor.live_slot, : conv.shape[2]]
-                assert torch.equal(window, conv[:, source])
+                for index, tensor in enumerate(tensor for group in pool.groups for tensor in group.tensors):
+                    live, stored = pool.tensors[index][:, row.cursor.live_slot], rounded.place(index)
+                    if isinstance(stored, QuantizedStates):
+                        restored = stored.values[:, source].float() * stored.scales[:, source, ..., None, :]
+                    else:
+                        restored, live = stored[:, source], live[:, : tensor.shape[0]]
+                    assert torch.equal(live, restored), tensor.name
 
     patch.setattr(CacheMemory, "__init__", noted)
     patch.setattr(StateReservations, "_publish_state", published_state)
@@ -109,8 +126,9 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
 
 def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload, NoisyDrafter | None]:
     """Return the workload of a flavour, and a drafter that is often right if it has drafts."""
-    num_drafts, replays = FORMS[form]
-    work = make_workload(FLAVOURS[name], seed, num_drafts, replays=replays, **settings)
+    num_drafts, replays = (FORMS | TOY_FORMS)[form]
+    models = MODEL_FORMS["toy" if form in TOY_FORMS else "dense"]
+    work = make_workload(FLAVOURS[name], seed, num_drafts, models=models, replays=replays, **settings)
     if not num_drafts:
         return work, None
     texts = run_workload(undisturbed(work)).texts
@@ -118,19 +136,21 @@ def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload
     return work, NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab, seed=seed, varies=True)
 
 
-@pytest.mark.parametrize(("name", "form", "has_graphs", "seeds"), BY_DEFAULT + OTHERS)
+@pytest.mark.parametrize(("name", "form", "has_graphs", "cached_form", "seeds"), BY_DEFAULT + OTHERS + TOYS)
 def test_what_is_restored_was_published_and_all_is_returned(
-    name: str, form: str, has_graphs: bool, seeds: range, totals: WorkloadTotals
+    name: str, form: str, has_graphs: bool, cached_form: str, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
-        work, drafter = run_form(name, form, seed, rounds_states=True)
-        with pytest.MonkeyPatch.context() as patch, checked_restores(patch):
+        with pytest.MonkeyPatch.context() as patch:
+            allow_every_cached_form(patch)
+            work, drafter = run_form(name, form, seed, cached_form=cached_form)
             if has_graphs:
                 capture_in_parts(patch)
                 prefill_tokens = min(24, work.config.max_tokens)
                 graphs = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": prefill_tokens}
                 work = replace(work, config=replace(work.config, **graphs))
-            return run_workload(work, drafter)
+            with checked_restores(patch):
+                return run_workload(work, drafter)
 
     totals.run_batch(f"{name}, {form}", seeds, run, ())
 
@@ -147,9 +167,11 @@ def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def rounded(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
-        ssm = memory.state_pool.tensor("ssm")[:, state.slot]
-        values, scales = quantize(ssm, torch.int8)
-        ssm.copy_(values * scales[..., None, :])
+        for number, group in enumerate(memory.state_pool.groups):
+            for tensor in (tensor for tensor in group.tensors if tensor.is_matrix):
+                states = memory.state_pool.tensor(tensor.name, number)[:, state.slot]
+                values, scales = quantize(states, torch.int8)
+                states.copy_(values * scales[..., None, :])
         publish(pool, row, state, block)
 
     patch.setattr(CacheMemory, "__init__", noted)
@@ -157,7 +179,7 @@ def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *(pytest.param(form, marks=on_cpu) for form in TOY_FORMS)])
 @pytest.mark.parametrize(
     "seeds", [pytest.param(range(2), id="few"), pytest.param(range(2, 30), id="more", marks=pytest.mark.slow)]
 )
@@ -166,7 +188,7 @@ def test_tokens_are_those_of_an_exact_cache_whose_states_are_rounded_when_publis
     skipped = 0
     for seed in seeds:
         name = random.Random(seed).choice(["roomy", "small_steps"])
-        work, drafter = run_form(name, form, seed, rounds_states=True)
+        work, drafter = run_form(name, form, seed, cached_form="int8")
         roomy = {"buffer_size_gb": 0.02, "prefix_caching_mamba_gb": 0.02, "paused_buffer_size_gb": None}
         work = replace(work, config=replace(work.config, **roomy))
         outcome = run_workload(work, drafter)

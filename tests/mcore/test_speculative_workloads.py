@@ -15,6 +15,7 @@ from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
+    MODEL_FORMS,
     Workload,
     WorkloadOutcome,
     make_workload,
@@ -22,15 +23,19 @@ from tests.mcore.random_workloads import (
     undisturbed,
 )
 from tests.mcore.workload_totals import WorkloadTotals
+from tests.recurrences.toy import on_cpu
 
 # Four to ten seeds of each flavour by default; a GPU takes many times as long for models this small.
 SHORT, LONG = range(10), range(4, 19 if torch.cuda.is_available() else 38)
 ENOUGH = 4
 SEEDS = [
-    pytest.param(False, SHORT, id="short"),
-    pytest.param(False, LONG, id="long", marks=pytest.mark.slow),
-    pytest.param(True, range(2), id="replayed"),
-    pytest.param(True, range(2, 38), id="replayed-long", marks=pytest.mark.slow),
+    pytest.param("dense", False, SHORT, id="short"),
+    pytest.param("dense", False, LONG, id="long", marks=pytest.mark.slow),
+    pytest.param("dense", True, range(2), id="replayed"),
+    pytest.param("dense", True, range(2, 38), id="replayed-long", marks=pytest.mark.slow),
+    pytest.param("toy", False, range(1), id="toy", marks=on_cpu),
+    pytest.param("toy", False, range(1, len(SHORT)), id="toy-more", marks=[on_cpu, pytest.mark.long]),
+    pytest.param("toy", False, range(len(SHORT), 38), id="toy-long", marks=[on_cpu, pytest.mark.slow]),
 ]
 ACCURACIES = (0.0, 0.5, 0.8, 0.95, 1.0)
 
@@ -95,21 +100,24 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_without_cuda(monkeypatch)
 
 
-@pytest.mark.parametrize(("replays", "seeds"), SEEDS)
+@pytest.mark.parametrize(("form", "replays", "seeds"), SEEDS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
 )
 def test_tokens_are_the_oracles_whatever_is_drafted(
-    name: str, replays: bool, seeds: range, totals: WorkloadTotals
+    name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
+    flavour, models = FLAVOURS[name], MODEL_FORMS[form]
+
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"drafts {name} {seed}")
-        work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9), replays=replays)
+        work = make_workload(flavour, 1000 + seed, num_drafts=rng.randrange(1, 9), models=models, replays=replays)
         drafter = make_drafter(rng, work)
         outcome = run_workload(work, drafter)
         if isinstance(drafter, CheckedDraftModel):
             drafter.assert_nothing_held()
         return outcome
 
-    exercises = ("draft_tokens",) if replays and len(seeds) < len(SHORT) else EXERCISES[name]
+    has_few = (replays or form == "toy") and len(seeds) < len(SHORT)
+    exercises = ("draft_tokens",) if has_few else EXERCISES[name]
     totals.run_batch(name, seeds, run, exercises, enough=ENOUGH if seeds is SHORT else None)

@@ -13,7 +13,8 @@ from megatron_mamba_cache.step.runner import StepRunner
 from megatron_mamba_cache.step.step import Step
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid, with_one_budget
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, make_workload, run_workload
+from tests.recurrences.toy import on_cpu
 
 NUM_SEEDS = 4
 
@@ -28,7 +29,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
         initialise(memory, *args, **settings)
         space = memory.pools.space
         assert isinstance(space, SlabSpace)
-        for states in (memory.state_pool.tensor("conv"), memory.state_pool.tensor("ssm")):
+        for states in memory.state_pool.tensors:
             states.fill_(math.nan)
         memory.kv_buffer[:, :, : memory.dummy_block] = math.nan
         space._slabs.held_states[:] = [True] * space.num_slabs
@@ -57,20 +58,23 @@ def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts"),
+    ("name", "num_drafts", "form"),
     [
-        ("one_budget", 3),
-        pytest.param("one_budget", 0, marks=pytest.mark.long),
-        ("disturbed_budget", 0),
-        pytest.param("disturbed_budget", 3, marks=pytest.mark.long),
+        ("one_budget", 3, "dense"),
+        pytest.param("one_budget", 0, "dense", marks=pytest.mark.long),
+        ("disturbed_budget", 0, "dense"),
+        pytest.param("disturbed_budget", 3, "dense", marks=pytest.mark.long),
+        pytest.param("one_budget", 3, "toy", marks=[on_cpu, pytest.mark.long]),
+        pytest.param("disturbed_budget", 0, "toy", marks=[on_cpu, pytest.mark.long]),
     ],
 )
 def test_tokens_are_the_oracles_where_states_have_left_no_numbers(
-    name: str, num_drafts: int, spoiled: list[SlabSpace], num_checked: Counter[str]
+    name: str, num_drafts: int, form: str, spoiled: list[SlabSpace], num_checked: Counter[str]
 ) -> None:
     num_compared = 0
     for seed in range(20, 20 + NUM_SEEDS):
-        num_compared += run_workload(make_workload(FLAVOURS[name], seed, num_drafts)).tally.num_compared
+        work = make_workload(FLAVOURS[name], seed, num_drafts, models=MODEL_FORMS[form])
+        num_compared += run_workload(work).tally.num_compared
     print(f"{num_compared} tokens compared, {len(spoiled)} memories, {num_checked}")
     assert num_compared > 200 and len(spoiled) >= NUM_SEEDS and num_checked["blocks"] > 500
 

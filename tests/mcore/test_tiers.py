@@ -27,6 +27,7 @@ from megatron_mamba_cache.tiers import cache_directory, entry_files
 from tests.mcore.engine_runs import (
     EngineRun,
     Hybrid,
+    allow_every_cached_form,
     cache_config,
     some_tokens,
     tiny_hybrid,
@@ -35,6 +36,8 @@ from tests.mcore.engine_runs import (
 )
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.random_workloads import ROUNDING_MARGIN
+from tests.recurrences.toy import on_cpu
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_TEXTS = 6
@@ -52,6 +55,15 @@ def small_device(subject: Hybrid, *, host_slabs: int = 60, **settings: Any) -> C
 def on_disk(config: CacheConfig, directory: Path, **settings: Any) -> CacheConfig:
     """Return the settings with a directory below the host."""
     return replace(config, disk_cache_dir=str(directory), disk_cache_gb=0.01, **settings)
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Hybrid:
+    """Return a model, of which toys are the recurrent layers if the parameter is True."""
+    return tiny_hybrid(is_toy=request.param)
+
+
+subjects = pytest.mark.parametrize("subject", [False, pytest.param(True, id="toy", marks=on_cpu)], indirect=True)
 
 
 class Conversations:
@@ -117,8 +129,9 @@ def test_copies_begin_for_a_request_that_comes_while_all_rows_are_taken(
     run.assert_exact()
 
 
-def test_later_turns_come_back_from_the_host() -> None:
-    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+@subjects
+def test_later_turns_come_back_from_the_host(subject: Hybrid) -> None:
+    run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     assert talks.turn(run) == [0] * NUM_TEXTS
     for _ in range(2):
         settle(run)
@@ -148,8 +161,9 @@ def test_tenants_do_not_share_what_is_below() -> None:
     assert Conversations().turn(run, tenant="one") == [96] * NUM_TEXTS
 
 
-def test_a_suspended_engine_finds_what_its_requests_had_published() -> None:
-    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+@subjects
+def test_a_suspended_engine_finds_what_its_requests_had_published(subject: Hybrid) -> None:
+    run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     talks.turn(run)
     run.engine.suspend()
     run.engine.resume()
@@ -184,16 +198,17 @@ def test_a_cancelled_request_lets_go_of_what_came_for_it() -> None:
     assert not run.context.cache.tiers.takes_room
 
 
-def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path) -> None:
-    config = on_disk(small_device(tiny_hybrid()), tmp_path)
-    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+@subjects
+def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path, subject: Hybrid) -> None:
+    config = on_disk(small_device(subject), tmp_path)
+    run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
     settle(run)
     num_files = len(list(tmp_path.rglob("*.boundary")))
     print(f"{num_files} files: the last boundary of each of {NUM_TEXTS} texts, and those inside them that were evicted")
     assert run.counters.states_written_to_disk == num_files and NUM_TEXTS < num_files <= 2 * NUM_TEXTS
     run.engine.close()
-    run = EngineRun.start(tiny_hybrid(), config)
+    run = EngineRun.start(subject, config)
     wanted = talks.most
     assert talks.turn(run) == wanted
     assert run.counters.prompt_tokens_from_disk == sum(wanted)
@@ -395,9 +410,14 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
     run.assert_exact()
 
 
-def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(tmp_path: Path) -> None:
-    config = on_disk(small_device(tiny_hybrid(), cached_state_dtype="int8"), tmp_path)
-    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+@subjects
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(
+    tmp_path: Path, subject: Hybrid, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_every_cached_form(monkeypatch)
+    config = on_disk(small_device(subject, cached_state_dtype=dtype), tmp_path)
+    run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
     wanted = talks.most
     run.assert_nothing_held()
@@ -407,11 +427,11 @@ def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(tmp_p
     form = run.context._below._disk.directory.form
     assert form.state_bytes == run.context.shape.cached_layout(run.context.cache_config).aligned_bytes
     run.engine.close()
-    run = EngineRun.start(tiny_hybrid(), config)
+    run = EngineRun.start(subject, config)
     wanted = talks.most
     assert talks.turn(run) == wanted
     assert run.counters.prompt_tokens_from_disk == sum(wanted)
-    run.assert_near_oracle(run.finished, 0.05)
+    run.assert_near_oracle(run.finished, ROUNDING_MARGIN)
     run.assert_nothing_held()
 
 

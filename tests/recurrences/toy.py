@@ -1,0 +1,195 @@
+"""A toy recurrence, as unlike Mamba2 as the engine allows.
+
+Two kinds of layers alternate. A `ToyMatrix` layer keeps a window of 2 inputs, a matrix, a float64 vector and, one a
+slot, the last input of the group's first layer. A `ToyVector` layer keeps one vector. Every token is computed alone, on
+the CPU, so chunks change no bit. States after drafts have slots: there is no replay.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.recurrences.interface import LayerStates, StateDtypes, StateGroup, StateTensor
+from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, store_quantized_ref
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="toys read the numbers of a step's rows on the host")
+GRAIN = 8
+KEPT = 2
+"""Inputs of a cached window."""
+CHANNELS, HEADS, ROWS, LANES, MEMORIES, CELLS = 5, 2, 3, 4, 7, 6
+RETENTION = 0.8
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ToyWeights:
+    """What a layer reads besides its projected tokens.
+
+    Args:
+        taps: [KEPT + 1, CHANNELS], oldest input first.
+        decays: [HEADS].
+        is_first: True in the first layer of the group in the whole model, which owns the tensor of the slot.
+    """
+
+    taps: Tensor
+    decays: Tensor
+    is_first: bool
+
+
+class _Rows:
+    """Rows of a step, for recurrences that say how one token changes a state."""
+
+    projected: ClassVar[int]
+    mixed: ClassVar[int]
+    grain = GRAIN
+
+    def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
+        raise NotImplementedError
+
+    def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
+        """Return the state after a token, in new tensors, and the token's output."""
+        raise NotImplementedError
+
+    def prefill(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: PrefillRows) -> Tensor:
+        """Compute packed prompt tokens [tokens, projected]; write the states of chunks and rows, in place."""
+        y = x.new_zeros(len(x), self.mixed)
+        chunk_slots, final_slots = rows.chunk_slots.tolist(), rows.final_slots.tolist()
+        chunks, row_chunks = list(pairwise(rows.cu_chunks.tolist())), list(pairwise(rows.cu_row_chunks.tolist()))
+        begun = [self._read(states.live, weights, slot, slot, 0) for slot in rows.initial_slots.tolist()]
+        for state, (first, end), final_slot in zip(begun, row_chunks, final_slots, strict=True):
+            for chunk in range(first, end):
+                for place in range(*chunks[chunk]):
+                    state, y[place] = self.token(x[place], state, weights)
+                if chunk_slots[chunk] != PAD_SLOT and len(range(*chunks[chunk])):
+                    _store(states.cached, chunk_slots[chunk], state)
+            if final_slot != PAD_SLOT:
+                _store(states.live, final_slot, state)
+        return y
+
+    def decode(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: DecodeRows) -> Tensor:
+        """Compute one token and the drafts of each row, [tokens, projected]; write a state a token, in place."""
+        y = x.new_zeros(len(x), self.mixed)
+        spans = pairwise(rows.cu_tokens.tolist())
+        for (start, end), slots, accepted in zip(spans, rows.columns.tolist(), rows.accepted.tolist(), strict=True):
+            if slots[0] == PAD_SLOT:
+                continue
+            state = self._read(states.live, weights, slots[accepted - 1], slots[0], accepted - 1)
+            windows = {name: [*state[name][1:]] for name in self._windows}
+            for place, slot in zip(range(start, end), slots, strict=False):
+                state, y[place] = self.token(x[place], state, weights)
+                for name, inputs in windows.items():
+                    inputs.append(state[name][-1])
+                _store(states.live, slot, {name: part for name, part in state.items() if name not in windows})
+            _store(states.live, slots[0], {name: torch.stack(inputs) for name, inputs in windows.items()})
+        return y
+
+    def no_states(self, dtype: torch.dtype) -> LayerStates:
+        """Return one slot of zeros, for rows that start from no state and keep none."""
+        tensors = self.tensors(StateDtypes(dtype, dtype, torch.float32))
+        live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype) for tensor in tensors}
+        return LayerStates(live, live)
+
+    @property
+    def _windows(self) -> list[str]:
+        tensors = self.tensors(StateDtypes(*[torch.float32] * 3))
+        return [tensor.name for tensor in tensors if tensor.motion == "window"]
+
+    def _read(self, live: Mapping[str, Tensor], weights: ToyWeights, slot: int, window_slot: int, first: int) -> State:
+        """Return a copy of a state, whose windows begin at input `first` of another slot; zeros for PAD_SLOT."""
+        state = {}
+        for tensor in self.tensors(StateDtypes(*[torch.float32] * 3)):
+            if tensor.per == "slot" and not weights.is_first:
+                continue
+            pool, is_window = live[tensor.name], tensor.motion == "window"
+            if slot == PAD_SLOT:
+                state[tensor.name] = pool.new_zeros(tensor.shape)
+            elif is_window:
+                state[tensor.name] = pool[window_slot, first : first + tensor.shape[0]].clone()
+            else:
+                state[tensor.name] = pool[slot].clone()
+        return state
+
+
+def _store(places: Mapping[str, Any], slot: int, state: State) -> None:
+    for name, values in state.items():
+        place = places[name]
+        if isinstance(place, QuantizedStates):
+            store_quantized_ref(place, torch.tensor([slot], dtype=torch.int32), values[None])
+        else:
+            place[slot, : len(values)] = values
+
+
+@dataclass(frozen=True, slots=True)
+class ToyMatrix(_Rows):
+    """Four tensors: a window, a matrix, a float64 vector, and one of the slot."""
+
+    name = "toy_matrix"
+    projected = CHANNELS + 2 * HEADS * ROWS + HEADS * LANES + MEMORIES
+    mixed = 2 * CHANNELS + HEADS * LANES + MEMORIES
+
+    def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
+        """Return the tensors of a layer's state."""
+        return (
+            StateTensor("inputs", (KEPT, CHANNELS), dtypes.window, motion="window"),
+            StateTensor("matrix", (HEADS, ROWS, LANES), torch.float32, is_matrix=True),
+            StateTensor("memory", (MEMORIES,), torch.float64),
+            StateTensor("last", (CHANNELS,), dtypes.model, per="slot"),
+        )
+
+    def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
+        """Return the state after a token, in new tensors, and the token's output."""
+        sizes = [CHANNELS, HEADS * ROWS, HEADS * ROWS, HEADS * LANES, MEMORIES]
+        u, k, q, v, memorized = x.split(sizes)
+        inputs = torch.cat((state["inputs"], u[None].to(state["inputs"].dtype)))
+        c = torch.tanh((weights.taps * inputs).sum(0))
+        added = k.view(HEADS, ROWS, 1) * v.view(HEADS, 1, LANES)
+        matrix = weights.decays[:, None, None] * state["matrix"] + added
+        memory = RETENTION * state["memory"] + memorized.to(torch.float64)
+        after = {"inputs": inputs[1:], "matrix": matrix, "memory": memory}
+        last = torch.zeros_like(c)
+        if weights.is_first:
+            last, after["last"] = state["last"] * c, u
+        read = (q.view(HEADS, ROWS, 1) * matrix).sum(1).flatten()
+        return after, torch.cat((c, read, torch.tanh(memory).to(x.dtype), last))
+
+
+@dataclass(frozen=True, slots=True)
+class ToyVector(_Rows):
+    """One tensor, without a window."""
+
+    name = "toy_vector"
+    projected = 3 * CELLS
+    mixed = CELLS
+
+    def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
+        """Return the tensor of a layer's state."""
+        return (StateTensor("cells", (CELLS,), torch.float32),)
+
+    def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
+        """Return the state after a token, in new tensors, and the token's output."""
+        u, gate, read = x.chunk(3)
+        kept = 0.55 + 0.4 * gate
+        cells = kept * state["cells"] + (1 - kept) * u
+        return {"cells": cells}, cells * read
+
+
+KINDS = (ToyMatrix(), ToyVector())
+
+
+def toy_groups(dtype: torch.dtype = torch.bfloat16) -> tuple[StateGroup, StateGroup]:
+    """Return the groups of three toy layers of a model of a dtype."""
+    many, one = (kind.tensors(StateDtypes(dtype, dtype, torch.float32)) for kind in KINDS)
+    return StateGroup((0, 2), many, GRAIN), StateGroup((1,), one, GRAIN)
+
+
+def toy_tensors(num_slots: int, num_drafts: int, device: str) -> tuple[Tensor, ...]:
+    """Return the tensors of `toy_groups` for so many slots and drafts, of random numbers."""
+    tensors = state_tensors(SlotLayout.of(toy_groups(), num_drafts), num_slots, device)
+    return tuple(tensor.normal_() for tensor in tensors)
