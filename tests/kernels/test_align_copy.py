@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences.align_copy import ROWS_AT_A_TIME
+from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row, within_pools
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 from tests.kernels.split_windows import align_beside_rings
+from tests.recurrences.toy import toy_groups, toy_tensors
 
 BLOCK = 16
 WINDOW_LEN = 3
@@ -235,6 +237,28 @@ def test_bytes_between_strided_states_stay(gap: int, op: Op, device: str) -> Non
     check_op(op, Pools(conv, ssm), crossing_rows(2, shift=4))
     assert same_bits(conv_buffer[..., :gap], gaps.conv) and same_bits(ssm_buffer[..., :gap], gaps.ssm)
     assert same_bits(conv_buffer[:, :, 7], last_time)
+
+
+@pytest.mark.parametrize("op", [align_copy_module.align_copy, align_copy_module.align_copy_ref])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_tensors_of_several_groups_move_in_one_launch(shift: int, op: Callable[..., None], device: str) -> None:
+    pools, rows = toy_tensors(12, 4, device), crossing_rows(2, shift)
+    expected = [pool.clone() for pool in pools]
+    tensors = [tensor for group in toy_groups() for tensor in group.tensors]
+    moves = []
+    for tensor, pool, moved in zip(tensors, pools, expected, strict=True):
+        window_len = tensor.shape[0] if tensor.motion == "window" else 0
+        moves.append(StateMove(pool, pool, window_len))
+        for row in rows:
+            if window_len:
+                moved[:, row.target, :window_len] = pool[:, row.columns[0], shift : shift + window_len]
+            else:
+                moved[:, row.target] = pool[:, row.columns[shift]]
+    launches = align_copy_module._align_copy_kernel.launches
+    op(moves, device_rows(rows, device), BLOCK)
+    is_kernel = op is align_copy_module.align_copy and launches_kernel(pools[0])
+    assert align_copy_module._align_copy_kernel.launches - launches == is_kernel
+    assert all(same_bits(pool, moved) for pool, moved in zip(pools, expected, strict=True))
 
 
 @both_ops

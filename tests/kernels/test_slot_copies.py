@@ -26,6 +26,7 @@ from megatron_mamba_cache.recurrences.slot_copies import (
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
+from tests.recurrences.toy import toy_tensors
 
 NUM_SLOTS = 12
 Op = Callable[..., None]
@@ -108,6 +109,16 @@ def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
 @given(data=st.data())
 def test_copies_are_exact_and_touch_nothing_else(op: Op, data: st.DataObject) -> None:
     check_copy(op, make_pools("cpu"), *draw_pairs(data))
+
+
+@both_copies
+def test_tensors_of_any_shape_dtype_and_number_of_layers_are_copied_in_one_launch(op: Op, device: str) -> None:
+    check_copy(op, toy_tensors(NUM_SLOTS, 3, device), [1, PAD_SLOT, 3], [0, 2, 5])
+
+
+@both_clears
+def test_tensors_of_any_shape_dtype_and_number_of_layers_are_cleared_in_one_launch(op: Op, device: str) -> None:
+    check_clear(op, toy_tensors(NUM_SLOTS, 3, device), [4, PAD_SLOT, 0])
 
 
 @both_copies
