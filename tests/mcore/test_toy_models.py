@@ -1,0 +1,141 @@
+"""A toy recurrence: its slots, the draft states that it has, and defects that the random workloads must find."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.policy.tiers.copies import CopyOrder
+from megatron_mamba_cache.recurrences import cached_form
+from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS, StoredStates
+from megatron_mamba_cache.recurrences.moves import StateMove
+from megatron_mamba_cache.tiers.copy_lanes import Piece, PlaceBytes
+from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
+from tests.mcore.random_workloads import FLAVOURS, TOY_MODELS, Workload, make_workload, run_workload
+from tests.mcore.test_rounded_workloads import checked_restores
+from tests.mcore.toy_models import ToyHybridConfig, toy_state_bytes
+from tests.recurrences.toy import on_cpu
+
+pytestmark = on_cpu
+TENSORS = ("inputs", "matrix", "memory", "last", "cells")
+"""Of a slot, in the order of its groups."""
+Plant = Callable[[pytest.MonkeyPatch, Workload], None]
+
+
+def restored_workload() -> Workload:
+    """Return turns of texts, with prefixes that come back from the host, and with log-probs."""
+    return replace(make_workload(FLAVOURS["host_tier"], 0, models=TOY_MODELS, has_log_probs=True), disturbed_share=0.0)
+
+
+def quantized_workload() -> Workload:
+    """Return requests that share prompts, whose cached states are quantized."""
+    return make_workload(FLAVOURS["roomy"], 0, models=TOY_MODELS, cached_form="int8")
+
+
+def without_move(index: int) -> Plant:
+    """Return a defect: an align copy leaves a tensor out."""
+
+    def plant(patch: pytest.MonkeyPatch, _: Workload) -> None:
+        align_copy = cached_form.align_copy
+
+        def partial(moves: Sequence[StateMove], *arguments: Any) -> None:
+            align_copy([move for number, move in enumerate(moves) if number != index], *arguments)
+
+        patch.setattr(cached_form, "align_copy", partial)
+
+    return plant
+
+
+def without_restore(index: int) -> Plant:
+    """Return a defect: a tensor of a cached state is not written into the live slot."""
+
+    def plant(patch: pytest.MonkeyPatch, _: Workload) -> None:
+        restore_to = StoredStates.restore_to
+
+        def partial(stored: StoredStates, live: Sequence[Any], *slots: Any) -> None:
+            before = live[index].clone()
+            restore_to(stored, live, *slots)
+            live[index].copy_(before)
+
+        patch.setattr(StoredStates, "restore_to", partial)
+
+    return plant
+
+
+def with_short_copies(patch: pytest.MonkeyPatch, work: Workload) -> None:
+    """Plant a defect: copies between tiers end before a slot's last tensor."""
+    layout = work.subject.shape.cached_layout(work.config.resolved())
+    kept = layout.aligned_bytes - layout.parts[-1].num_layers * layout.parts[-1].aligned_bytes
+    pieces = PlaceBytes.pieces
+
+    def short(sizes: PlaceBytes, order: CopyOrder) -> Iterator[Piece]:
+        yield from pieces(sizes, replace(order, states=()))
+        for source, target in order.states:
+            yield Piece(source * sizes.state, target * sizes.state, kept)
+
+    patch.setattr(PlaceBytes, "pieces", short)
+
+
+DEFECTS = {
+    **{f"no align move of {name}": (restored_workload, without_move(i)) for i, name in enumerate(TENSORS)},
+    **{f"no restore of {name}": (quantized_workload, without_restore(i)) for i, name in enumerate(TENSORS)},
+    "short copies between tiers": (restored_workload, with_short_copies),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_random_workloads_find_a_defect(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, plant = DEFECTS[defect]
+    work = make()
+    plant(monkeypatch, work)
+    with pytest.raises(AssertionError):
+        run_checked(work, monkeypatch)
+
+
+@pytest.mark.parametrize("make", [restored_workload, quantized_workload])
+def test_the_same_workloads_pass_without_a_defect(
+    make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = run_checked(make(), monkeypatch)
+    assert seen["prompt_tokens_skipped"] and (make is quantized_workload or seen["prompt_tokens_from_host"])
+
+
+def run_checked(work: Workload, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Run a workload, with restored states checked where they are quantized; return its counters."""
+    with checked_restores(patch) if work.config.quantizes_states else nullcontext():
+        return run_workload(work).seen
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_a_mixer_computes_whole_sequences_as_the_oracle_does(layer: int) -> None:
+    subject = tiny_hybrid(**TOY_MODELS[0])
+    block = subject.model.decoder.layers[layer]
+    hidden = torch.randn(20, 2, subject.sizes.hidden_size, generator=torch.Generator().manual_seed(layer))
+    with torch.inference_mode():
+        mixed, _ = block.mixer(block.norm(hidden))
+    for sequence in range(2):
+        expected = subject.oracle.layers[layer](hidden[:, sequence].double())
+        torch.testing.assert_close(mixed[:, sequence].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("sizes", [tiny_sizes(**model) for model in TOY_MODELS], ids=lambda sizes: sizes.pattern)
+def test_slots_have_the_bytes_of_the_tensors_of_both_groups(sizes: ToyHybridConfig, num_drafts: int) -> None:
+    shape = hybrid(sizes).shape
+    config = cache_config(sizes, num_speculative_tokens=num_drafts).resolved()
+    assert shape.state_layout(config).slot_bytes == toy_state_bytes(sizes, num_drafts)
+    for form in ("int8", "fp8"):
+        layout = CACHED_FORMS[form].layout(shape.state_groups(config), shape.state_layout(config))
+        assert layout.slot_bytes == toy_state_bytes(sizes, is_quantized=True)
+
+
+def test_states_that_cannot_be_replayed_are_kept_in_windows() -> None:
+    subject = tiny_hybrid(**TOY_MODELS[0])
+    config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
+    assert subject.shape.resolved(config).draft_states == "window"
+    with pytest.raises(ValueError, match="which a model of toy_matrix, toy_vector layers does not have: set --draft"):
+        EngineRun.start(subject, cache_config(subject.sizes, draft_states="replay"))
