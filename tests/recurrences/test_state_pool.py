@@ -69,3 +69,8 @@ def test_slots_are_copied_and_cleared_over_all_layers_and_types(device: str) -> 
     pool.copy(slots[:1], slots[1:2])
     pool.zero(slots[2:])
     assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
+
+
+def test_a_tensor_that_the_states_lack_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no tensor 'keys'; they have \['conv', 'ssm'\]"):
+        random_pool("cpu").tensor("keys")

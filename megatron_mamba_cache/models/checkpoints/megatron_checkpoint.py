@@ -120,7 +120,8 @@ def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> d
     tensors = [part for part in stored.values() if isinstance(part, ShardedTensor)]
     num_bytes = sum(part.dtype.itemsize * math.prod(part.global_shape) for part in tensors)
     num_portions = min(max(num_bytes // PORTION_BYTES, 1), _MOST_PORTIONS)
-    names, state = list(wanted), {}
+    names = list(wanted)
+    state: dict[str, Any] = {}
     with loading_progress(len(names)) as advance:
         for first in range(num_portions):
             portion = names[first::num_portions]
