@@ -67,6 +67,8 @@ FIXED_NAMES = {
 }
 """Identifiers that others have chosen. The package's own name, MambaCache..., is free too."""
 
+CURSOR_CHANGES = {"accept", "settle", "add_slots", "remove_last_slot", "release_buffer"}
+"""Methods of `StateCursor` that change it; only draft states call them."""
 ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
     "models.checkpoints.common_state": {"vars(found)", "self.__dict__"},
@@ -263,6 +265,18 @@ def _record_breach(node: ast.AST, fields: Container[str]) -> str | None:
     return f"changes {ast.unparse(changed)} from outside" if changed is not None and is_field else None
 
 
+def cursor_violations(package: Package) -> Iterator[str]:
+    """Yield calls that change a request's cursor, outside of the module with its draft states."""
+    for module in package.modules.values():
+        if module.label == "policy.draft_states":
+            continue
+        for node in ast.walk(module.tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if node.func.attr in CURSOR_CHANGES and _name_of(node.func.value).endswith("cursor"):
+                yield f"{module.label}:{node.lineno}: {ast.unparse(node.func)} changes a cursor"
+
+
 def _record_fields(package: Package) -> set[str]:
     """Return the fields that the records declare."""
     classes = (node for module in package.modules.values() for node in ast.walk(module.tree))
@@ -404,6 +418,7 @@ CHECKS: tuple[Check, ...] = (
     dependency_violations,
     mcore_violations,
     ownership_violations,
+    cursor_violations,
     cycle_violations,
     size_violations,
     name_violations,
@@ -514,6 +529,7 @@ PLANTED = {
     ),
     "swapped_attributes": ({"step/run": "class R:\n    def f(self):\n        return vars(self)"}, "vars(self)"),
     "attributes_updated": ({"step/run": "def f(x):\n    vars(x).update(rows=())"}, "vars(x)"),
+    "cursor_changed": ({"step/run": "def f(row):\n    row.cursor.accept(2)"}, "row.cursor.accept changes a cursor"),
     "copied_dict": ({"step/run": "class R:\n    def f(self):\n        return dict(self.__dict__)"}, "self.__dict__"),
     "updated_dict": ({"step/run": "class R:\n    def f(self):\n        self.__dict__.update(a=1)"}, "self.__dict__"),
     "item_of_a_dict_set": ({"step/run": "def f(runner):\n    runner.__dict__['_step'] = None"}, "runner.__dict__"),

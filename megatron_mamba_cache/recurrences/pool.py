@@ -1,4 +1,4 @@
-"""The pool of states: live and reserved slots are rows of the same tensors, and cached ones too unless quantized."""
+"""The pool of states: all slots are rows of the same tensors, but quantized ones have tensors of their own."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
