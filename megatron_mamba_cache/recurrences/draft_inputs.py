@@ -40,15 +40,15 @@ def kernel_draft_inputs(drafts: DraftInputs | None) -> KernelDraftInputs | None:
     return None if drafts is None else KernelDraftInputs(drafts.inputs, drafts.buffers, *drafts.inputs.stride()[:2])
 
 
-def check_draft_inputs(drafts: DraftInputs, conv_pool: Tensor, num_rows: int) -> None:
-    """Raise a ValueError unless `drafts` goes on where the windows of `conv_pool`, with or without layers, end."""
-    check_vectors({"buffers": (drafts.buffers, num_rows)}, conv_pool.device)
-    inputs, lead = drafts.inputs, conv_pool.shape[:-3]
-    fits = inputs.dim() == conv_pool.dim() and (inputs.shape[:-3], inputs.shape[-1]) == (lead, conv_pool.shape[-1])
-    if not fits or inputs.dtype != conv_pool.dtype or inputs.device != conv_pool.device:
+def check_draft_inputs(drafts: DraftInputs, windows: Tensor, num_rows: int) -> None:
+    """Raise a ValueError unless `drafts` goes on where `windows` end, with or without layers."""
+    check_vectors({"buffers": (drafts.buffers, num_rows)}, windows.device)
+    inputs, lead = drafts.inputs, windows.shape[:-3]
+    fits = inputs.dim() == windows.dim() and (inputs.shape[:-3], inputs.shape[-1]) == (lead, windows.shape[-1])
+    if not fits or inputs.dtype != windows.dtype or inputs.device != windows.device:
         raise ValueError(
-            f"need draft inputs (*{tuple(lead)}, buffers, drafts, {conv_pool.shape[-1]}) of {conv_pool.dtype} on "
-            f"{conv_pool.device}, found {tuple(inputs.shape)} of {inputs.dtype} on {inputs.device}"
+            f"need draft inputs (*{tuple(lead)}, buffers, drafts, {windows.shape[-1]}) of {windows.dtype} on "
+            f"{windows.device}, found {tuple(inputs.shape)} of {inputs.dtype} on {inputs.device}"
         )
     if inputs.numel() and inputs.stride(-1) != 1:
         raise ValueError(f"need contiguous channels of draft inputs, found strides {inputs.stride()}")
@@ -58,7 +58,7 @@ def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Ten
     """Return windows with what is in their rows' buffers.
 
     Args:
-        windows: [rows, d_conv - 1, conv_dim] or [layers, rows, ...].
+        windows: [rows, inputs, channels] or [layers, rows, ...].
         exists: [rows]; of the others anything may be returned.
     """
     if drafts is None:

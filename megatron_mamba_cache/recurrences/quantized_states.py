@@ -54,9 +54,9 @@ class QuantizedStates:
         """Return the states of one layer."""
         return QuantizedStates(self.values[layer], self.scales[layer])
 
-    def check(self, ssm_pool: Tensor) -> None:
-        """Raise a ValueError unless the states are those of `ssm_pool`, quantized, in any number of slots."""
-        states, lead = ssm_pool.shape, ssm_pool.dim() - 3
+    def check(self, pool: Tensor) -> None:
+        """Raise a ValueError unless the states are those of `pool`, quantized, in any number of slots."""
+        states, lead = pool.shape, pool.dim() - 3
         heads, d_state, head_dim = states[lead:]
         shapes = {"values": (self.values, (heads, d_state, head_dim)), "scales": (self.scales, (heads, head_dim))}
         for name, (tensor, inner) in shapes.items():
@@ -64,10 +64,10 @@ class QuantizedStates:
             layers = tuple(tensor.shape[: lead - 1])
             is_whole = tensor[(slice(1),) * lead].is_contiguous()
             fits = tensor.dim() == lead + len(inner) and tuple(tensor.shape[lead:]) == inner and is_whole
-            is_typed = tensor.dtype in dtypes and tensor.device == ssm_pool.device
+            is_typed = tensor.dtype in dtypes and tensor.device == pool.device
             if not is_typed or not fits or layers != states[: lead - 1]:
                 raise ValueError(
-                    f"need {name} of {dtypes} on {ssm_pool.device}, [..., slots, {', '.join(map(str, inner))}], "
+                    f"need {name} of {dtypes} on {pool.device}, [..., slots, {', '.join(map(str, inner))}], "
                     f"found {tensor.dtype} on {tensor.device}, {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
 
@@ -162,32 +162,32 @@ def _restore_kernel(
             turn = next_turn(turn, LAYERS * A_LAYER)
 
 
-def restore_states(states: QuantizedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:
+def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
     """Write quantized states into slots of a pool, all layers, in place.
 
     Args:
         states: With the layers as first dimension.
-        ssm_pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
+        pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
         src: [n] int32 slots of `states`; a pair holding PAD_SLOT is skipped.
-        dst: [n] int32 slots of `ssm_pool`, otherwise unique.
+        dst: [n] int32 slots of `pool`, otherwise unique.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
     Reference: `restore_states_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
-    _check(states, ssm_pool, src, dst)
-    if src.shape[0] == 0 or 0 in (states.values.numel(), ssm_pool.numel()):
+    _check(states, pool, src, dst)
+    if src.shape[0] == 0 or 0 in (states.values.numel(), pool.numel()):
         return
-    if not launches_kernel(ssm_pool) or not is_computed_in_fp32(ssm_pool):
-        restore_states_ref(states, ssm_pool, src, dst)
+    if not launches_kernel(pool) or not is_computed_in_fp32(pool):
+        restore_states_ref(states, pool, src, dst)
         return
-    num_layers, _, heads, d_state, head_dim = ssm_pool.shape
-    _restore_kernel[(_num_programs(ssm_pool.device),)](
+    num_layers, _, heads, d_state, head_dim = pool.shape
+    _restore_kernel[(_num_programs(pool.device),)](
         places=quantized_places(states),
-        pool=ssm_pool,
-        layer_stride=ssm_pool.stride(0),
-        slot_stride=ssm_pool.stride(1),
+        pool=pool,
+        layer_stride=pool.stride(0),
+        slot_stride=pool.stride(1),
         src=src,
         dst=dst,
         num_slots=src.shape[0],
@@ -206,16 +206,16 @@ def _num_programs(device: torch.device) -> int:
     return PROGRAMS_PER_SM * num_multiprocessors(device) if device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
-def _check(states: QuantizedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    if ssm_pool.dim() != 5 or not ssm_pool[:1, :1].is_contiguous():
+def _check(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    if pool.dim() != 5 or not pool[:1, :1].is_contiguous():
         raise ValueError(
-            "need ssm_pool [layers, slots, heads, d_state, head_dim] of contiguous states, "
-            f"found {tuple(ssm_pool.shape)} with strides {ssm_pool.stride()}"
+            "need pool [layers, slots, heads, d_state, head_dim] of contiguous states, "
+            f"found {tuple(pool.shape)} with strides {pool.stride()}"
         )
-    states.check(ssm_pool)
+    states.check(pool)
     for name, slots in (("src", src), ("dst", dst)):
-        if slots.dtype != torch.int32 or slots.dim() != 1 or slots.device != ssm_pool.device:
-            raise ValueError(f"need {name} [n] int32 on {ssm_pool.device}, found {slots.dtype} on {slots.device}")
+        if slots.dtype != torch.int32 or slots.dim() != 1 or slots.device != pool.device:
+            raise ValueError(f"need {name} [n] int32 on {pool.device}, found {slots.dtype} on {slots.device}")
     if src.shape != dst.shape or not (src.is_contiguous() and dst.is_contiguous()):
         raise ValueError(f"need contiguous src and dst of one length, found {src.shape[0]} and {dst.shape[0]}")
 
@@ -238,10 +238,10 @@ def store_quantized_ref(places: QuantizedStates, slots: Tensor, states: Tensor) 
     store_slots(places.scales, slots, scales)
 
 
-def restore_states_ref(states: QuantizedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:
+def restore_states_ref(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
     """Do what `restore_states` does."""
     used = src.clamp_min(0).to(torch.int64)
     values = states.values.view(torch.int8).index_select(1, used).view(states.values.dtype).to(torch.float32)
     restored = values * states.scales.index_select(1, used)[..., None, :]
     numbers = torch.where(src < 0, src, torch.arange(src.shape[0], dtype=src.dtype, device=src.device))
-    copy_slots_between_ref((restored,), (ssm_pool,), numbers, dst)
+    copy_slots_between_ref((restored,), (pool,), numbers, dst)

@@ -112,9 +112,9 @@ class AlignRows:
     targets: Tensor
 
 
-def whole_rows(num_rows: int, row_len: int, ssm_chunk_size: int, device: torch.device) -> PrefillRows:
+def whole_rows(num_rows: int, row_len: int, grain: int, device: torch.device) -> PrefillRows:
     """Return equal rows that start from the zero state and keep no state: a plain full-sequence batch."""
-    chunk_starts = torch.arange(0, row_len, ssm_chunk_size, dtype=torch.int32, device=device)
+    chunk_starts = torch.arange(0, row_len, grain, dtype=torch.int32, device=device)
     row_starts = torch.arange(0, (num_rows + 1) * row_len, row_len, dtype=torch.int32, device=device)
     starts = (row_starts[:-1, None] + chunk_starts).flatten()
     none = torch.full_like(row_starts[:-1], PAD_SLOT)
