@@ -72,16 +72,16 @@ class StatePool:
         """Return the states of a recurrent layer, counted over those of this rank."""
         return self._layers[index]
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the first group by its name, [layers, slots, ...].
+    def tensor(self, name: str, group: int = 0) -> Tensor:
+        """Return a tensor of a group by its name, [layers, slots, ...].
 
         Raises:
             ValueError: If the group has no tensor of this name.
         """
-        names = [tensor.name for tensor in self.groups[0].tensors]
+        names = [tensor.name for tensor in self.groups[group].tensors]
         if name not in names:
             raise ValueError(f"the model's states have no tensor {name!r}; they have {names}")
-        return self.tensors[names.index(name)]
+        return self.tensors[sum(len(before.tensors) for before in self.groups[:group]) + names.index(name)]
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Copy whole slots, all tensors, in place.
