@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: loads of tiles by TMA, and what `overlap` has for kernels in Triton."""
+"""Parts shared by Gluon kernels: loads and stores of tiles by TMA, and the counterparts of `overlap`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

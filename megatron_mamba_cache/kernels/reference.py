@@ -1,4 +1,4 @@
-"""What the torch twins of kernels share; without a host sync.
+"""Helpers shared by the torch twins of kernels; no host sync.
 
 A masked write must not branch on device values, nor index with a mask (its size is data). So padded entries are
 redirected to the first valid one, slot and value: duplicates that write equal bytes.

@@ -37,7 +37,7 @@ class RecurrentMixer(Protocol):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What decides what the mixer computes with its weights: numbers, texts, dtypes, dataclasses of those."""
+        """The settings that, with the weights, determine its output: numbers, texts, dtypes, dataclasses of those."""
 
 
 @dataclass(frozen=True, slots=True)

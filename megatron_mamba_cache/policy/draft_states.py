@@ -1,4 +1,4 @@
-"""What running requests hold for the states after their drafts: slots of the shared pool, or a buffer each.
+"""Where the states after a request's drafts are kept: in slots of the shared pool, or in a buffer per request.
 
 The setting `draft_states` chooses. `DraftSlots` are the policy of `recurrences.window`, and serve every recurrence;
 `DraftBuffers` are that of a recurrence's own replay.

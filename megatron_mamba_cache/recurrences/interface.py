@@ -1,4 +1,4 @@
-"""What the rest of the engine knows of a recurrence: its state tensors, its grain, and how drafts are kept.
+"""The interface of a recurrence: its state tensors, its grain, and where the states after drafts are kept.
 
 A recurrence is a value with the sizes of its layers on this rank. Layers of one recurrence and equal sizes are a group.
 A slot of the state pool holds the tensors of all groups.

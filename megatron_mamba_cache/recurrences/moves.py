@@ -1,4 +1,4 @@
-"""What an align copy moves of each state tensor, its torch twin, and the checks of its arguments; no host sync."""
+"""The state tensors that an align copy moves, its torch twin, and the checks of its arguments; no host sync."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

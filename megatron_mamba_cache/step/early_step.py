@@ -65,7 +65,7 @@ class CapturedStep(Protocol):
 
 
 class EarlyState(Enum):
-    """What the device has been given of an early step, and where its results are."""
+    """How much of an early step is launched, and where its results are."""
 
     FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
     OUTCOME = "the outcome is launched too"

@@ -78,7 +78,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What decides what the mixer computes with its weights."""
+        """The settings that, with the weights, determine the mixer's output."""
         return self.recurrence, self.rmsnorm, self.time_step_limit
 
     @override

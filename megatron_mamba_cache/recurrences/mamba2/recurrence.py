@@ -24,7 +24,7 @@ CONV, SSM = "conv", "ssm"
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """What a layer's convolution and recurrence read.
+    """The weights of a layer's convolution and recurrence.
 
     Args:
         conv: [conv_dim, d_conv].

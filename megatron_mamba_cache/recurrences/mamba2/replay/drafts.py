@@ -21,7 +21,7 @@ _STEP_VALUES = 2  # dt, and dt * A
 
 
 class ReplayedLayer(NamedTuple):
-    """What decode rows of one layer read and write besides slots.
+    """The rings of one layer, which decode rows read and write besides slots.
 
     Args:
         draft_inputs: [rings, drafts, conv_dim]; where the rows' conv windows continue. None without drafts.
