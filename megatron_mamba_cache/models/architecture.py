@@ -32,6 +32,54 @@ class MambaSizes:
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     gated_norm_eps: float | None = None
 
+    @property
+    def grain(self) -> int:
+        """Tokens of a chunk of the scan."""
+        return self.ssm_chunk_size
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The sizes that tensor-parallel ranks divide, by the name that errors give them."""
+        return {"number of Mamba heads": self.num_heads, "number of Mamba groups": self.num_groups}
+
+    def check(self) -> None:
+        """Raise `ValueError` if the heads cannot be divided into groups."""
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"{self.num_heads} Mamba heads do not divide by {self.num_groups} groups")
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSizes:
+    """Sizes of the Gated DeltaNet mixers.
+
+    Args:
+        num_key_heads: Heads of queries and keys; consecutive value heads share one.
+        key_head_dim, value_head_dim: A value head's state is [key_head_dim, value_head_dim].
+        chunk_size: Tokens of a chunk of the scan.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    d_conv: int = 4
+    chunk_size: int = 64
+
+    @property
+    def grain(self) -> int:
+        """Tokens of a chunk of the scan."""
+        return self.chunk_size
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """The sizes that tensor-parallel ranks divide, by the name that errors give them."""
+        return {"number of value heads": self.num_value_heads, "number of key heads": self.num_key_heads}
+
+    def check(self) -> None:
+        """Raise `ValueError` if value heads cannot share the key heads equally."""
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(f"{self.num_value_heads} value heads do not divide by {self.num_key_heads} key heads")
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
@@ -41,6 +89,9 @@ class AttentionSizes:
         scale: Factor on the scores; None: 1 / sqrt(head_dim).
         rotary_base: None: no position embedding.
         rotary_percent: The share of a head's channels that is rotated.
+        has_output_gate: True if each head's output is multiplied by the sigmoid of a gate that is projected next to
+            its query.
+        has_head_norms: True if queries and keys are RMS-normalized by head, before the rotation.
     """
 
     num_heads: int
@@ -49,6 +100,8 @@ class AttentionSizes:
     scale: float | None = None
     rotary_base: float | None = None
     rotary_percent: float = 1.0
+    has_output_gate: bool = False
+    has_head_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +125,8 @@ class ExpertsSizes:
         normalizes: Whether the routing weights of a token are divided by their sum.
         scaling: Factor on the routing weights.
         latent_size: What the routed experts read and write, between two projections; None: the hidden size.
+        has_shared_gate: True if the shared expert's output is multiplied by the sigmoid of one projected number a
+            token.
     """
 
     num_experts: int
@@ -85,6 +140,7 @@ class ExpertsSizes:
     normalizes: bool = True
     scaling: float = 1.0
     latent_size: int | None = None
+    has_shared_gate: bool = False
 
     @property
     def rule(self) -> RoutingRule:
@@ -109,7 +165,9 @@ class HybridArchitecture:
     """Everything a checkpoint's configuration says about a hybrid model.
 
     Args:
-        pattern: One symbol per layer: M Mamba, * attention, - feed-forward, E mixture of experts.
+        pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
+        zero_centered_norms: True if the factor of a norm with weight w is 1 + w, computed in fp32; of every norm but
+            the mixers' own.
         input_multiplier, residual_multiplier, output_multiplier: See `LocalSpecOptions`.
     """
 
@@ -118,11 +176,12 @@ class HybridArchitecture:
     hidden_size: int
     max_sequence_length: int
     norm_eps: float
-    mamba: MambaSizes
+    recurrent: MambaSizes | GatedDeltaSizes
     attention: AttentionSizes
     feed_forward: FeedForwardSizes
     experts: ExpertsSizes | None = None
     tie_embeddings: bool = False
+    zero_centered_norms: bool = False
     input_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     output_multiplier: float = 1.0
@@ -136,11 +195,10 @@ def check_architecture(architecture: HybridArchitecture) -> None:
 
 
 def _check_heads(architecture: HybridArchitecture) -> None:
-    attention, mamba = architecture.attention, architecture.mamba
+    attention = architecture.attention
     if attention.num_heads % attention.num_kv_heads:
         raise ValueError(f"{attention.num_heads} attention heads do not divide by {attention.num_kv_heads} KV heads")
-    if mamba.num_heads % mamba.num_groups:
-        raise ValueError(f"{mamba.num_heads} Mamba heads do not divide by {mamba.num_groups} groups")
+    architecture.recurrent.check()
     rotated = attention.head_dim * attention.rotary_percent
     if attention.rotary_base is not None and (int(rotated) % 2 or not 2 <= rotated <= attention.head_dim):
         raise ValueError(f"{rotated:g} of {attention.head_dim} channels of a head cannot be rotated in pairs")
@@ -153,3 +211,5 @@ def _check_experts(architecture: HybridArchitecture) -> None:
     if experts is None:
         raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
     experts.rule.check(experts.num_experts)
+    if experts.has_shared_gate and experts.shared_hidden_size is None:
+        raise ValueError("has_shared_gate needs a shared expert, but shared_hidden_size is None")

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
-from .architecture import ACTIVATIONS, ExpertsSizes, HybridArchitecture, check_architecture
+from .architecture import ACTIVATIONS, ExpertsSizes, HybridArchitecture, MambaSizes, check_architecture
 from .memory_errors import largest_sizes_named
 from .rank_part import RankPart, check_ranks, stage_lengths
 
@@ -27,7 +27,8 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     """
     check_buildable(architecture)
     part = RankPart.of_process(architecture)
-    mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
+    mamba, rotary_base = architecture.recurrent, architecture.attention.rotary_base
+    assert isinstance(mamba, MambaSizes)
     options = LocalSpecOptions(
         grain=mamba.ssm_chunk_size,
         d_conv=mamba.d_conv,
@@ -77,7 +78,8 @@ def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
     """Return Megatron's configuration of the architecture for the present ranks."""
-    mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
+    mamba, attention, experts = architecture.recurrent, architecture.attention, architecture.experts
+    assert isinstance(mamba, MambaSizes)
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
     return TransformerConfig(

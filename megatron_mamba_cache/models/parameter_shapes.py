@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .architecture import HybridArchitecture
+from .architecture import HybridArchitecture, MambaSizes
 from .placement import Split
 from .rank_part import EMBEDDINGS, OUTPUT
 
@@ -44,7 +44,8 @@ def filled_of(architecture: HybridArchitecture) -> Parameters:
 
 
 def _mamba(architecture: HybridArchitecture) -> Parameters:
-    mamba, hidden = architecture.mamba, architecture.hidden_size
+    mamba, hidden = architecture.recurrent, architecture.hidden_size
+    assert isinstance(mamba, MambaSizes)
     inner, bc, heads = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim, mamba.num_heads
     projected, convolved = (inner, inner, bc, bc, heads), (inner, bc, bc)  # z, x, B, C, dt; x, B, C
     by_head = WholeParameter((heads,), Split(0))

@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 
 from ..recurrences.mamba2.recurrence import Mamba2
 from ..recurrences.model_shape import RECURRENT, HybridModelShape, RecurrentLayers
-from .architecture import HybridArchitecture
+from .architecture import HybridArchitecture, MambaSizes
 from .parameter_shapes import parameters_of
 from .rank_part import RankPart, check_ranks
 
@@ -33,7 +33,8 @@ def part_shape(
         layers: Those of the rank; None: all.
         num_tensor_ranks: Ranks that share the layers; they divide the heads and their groups.
     """
-    mamba, attention = architecture.mamba, architecture.attention
+    mamba, attention = architecture.recurrent, architecture.attention
+    assert isinstance(mamba, MambaSizes)
     recurrence = Mamba2(
         num_heads=mamba.num_heads // num_tensor_ranks,
         head_dim=mamba.head_dim,

@@ -108,7 +108,7 @@ def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
         hidden_size=shape.hidden_size,
         max_sequence_length=shape.max_sequence_length,
         norm_eps=1e-5,
-        mamba=MambaSizes(
+        recurrent=MambaSizes(
             num_heads=shape.mamba_num_heads,
             head_dim=shape.mamba_head_dim,
             state_dim=shape.mamba_state_dim,

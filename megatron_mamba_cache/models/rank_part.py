@@ -120,11 +120,10 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
 
 def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
     """Return the sizes that are divided among tensor-parallel ranks."""
-    mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
+    attention, experts = architecture.attention, architecture.experts
     shared = {
         "vocab_size": architecture.vocab_size,
-        "number of Mamba heads": mamba.num_heads,
-        "number of Mamba groups": mamba.num_groups,
+        **architecture.recurrent.divided,
         "number of attention heads": attention.num_heads,
         "number of KV heads": attention.num_kv_heads,
     }

@@ -32,7 +32,7 @@ def architecture(pattern: str, num_kv_heads: int = 4, gated: bool = True, expert
         hidden_size=HIDDEN,
         max_sequence_length=64,
         norm_eps=1e-5,
-        mamba=MAMBA,
+        recurrent=MAMBA,
         attention=AttentionSizes(num_heads=8, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM),
         feed_forward=FeedForwardSizes(FEED_FORWARD, "silu", gated),
         experts=ExpertsSizes(3, 2, FEED_FORWARD, FEED_FORWARD, "softmax") if experts else None,

@@ -41,7 +41,7 @@ DENSE = HybridArchitecture(
     hidden_size=32,
     max_sequence_length=512,
     norm_eps=1e-4,
-    mamba=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
+    recurrent=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
     attention=AttentionSizes(4, 2, 8),
     feed_forward=FeedForwardSizes(48, "relu2", gated=False),
 )

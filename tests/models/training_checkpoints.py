@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron_mamba_cache.models.architecture import HybridArchitecture
+from megatron_mamba_cache.models.architecture import HybridArchitecture, MambaSizes
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 
@@ -64,7 +64,8 @@ def write_training_checkpoint(
 
 def arguments_of(architecture: HybridArchitecture) -> dict[str, Any]:
     """Return what Megatron-LM's command line would say of a model, and some of what else it says."""
-    mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
+    mamba, attention, experts = architecture.recurrent, architecture.attention, architecture.experts
+    assert isinstance(mamba, MambaSizes)
     feed_forward = architecture.feed_forward
     arguments = {
         "hybrid_override_pattern": architecture.pattern,

@@ -9,6 +9,7 @@ from ..architecture import (
     AttentionSizes,
     ExpertsSizes,
     FeedForwardSizes,
+    GatedDeltaSizes,
     HybridArchitecture,
     MambaSizes,
 )
@@ -17,10 +18,16 @@ from .json_file import read_json_object
 
 ARCHITECTURE_FILE = "hybrid_architecture.json"
 
+_MAMBA, _GATED_DELTA = "mamba", "gated_delta"
+"""The section with the sizes of recurrent layers has the name of their kind."""
+
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
     """Write the file into a directory."""
-    text = json.dumps(asdict(architecture), indent=2)
+    kind = _MAMBA if isinstance(architecture.recurrent, MambaSizes) else _GATED_DELTA
+    fields = asdict(architecture)
+    sections = {kind if name == "recurrent" else name: value for name, value in fields.items()}
+    text = json.dumps(sections, indent=2)
     (directory / ARCHITECTURE_FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -38,14 +45,32 @@ def read_architecture(directory: Path) -> HybridArchitecture:
         hidden_size=fields.integer("hidden_size"),
         max_sequence_length=fields.integer("max_sequence_length"),
         norm_eps=fields.number("norm_eps"),
-        mamba=_mamba(fields.section("mamba")),
+        recurrent=_recurrent(fields),
         attention=_attention(fields.section("attention")),
         feed_forward=_feed_forward(fields.section("feed_forward")),
         experts=_experts(fields.section("experts")) if fields.has("experts") else None,
         tie_embeddings=fields.flag("tie_embeddings", False),
+        zero_centered_norms=fields.flag("zero_centered_norms", False),
         input_multiplier=fields.factor("input_multiplier", 1.0),
         residual_multiplier=fields.factor("residual_multiplier", 1.0),
         output_multiplier=fields.factor("output_multiplier", 1.0),
+    )
+
+
+def _recurrent(fields: CheckpointConfig) -> MambaSizes | GatedDeltaSizes:
+    if fields.has(_MAMBA) and fields.has(_GATED_DELTA):
+        raise fields.error(f"has the sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have one of them")
+    return _gated_delta(fields.section(_GATED_DELTA)) if fields.has(_GATED_DELTA) else _mamba(fields.section(_MAMBA))
+
+
+def _gated_delta(fields: CheckpointConfig) -> GatedDeltaSizes:
+    return GatedDeltaSizes(
+        num_key_heads=fields.integer("num_key_heads"),
+        num_value_heads=fields.integer("num_value_heads"),
+        key_head_dim=fields.integer("key_head_dim"),
+        value_head_dim=fields.integer("value_head_dim"),
+        d_conv=fields.integer("d_conv", 4),
+        chunk_size=fields.integer("chunk_size", 64),
     )
 
 
@@ -71,6 +96,8 @@ def _attention(fields: CheckpointConfig) -> AttentionSizes:
         scale=fields.number("scale") if fields.has("scale") else None,
         rotary_base=fields.number("rotary_base") if fields.has("rotary_base") else None,
         rotary_percent=fields.number("rotary_percent", 1.0),
+        has_output_gate=fields.flag("has_output_gate", False),
+        has_head_norms=fields.flag("has_head_norms", False),
     )
 
 
@@ -92,4 +119,5 @@ def _experts(fields: CheckpointConfig) -> ExpertsSizes:
         normalizes=fields.flag("normalizes", True),
         scaling=fields.number("scaling", 1.0),
         latent_size=fields.integer("latent_size") if fields.has("latent_size") else None,
+        has_shared_gate=fields.flag("has_shared_gate", False),
     )

@@ -64,7 +64,7 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
         hidden_size=arguments.integer("hidden_size"),
         max_sequence_length=arguments.integer("max_position_embeddings"),
         norm_eps=_norm_epsilon(arguments),
-        mamba=_mamba(arguments),
+        recurrent=_mamba(arguments),
         attention=_attention(arguments),
         feed_forward=_feed_forward(arguments),
         experts=_experts(arguments) if "E" in pattern else None,

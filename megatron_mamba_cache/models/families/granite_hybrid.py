@@ -38,7 +38,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         hidden_size=config.integer("hidden_size"),
         max_sequence_length=config.integer("max_position_embeddings", 4096),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        mamba=mamba_shape(config),
+        recurrent=mamba_shape(config),
         attention=AttentionSizes(
             num_heads=num_heads,
             num_kv_heads=config.integer("num_key_value_heads", num_heads),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ..architecture import HybridArchitecture
+from ..architecture import HybridArchitecture, MambaSizes
 from ..placement import Placement, Split
 from ..rank_part import EMBEDDINGS, OUTPUT
 
@@ -19,7 +19,8 @@ def mamba_places(architecture: HybridArchitecture, layer: int, prefix: str, norm
         prefix: Checkpoint name of the mixer, with the trailing dot.
         norm: Checkpoint name of the norm before it.
     """
-    mamba, target = architecture.mamba, f"decoder.layers.{layer}."
+    mamba, target = architecture.recurrent, f"decoder.layers.{layer}."
+    assert isinstance(mamba, MambaSizes)
     inner, bc = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
     conv = Split(0, (inner, bc, bc))
     splits = {

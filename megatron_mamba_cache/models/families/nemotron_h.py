@@ -49,7 +49,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         hidden_size=config.integer("hidden_size"),
         max_sequence_length=config.integer("max_position_embeddings", 4096),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        mamba=MambaSizes(
+        recurrent=MambaSizes(
             num_heads=config.integer("mamba_num_heads"),
             head_dim=config.integer("mamba_head_dim"),
             state_dim=config.integer("ssm_state_size"),
