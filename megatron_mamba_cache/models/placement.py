@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +49,25 @@ class Placement:
 
     Args:
         target: Name of a Megatron parameter or buffer.
-        split: How ranks share what `select` returns.
-        select: The part of the checkpoint tensor that goes here.
-        view: The part of the rank's own target that it fills.
+        split: How ranks share what goes here.
+        entry: The entry of a stack of tensors that goes here; None: the tensor is not a stack.
+        rows: The rows of the tensor, or of the entry, that go here.
+        view: The part of the rank's own target that they fill.
     """
 
     target: str
     split: Split = Split()
-    select: Callable[[Tensor], Tensor] = _whole
+    entry: int | None = None
+    rows: Callable[[Tensor], Tensor] = _whole
     view: Callable[[Tensor], Tensor] = _whole
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """Return the part of a checkpoint tensor that goes here."""
+        return self.rows(tensor if self.entry is None else tensor[self.entry])
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of that part; see `stored_shape`."""
+        return _needed_shape(self.view(torch.empty(shapes[self.target], device="meta")))
 
 
 Placements = Mapping[str, tuple[Placement, ...]]
@@ -64,12 +75,21 @@ Placements = Mapping[str, tuple[Placement, ...]]
 
 
 def stacked(places: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Return the destinations of a tensor that stacks the tensors of these destinations, in this order."""
+    """Return the destinations of a tensor that stacks the tensors of these destinations, in this order.
 
-    def entry(index: int) -> Callable[[Tensor], Tensor]:
-        return lambda stack: stack[index]
+    Tensors with one target, such as the halves of a gated projection, are one entry together, each its equal share of
+    the rows.
+    """
+    entries = [list(parts) for _, parts in groupby(places, key=lambda place: place.target)]
 
-    return tuple(replace(place, select=entry(index)) for index, place in enumerate(places))
+    def share(part: int, count: int) -> Callable[[Tensor], Tensor]:
+        return lambda entry: entry.chunk(count)[part]
+
+    return tuple(
+        replace(place, entry=index, rows=share(part, len(entry)))
+        for index, entry in enumerate(entries)
+        for part, place in enumerate(entry)
+    )
 
 
 def _same_name(name: str) -> str:
@@ -77,14 +97,15 @@ def _same_name(name: str) -> str:
 
 
 def stored_shape(places: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the checkpoint tensor that goes to these places; where each selects one, it stacks parts.
+    """Return the shape of the checkpoint tensor that goes to these places.
 
     Args:
         shapes: Of the undivided model's parameters and buffers, by name.
     """
-    first = places[0]
-    part = _needed_shape(first.view(torch.empty(shapes[first.target], device="meta")))
-    return part if first.select is _whole else (len(places), *part)
+    first = places[0].entry
+    parts = [place.shape(shapes) for place in places if place.entry == first]
+    whole = (sum(part[0] for part in parts), *parts[0][1:])
+    return whole if first is None else (len({place.entry for place in places}), *whole)
 
 
 class ModelFiller:
@@ -177,7 +198,7 @@ def _reshaped(name: str, local: Tensor, part: Tensor) -> Tensor:
 
 def _needed_shape(part: Tensor) -> tuple[int, ...]:
     """Return a part's shape in checkpoints, which have attention by head, not by group of heads as the model."""
-    return (part[..., 0].numel(), part.shape[-1]) if part.dim() == 4 else _shape(part)
+    return (part[..., 0].numel(), part.shape[-1]) if part.dim() > 3 else _shape(part)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,9 @@
 """Tensor-parallel ranks together hold every checkpoint tensor once, each part on the rank that Megatron expects it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,15 +15,19 @@ from megatron_mamba_cache.models.architecture import (
     AttentionSizes,
     ExpertsSizes,
     FeedForwardSizes,
+    GatedDeltaSizes,
     HybridArchitecture,
     MambaSizes,
 )
-from megatron_mamba_cache.models.families import bamba, granite_hybrid, nemotron_h
-from megatron_mamba_cache.models.placement import ModelFiller, Placement, Placements, Split
+from megatron_mamba_cache.models.checkpoints.stored_names import StoredTensors
+from megatron_mamba_cache.models.families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
+from megatron_mamba_cache.models.placement import ModelFiller, Placement, Placements, Split, stored_shape
 
 HIDDEN, HEAD_DIM, FEED_FORWARD = 8, 3, 12
 MAMBA = MambaSizes(num_heads=8, head_dim=2, state_dim=3, num_groups=4, ssm_chunk_size=8)
 INNER, BC = 16, 12
+DELTA = GatedDeltaSizes(num_key_heads=4, num_value_heads=8, key_head_dim=3, value_head_dim=5)
+DELTA_ROWS = {"q": 12, "k": 12, "v": 40, "z": 40, "b": 8, "a": 8}
 SIZES = [1, 2, 4]
 MIXER, ATTENTION = "decoder.layers.0.mixer.", "decoder.layers.2.self_attention."
 
@@ -175,4 +182,65 @@ def test_each_expert_of_a_stack_is_split_like_a_gated_projection(size: int) -> N
         ModelFiller(models[-1], {name: places}, rank, size).fill(name, stacked)
     for place, expert in zip(places, stacked, strict=True):
         parts = [model.get_parameter(place.target).detach() for model in models]
+        assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(expert)
+
+
+def qwen(experts: bool = False) -> HybridArchitecture:
+    """Return an architecture of Gated DeltaNet and gated attention."""
+    plain = architecture("ME*E" if experts else "M-*-", experts=experts)
+    attention = replace(plain.attention, has_output_gate=True, has_head_norms=True)
+    return replace(plain, recurrent=DELTA, attention=attention)
+
+
+def delta_parts(family: ModuleType) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a mixer's first projections as a family stores them, and the rows of q, k, v, z, b and a."""
+    parts = {name: torch.rand(rows, HIDDEN) for name, rows in DELTA_ROWS.items()}
+    if family is qwen3_5:
+        stored = {"qkv": torch.cat([parts["q"], parts["k"], parts["v"]]), **{name: parts[name] for name in "zba"}}
+    else:
+        heads = {name: part.view(DELTA.num_key_heads, -1, HIDDEN) for name, part in parts.items()}
+        stored = {names: torch.cat([heads[name] for name in names], 1).flatten(0, 1) for names in ("qkvz", "ba")}
+    return {f"model.layers.0.linear_attn.in_proj_{name}.weight": tensor for name, tensor in stored.items()}, parts
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", [qwen3_next, qwen3_5])
+def test_each_rank_has_its_heads_of_every_part_of_a_delta_projection(family: ModuleType, size: int) -> None:
+    placements, (stored, parts) = family.placements_of(qwen()), delta_parts(family)
+    assert {name for name in placements if "in_proj" in name} == stored.keys()
+    rows = sum(DELTA_ROWS.values())
+    local = filled_ranks(placements, stored, (rows // size, HIDDEN), size)
+    assert joined(local, tuple(DELTA_ROWS.values())).equal(torch.cat(list(parts.values())))
+    shapes = {"decoder.layers.0.mixer.in_proj.weight": (rows, HIDDEN)}
+    assert {name: stored_shape(placements[name], shapes) for name in stored} == {
+        name: tensor.shape for name, tensor in stored.items()
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_output_gates_of_a_kv_head_follow_its_queries(size: int) -> None:
+    attention = "model.layers.1.self_attn."
+    tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in {"q": 16, "k": 4, "v": 4}.items()}
+    named = {f"{attention}{name}_proj.weight": tensor for name, tensor in tensors.items()}
+    local = filled_ranks(qwen3_5.placements_of(qwen()), named, (24 * HEAD_DIM // size, HIDDEN), size)
+    query, gate = tensors["q"].view(4, 2, 2, HEAD_DIM, HIDDEN).unbind(2)  # [KV head, query head, channel, hidden]
+    key, value = (tensors[name].view(4, 1, HEAD_DIM, HIDDEN) for name in "kv")
+    assert torch.cat(local).equal(torch.cat([query, gate, key, value], 1).flatten(0, 2))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_experts_stacked_with_both_projections_in_one_are_split_like_single_ones(size: int) -> None:
+    stacked, single = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.2.up_proj.weight"
+    usual = qwen3_next.placements_of(qwen(experts=True))
+    tensor = torch.rand(3, 2 * FEED_FORWARD, HIDDEN)
+    names = {stacked, *(name for name in usual if "gate_proj" not in name and "up_proj" not in name)}
+    names |= {name for name in usual if "shared_expert." in name or ".layers.1." in name}
+    places = StoredTensors.find(usual, names, qwen3_next.OTHER_NAMES, Path()).placements[stacked]
+    shapes = {place.target: (2 * FEED_FORWARD, HIDDEN) for place in places}
+    assert stored_shape(places, shapes) == tensor.shape and usual[single][0].target in shapes
+    models = [model_with({target: (2 * FEED_FORWARD // size, HIDDEN) for target in shapes}) for _ in range(size)]
+    for rank, model in enumerate(models):
+        ModelFiller(model, {stacked: places}, rank, size).fill(stacked, tensor)
+    for target, expert in zip(shapes, tensor, strict=True):
+        parts = [model.get_parameter(target).detach() for model in models]
         assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(expert)

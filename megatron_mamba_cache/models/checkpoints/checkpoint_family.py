@@ -8,11 +8,18 @@ from types import ModuleType
 import torch
 
 from ..architecture import HybridArchitecture
-from ..families import bamba, granite_hybrid, nemotron_h
+from ..families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
 from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
 from .stored_names import OtherNames
 
-FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
+FAMILIES: dict[str, ModuleType] = {
+    "nemotron_h": nemotron_h,
+    "bamba": bamba,
+    "granitemoehybrid": granite_hybrid,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+}
 """`model_type` of a config → the module that knows its architecture and tensor names."""
 
 _TEXT_PREFIXES = ("language_model.", "model.language_model.", "")
@@ -25,12 +32,14 @@ class CheckpointFamily:
     Attributes:
         module: The module of `FAMILIES`.
         config: The fields that describe the language model.
+        whole: All fields: `config`, or those of the larger model that contains it.
         dtype: bfloat16 if the file says that the weights are stored so, else float32.
         is_wrapped: True if a larger model contains the language model.
     """
 
     module: ModuleType
     config: CheckpointConfig
+    whole: CheckpointConfig
     dtype: torch.dtype
     is_wrapped: bool
 
@@ -50,7 +59,8 @@ class CheckpointFamily:
         is_bfloat16 = any(
             fields.equals(name, "bfloat16", None) for fields in (config, whole) for name in ("dtype", "torch_dtype")
         )
-        return CheckpointFamily(module, config, torch.bfloat16 if is_bfloat16 else torch.float32, is_wrapped)
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        return CheckpointFamily(module, config, whole, dtype, is_wrapped)
 
     def architecture(self, names: Collection[str] | None = None) -> HybridArchitecture:
         """Return the architecture that the configuration describes.
@@ -60,6 +70,8 @@ class CheckpointFamily:
                 has weights for both, as transformers does.
         """
         found: HybridArchitecture = self.module.architecture_of(self.config)
+        if self.is_wrapped and self.whole.flag("tie_word_embeddings", False):
+            found = replace(found, tie_embeddings=True)
         if names is None or not found.tie_embeddings:
             return found
         others, ends = self._other_names(), (self.module.ENDS["embeddings"], self.module.ENDS["output"])
@@ -74,6 +86,8 @@ class CheckpointFamily:
 
     def is_other_part(self, name: str) -> bool:
         """Return True if a tensor belongs to a larger model, not to its language model."""
+        if name.startswith(self._other_names().left_out):
+            return True
         return self.is_wrapped and not name.startswith(tuple(filter(None, _TEXT_PREFIXES)))
 
     def _other_names(self) -> OtherNames:

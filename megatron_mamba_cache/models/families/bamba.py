@@ -3,15 +3,13 @@
 from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
-from ..placement import Placement, Split
 from .layer_placements import (
     Places,
     attention_places,
     ends_places,
-    gate_half,
+    gated_mlp_places,
     mamba_places,
     mlp_norm_place,
-    up_half,
 )
 
 ENDS = {
@@ -60,7 +58,7 @@ def placements_of(architecture: HybridArchitecture) -> Places:
             places |= mamba_places(architecture, 2 * layer, f"{prefix}mamba.", norm)
         else:
             places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
-        places |= _gated_mlp(2 * layer + 1, f"{prefix}feed_forward.")
+        places |= gated_mlp_places(f"decoder.layers.{2 * layer + 1}.mlp.", f"{prefix}feed_forward.")
         places |= mlp_norm_place(2 * layer + 1, f"{prefix}pre_ff_layernorm.weight")
     return places
 
@@ -87,19 +85,10 @@ def mamba_shape(config: CheckpointConfig) -> MambaSizes:
     )
 
 
-def rotary_base(config: CheckpointConfig) -> float:
-    """Return the base of plain rotary embeddings; scaled ones are an error."""
+def rotary_base(config: CheckpointConfig, plain: tuple[str, ...] = ("default",)) -> float:
+    """Return the base of plain rotary embeddings; others, such as scaled ones, are an error."""
     rope = config.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind != "default":
-        raise config.error(f"rope_type={kind!r} is not supported, only 'default'")
+    if kind not in plain:
+        raise config.error(f"rope_type={kind!r} is not supported, only {', '.join(map(repr, plain))}")
     return rope.number("rope_theta", config.number("rope_theta", 10_000.0))
-
-
-def _gated_mlp(layer: int, prefix: str) -> Places:
-    fc1 = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
-    return {
-        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=gate_half),),
-        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=up_half),),
-        f"{prefix}down_proj.weight": (Placement(f"decoder.layers.{layer}.mlp.linear_fc2.weight", Split(1)),),
-    }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ..architecture import HybridArchitecture, MambaSizes
+from ..architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from ..placement import Placement, Split
 from ..rank_part import EMBEDDINGS, OUTPUT
 
@@ -37,23 +37,57 @@ def mamba_places(architecture: HybridArchitecture, layer: int, prefix: str, norm
     return {**places, norm: (Placement(f"{target}norm.weight"),)}
 
 
+def gated_delta_places(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Places:
+    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; see `mamba_places`."""
+    target = f"decoder.layers.{layer}."
+    splits = {
+        "conv1d.weight": Split(0, in_proj_sections(architecture)[:3]),
+        "A_log": Split(0),
+        "dt_bias": Split(0),
+        "norm.weight": Split(),
+        "out_proj.weight": Split(1),
+    }
+    places = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
+    return {**places, norm: (Placement(f"{target}norm.weight"),)}
+
+
+def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
+    """Return the rows of q, k, v, z, b and a in the projection before a Gated DeltaNet mixer."""
+    sizes = architecture.recurrent
+    assert isinstance(sizes, GatedDeltaSizes)
+    key, value = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads * sizes.value_head_dim
+    return key, key, value, value, sizes.num_value_heads, sizes.num_value_heads
+
+
 def attention_places(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Places:
-    """Return where an attention layer's tensors go; see `mamba_places`. Megatron interleaves q, k and v by KV head."""
+    """Return where an attention layer's tensors go; see `mamba_places`.
+
+    Megatron interleaves q, k and v by KV head. An output gate's rows follow the query's of each head in checkpoints,
+    all queries' of the KV head in Megatron.
+    """
     attention, target = architecture.attention, f"decoder.layers.{layer}."
     per_group = attention.num_heads // attention.num_kv_heads
-    shape = (-1, per_group + 2, attention.head_dim, architecture.hidden_size)
+    parts_of_a_head = 2 if attention.has_output_gate else 1
+    k, v = parts_of_a_head * per_group, parts_of_a_head * per_group + 1
+    shape = (-1, v + 1, attention.head_dim, architecture.hidden_size)
 
-    def part(start: int, stop: int) -> Callable[[Tensor], Tensor]:
-        return lambda qkv: qkv.view(shape)[:, start:stop]
+    def queries(qkv: Tensor) -> Tensor:
+        return qkv.view(shape)[:, :k].unflatten(1, (parts_of_a_head, per_group)).transpose(1, 2)
+
+    def one_of(part: int) -> Callable[[Tensor], Tensor]:
+        return lambda qkv: qkv.view(shape)[:, part : part + 1]
 
     qkv = f"{target}self_attention.linear_qkv.weight"
-    return {
-        f"{prefix}q_proj.weight": (Placement(qkv, Split(0), view=part(0, per_group)),),
-        f"{prefix}k_proj.weight": (Placement(qkv, Split(0), view=part(per_group, per_group + 1)),),
-        f"{prefix}v_proj.weight": (Placement(qkv, Split(0), view=part(per_group + 1, per_group + 2)),),
+    places: Places = {
+        f"{prefix}q_proj.weight": (Placement(qkv, Split(0), view=queries),),
+        f"{prefix}k_proj.weight": (Placement(qkv, Split(0), view=one_of(k)),),
+        f"{prefix}v_proj.weight": (Placement(qkv, Split(0), view=one_of(v)),),
         f"{prefix}o_proj.weight": (Placement(f"{target}self_attention.linear_proj.weight", Split(1)),),
         norm: (Placement(f"{target}input_layernorm.weight"),),
     }
+    for name in ("q", "k") if attention.has_head_norms else ():
+        places[f"{prefix}{name}_norm.weight"] = (Placement(f"{target}self_attention.{name}_layernorm.weight"),)
+    return places
 
 
 def mlp_norm_place(layer: int, norm: str) -> Places:
@@ -61,13 +95,26 @@ def mlp_norm_place(layer: int, norm: str) -> Places:
     return {norm: (Placement(f"decoder.layers.{layer}.pre_mlp_layernorm.weight"),)}
 
 
-def gate_half(fc1: Tensor) -> Tensor:
-    """Return the half of a gated first projection that is activated."""
+def gated_mlp_places(target: str, prefix: str) -> Places:
+    """Return where the tensors of a gated MLP go.
+
+    Args:
+        target: Megatron's name of the MLP, with the trailing dot.
+        prefix: Its checkpoint name, with the trailing dot.
+    """
+    fc1 = f"{target}linear_fc1.weight"
+    return {
+        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=_first_half),),
+        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=_second_half),),
+        f"{prefix}down_proj.weight": (Placement(f"{target}linear_fc2.weight", Split(1)),),
+    }
+
+
+def _first_half(fc1: Tensor) -> Tensor:
     return fc1[: fc1.shape[0] // 2]
 
 
-def up_half(fc1: Tensor) -> Tensor:
-    """Return the half of a gated first projection that is multiplied in."""
+def _second_half(fc1: Tensor) -> Tensor:
     return fc1[fc1.shape[0] // 2 :]
 
 

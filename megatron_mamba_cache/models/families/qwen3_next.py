@@ -1,0 +1,189 @@
+"""Qwen3-Next checkpoints: a Gated DeltaNet mixer or gated attention, then experts or a gated MLP."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, GatedDeltaSizes, HybridArchitecture
+from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
+from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
+from ..checkpoints.stored_names import OtherNames
+from ..placement import Placement, Split
+from .bamba import rotary_base
+from .layer_placements import (
+    Places,
+    attention_places,
+    ends_places,
+    gated_delta_places,
+    gated_mlp_places,
+    in_proj_sections,
+    mlp_norm_place,
+)
+
+ENDS = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "output": "lm_head.weight"}
+STACKS = {
+    ".mlp.experts.{}.gate_proj.weight": ".mlp.experts.gate_up_proj",
+    ".mlp.experts.{}.up_proj.weight": ".mlp.experts.gate_up_proj",
+    ".mlp.experts.{}.down_proj.weight": ".mlp.experts.down_proj",
+}
+OTHER_NAMES = OtherNames(parts={"model.": ("",)}, stacks=STACKS)  # without prefix: a model without its output layer
+
+_SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
+
+Projections = Callable[[HybridArchitecture, str, str], Places]
+"""Returns where the first projections of a Gated DeltaNet mixer go: architecture, target, prefix of their names."""
+
+
+def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
+    """Return the architecture that a Qwen3-Next or Qwen3.5 configuration describes; one layer is two in Megatron."""
+    config.require("attention_bias", False, False)
+    config.require("attn_output_gate", True, True)
+    config.require("hidden_act", "silu", "silu")  # also used by the mixers
+    config.require("mamba_ssm_dtype", "float32", "float32")
+    mixers = _mixers(config)
+    experts = _experts(config)
+    feed_forward = _feed_forward(config, len(mixers), experts)
+    return HybridArchitecture(
+        pattern="".join(f"{mixer}{mlp}" for mixer, mlp in zip(mixers, feed_forward, strict=True)),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 32768),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        recurrent=GatedDeltaSizes(
+            num_key_heads=config.integer("linear_num_key_heads"),
+            num_value_heads=config.integer("linear_num_value_heads"),
+            key_head_dim=config.integer("linear_key_head_dim"),
+            value_head_dim=config.integer("linear_value_head_dim"),
+            d_conv=config.integer("linear_conv_kernel_dim", 4),
+        ),
+        attention=AttentionSizes(
+            num_heads=config.integer("num_attention_heads"),
+            num_kv_heads=config.integer("num_key_value_heads"),
+            head_dim=config.integer("head_dim", 256),
+            rotary_base=rotary_base(config, ("default", "mrope")),  # they differ for images only
+            rotary_percent=config.section("rope_parameters", "rope_scaling").number(
+                "partial_rotary_factor", config.number("partial_rotary_factor", 0.25)
+            ),
+            has_output_gate=True,
+            has_head_norms=True,
+        ),
+        feed_forward=FeedForwardSizes(_dense_size(config, feed_forward, experts), "silu", gated=True),
+        experts=experts if "E" in feed_forward else None,
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        zero_centered_norms=True,
+    )
+
+
+def placements_of(architecture: HybridArchitecture) -> Places:
+    """Return where each tensor of a Qwen3-Next checkpoint goes."""
+    return places_with(architecture, _projections)
+
+
+def places_with(architecture: HybridArchitecture, projections: Projections) -> Places:
+    """Return where each tensor of a checkpoint goes whose Gated DeltaNet mixers have these first projections."""
+    places = ends_places(architecture, ENDS)
+    symbols = zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True)
+    for layer, (mixer, feed_forward) in enumerate(symbols):
+        prefix = f"model.layers.{layer}."
+        norm = f"{prefix}input_layernorm.weight"
+        if mixer == "M":
+            places |= gated_delta_places(architecture, 2 * layer, f"{prefix}linear_attn.", norm)
+            in_proj = f"decoder.layers.{2 * layer}.mixer.in_proj.weight"
+            places |= projections(architecture, in_proj, f"{prefix}linear_attn.")
+        else:
+            places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        places |= mlp_norm_place(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
+        target = f"decoder.layers.{2 * layer + 1}.mlp."
+        if feed_forward == "E":
+            places |= _mixture(architecture, target, f"{prefix}mlp.")
+        else:
+            places |= gated_mlp_places(target, f"{prefix}mlp.")
+    return places
+
+
+def section_view(architecture: HybridArchitecture, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    """Return what takes the rows of some sections, see `in_proj_sections`, from a rank's first projection."""
+    sections = in_proj_sections(architecture)
+    first, last, end = sum(sections[:start]), sum(sections[:stop]), sum(sections)
+    return lambda in_proj: in_proj[first * in_proj.shape[0] // end : last * in_proj.shape[0] // end]
+
+
+def _mixers(config: CheckpointConfig) -> list[str]:
+    if config.has("layer_types"):
+        mixers = config.each_of("layer_types", _SYMBOLS)
+        config.require("num_hidden_layers", len(mixers), len(mixers))
+        return mixers
+    interval = config.integer("full_attention_interval", 4)
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    return ["M" if (layer + 1) % interval else "*" for layer in range(num_layers)]
+
+
+def _experts(config: CheckpointConfig) -> ExpertsSizes | None:
+    is_dense = config.equals("model_type", "qwen3_5_text", "")
+    num_experts = 0 if is_dense else config.integer("num_experts", least=0, most=MOST_EXPERTS)
+    if not num_experts:
+        return None
+    experts = ExpertsSizes(
+        num_experts=num_experts,
+        top_k=config.integer("num_experts_per_tok"),
+        hidden_size=config.integer("moe_intermediate_size"),
+        shared_hidden_size=config.integer("shared_expert_intermediate_size"),
+        score="softmax",
+        normalizes=config.flag("norm_topk_prob", True),
+        has_shared_gate=True,
+    )
+    return checked_choice(config, experts, ChoiceFields("num_experts", "num_experts_per_tok"))
+
+
+def _feed_forward(config: CheckpointConfig, num_layers: int, experts: ExpertsSizes | None) -> str:
+    """Return the symbols of the feed-forward layers."""
+    if experts is None:
+        return "-" * num_layers
+    step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers", num_layers)
+    return "".join("-" if layer in dense or (layer + 1) % step else "E" for layer in range(num_layers))
+
+
+def _dense_size(config: CheckpointConfig, feed_forward: str, experts: ExpertsSizes | None) -> int:
+    if "-" in feed_forward or experts is None or experts.shared_hidden_size is None:
+        return config.integer("intermediate_size")
+    return experts.shared_hidden_size  # no layer has the other, which some configurations lack
+
+
+def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Places:
+    """Return the places of projections whose rows are grouped by key head: [q | k | v | z] and [b | a] of each."""
+    return {
+        f"{prefix}in_proj_qkvz.weight": _by_key_head(architecture, in_proj, range(4)),
+        f"{prefix}in_proj_ba.weight": _by_key_head(architecture, in_proj, range(4, 6)),
+    }
+
+
+def _by_key_head(architecture: HybridArchitecture, in_proj: str, sections: range) -> tuple[Placement, ...]:
+    sizes = architecture.recurrent
+    assert isinstance(sizes, GatedDeltaSizes)
+    heads, rows = sizes.num_key_heads, in_proj_sections(architecture)
+
+    def of_each_head(section: int) -> Callable[[Tensor], Tensor]:
+        start, width = sum(rows[sections.start : section]) // heads, rows[section] // heads
+        return lambda tensor: tensor.unflatten(0, (heads, -1))[:, start : start + width].flatten(0, 1)
+
+    return tuple(
+        Placement(
+            in_proj,
+            Split(0),
+            rows=of_each_head(section),
+            view=section_view(architecture, section, section + 1),
+        )
+        for section in sections
+    )
+
+
+def _mixture(architecture: HybridArchitecture, target: str, prefix: str) -> Places:
+    assert architecture.experts is not None
+    places: Places = {
+        f"{prefix}gate.weight": (Placement(f"{target}router.weight"),),
+        f"{prefix}shared_expert_gate.weight": (Placement(f"{target}shared_experts.gate_weight"),),
+        **gated_mlp_places(f"{target}shared_experts.", f"{prefix}shared_expert."),
+    }
+    for expert in range(architecture.experts.num_experts):
+        places |= gated_mlp_places(f"{target}experts.local_experts.{expert}.", f"{prefix}experts.{expert}.")
+    return places
