@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import along_first_dim, redirect_padding
-from .rows import PAD_SLOT
+from .rows import PAD_SLOT, PrefillRows
 
 
 def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,6 +29,13 @@ def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     states = values.index_select(0, redirect).to(pool.dtype)
     states = torch.where(along_first_dim(targets != PAD_SLOT, states), states, pool[:1])
     pool.index_copy_(0, targets.clamp_min(0), states)
+
+
+def store_empty_rows(pool: Tensor, rows: PrefillRows) -> None:
+    """Write the initial state of each row without tokens into its final slot."""
+    is_empty = rows.cu_rows[1:] == rows.cu_rows[:-1]
+    states = load_slots(pool, rows.initial_slots, pool.dtype)
+    store_slots(pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)
 
 
 def copy_slots_ref(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:

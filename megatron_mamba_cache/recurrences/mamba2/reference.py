@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...kernels.reference import along_first_dim, compute_dtype
 from ..quantized_states import QuantizedStates, store_quantized_ref
-from ..reference_slots import load_slots, store_slots
+from ..reference_slots import load_slots, store_empty_rows, store_slots
 from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
 from .inputs import SSMTokens, SSMWeights
 
@@ -39,7 +39,7 @@ def ssd_scan_ref(
     """
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_rows.shape[0]
-    _store_empty_rows(ssm_pool, rows)
+    store_empty_rows(ssm_pool, rows)
     y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what is past a chunk's end
     if num_tokens == 0 or num_chunks == 0:
         return y[:num_tokens]
@@ -112,12 +112,6 @@ def _chunk_slots(rows: PrefillRows) -> _ChunkSlots:
     final_slots = torch.where(is_last, rows.final_slots.index_select(0, owner), PAD_SLOT)
     stored_slots = torch.stack([boundary_slots, final_slots], dim=1)
     return _ChunkSlots(starts, ends, is_first, rows.initial_slots.index_select(0, owner), stored_slots)
-
-
-def _store_empty_rows(ssm_pool: Tensor, rows: PrefillRows) -> None:
-    is_empty = rows.cu_rows[1:] == rows.cu_rows[:-1]
-    states = load_slots(ssm_pool, rows.initial_slots, ssm_pool.dtype)
-    store_slots(ssm_pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)
 
 
 def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:

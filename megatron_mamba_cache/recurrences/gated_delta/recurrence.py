@@ -1,0 +1,124 @@
+"""Gated DeltaNet as a recurrence: the sizes of its layers on this rank, and how rows of a step compute."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..conv.conv import causal_conv
+from ..conv.verify import conv_verify
+from ..interface import LayerStates, StateDtypes, StateTensor
+from ..rows import DecodeRows, PrefillRows, ReplayRows
+from .inputs import DeltaTokens, GateWeights
+from .scan import delta_scan
+from .verify import delta_verify
+
+CONV, STATE = "conv", "state"
+"""The state tensors of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """The weights of a layer's convolution and gates.
+
+    Args:
+        conv: [conv_dim, d_conv].
+        A_log, dt_bias: [value heads].
+    """
+
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+
+    @property
+    def gates(self) -> GateWeights:
+        """The weights of the gates."""
+        return GateWeights(self.A_log, self.dt_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """The sizes of Gated DeltaNet layers on this rank; a `Recurrence`. States after drafts have slots.
+
+    Args:
+        num_key_heads, num_value_heads: Value head h reads key head h // (value heads / key heads).
+        d_conv: Taps of the convolution, which has no bias.
+        grain: Tokens of a chunk of the scan; that of the whole model, even if this rank has no such layer.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    d_conv: int
+    grain: int
+
+    name = "gated_delta"
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: those of q, k and v, in this order."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
+        """Return the convolution's window, [d_conv - 1, conv_dim], and the state, [value heads, key_dim, value_dim]."""
+        state = (self.num_value_heads, self.key_dim, self.value_dim)
+        return (
+            StateTensor(CONV, (self.d_conv - 1, self.conv_dim), dtypes.window, motion="window"),
+            StateTensor(STATE, state, dtypes.whole, is_matrix=True),
+        )
+
+    def prefill(
+        self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillRows
+    ) -> Tensor:
+        """Compute packed prompt tokens; write the states at boundaries and at the rows' ends, in place.
+
+        Args:
+            qkv: [tokens, conv_dim], as projected.
+            b, a: [tokens, value heads], likewise.
+
+        Returns:
+            [tokens, value heads, value_dim].
+        """
+        is_live = states.cached is states.live
+        ends = None if is_live else states.cached[CONV]
+        qkv = causal_conv(qkv, weights.conv, None, states.live[CONV], rows, ends=ends)
+        quantized = None if is_live else states.cached[STATE]
+        return delta_scan(self._tokens(qkv, b, a), weights.gates, states.live[STATE], rows, self.grain, quantized)
+
+    def decode(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        states: LayerStates,
+        rows: DecodeRows,
+        replay: ReplayRows | None = None,
+    ) -> Tensor:
+        """Compute one token and the drafts of each row, in place; arguments and result as in `prefill`.
+
+        Args:
+            replay: None: states after drafts have slots.
+        """
+        if replay is not None:
+            raise ValueError(f"states of {self.name} layers cannot be replayed: keep states after drafts in slots")
+        qkv = conv_verify(qkv, weights.conv, None, states.live[CONV], rows)
+        return delta_verify(self._tokens(qkv, b, a), weights.gates, states.live[STATE], rows, after_conv=True)
+
+    def no_states(self, dtype: torch.dtype, device: torch.device) -> LayerStates:
+        """Return one slot of zeros, for rows that start from no state and keep none."""
+        tensors = self.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
+        live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}
+        return LayerStates(live, live)
+
+    def _tokens(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaTokens:
+        of_keys = self.num_key_heads * self.key_dim
+        q, k, v = qkv.split([of_keys, of_keys, self.num_value_heads * self.value_dim], dim=-1)
+        return DeltaTokens(
+            q=q.unflatten(-1, (-1, self.key_dim)),
+            k=k.unflatten(-1, (-1, self.key_dim)),
+            v=v.unflatten(-1, (-1, self.value_dim)),
+            b=b,
+            a=a,
+        )

@@ -1,0 +1,148 @@
+"""Reference of the gated delta rule, token by token: over packed prompts, and over a few tokens of each request."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.reference import compute_dtype
+from ..quantized_states import QuantizedStates, store_quantized_ref
+from ..reference_slots import load_slots, store_empty_rows, store_slots
+from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
+from .inputs import EPS, DeltaTokens, GateWeights, write_strengths
+
+_TOKENS_AT_ONCE = 64
+"""Tokens of which all states are kept until those at boundaries are stored."""
+
+
+def delta_scan_ref(
+    tokens: DeltaTokens,
+    gates: GateWeights,
+    pool: Tensor,
+    rows: PrefillRows,
+    quantized: QuantizedStates | None = None,
+) -> Tensor:
+    """Compute packed rows token by token, carrying each row's state from and to the pool.
+
+    A token's bits depend on its row's tokens and initial state alone. Writes the states at chunk and row ends in place.
+
+    Args:
+        pool: [slots, value heads, key_dim, value_dim].
+        quantized: The states that `rows.chunk_slots` number, for those at chunk ends; None: `pool`.
+
+    Returns:
+        [tokens, value heads, value_dim] in v's dtype; zeros past the last chunk.
+    """
+    store_empty_rows(pool, rows)
+    num_tokens, num_chunks = tokens.v.shape[0], rows.chunk_rows.shape[0]
+    if num_tokens == 0 or num_chunks == 0:
+        return torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
+    dtype = compute_dtype(tokens.v)
+    steps, places = _Steps(tokens, gates, dtype), _token_places(rows, num_tokens)
+    state = torch.zeros(pool.shape[1:], dtype=dtype, device=pool.device)
+    outputs = []
+    for first in range(0, num_tokens, _TOKENS_AT_ONCE):
+        group = slice(first, first + _TOKENS_AT_ONCE)
+        states = []
+        for token, initial in enumerate(load_slots(pool, places.initial_slots[group], dtype).unbind(), first):
+            state, y = steps.advance(torch.where(places.is_first[token], initial, state), token)
+            states.append(state)
+            outputs.append(y)
+        ends = torch.stack(states)
+        if quantized is None:
+            store_slots(pool, places.boundary_slots[group], ends)
+        else:
+            store_quantized_ref(quantized, places.boundary_slots[group], ends)
+        store_slots(pool, places.final_slots[group], ends)
+    return torch.where(places.exists[:, None, None], torch.stack(outputs), 0).to(tokens.v.dtype)
+
+
+def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeRows) -> Tensor:
+    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+
+    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
+
+    Args:
+        pool: [slots, value heads, key_dim, value_dim].
+
+    Returns:
+        [tokens, value heads, value_dim] in v's dtype; zeros past the last row.
+    """
+    dtype = compute_dtype(tokens.v)
+    packed = PackedTokens(rows)
+    padded = DeltaTokens(
+        *(packed.gather(t).transpose(0, 1) for t in (tokens.q, tokens.k, tokens.v, tokens.b, tokens.a))
+    )
+    steps = _Steps(padded, gates, dtype)
+    source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
+    states = load_slots(pool, source, dtype)  # [rows, value heads, key_dim, value_dim]
+    outputs, kept = [], []
+    for token in range(rows.max_len):
+        states, y = steps.advance(states, token)
+        outputs.append(y)
+        kept.append(states.to(pool.dtype))
+        states = kept[-1].to(dtype)
+    slots = torch.where(packed.inside, rows.columns[:, : rows.max_len], PAD_SLOT)
+    store_slots(pool, slots.flatten(), torch.stack(kept, dim=1).flatten(0, 1))
+    return packed.scatter(torch.stack(outputs, dim=1), tokens.v)
+
+
+class _TokenPlaces(NamedTuple):
+    """What rows and chunks say of each packed token, [tokens]; slots are PAD_SLOT where there is none.
+
+    Args:
+        exists: False past the last row.
+        is_first: True for the first token of its row.
+        initial_slots: Of the state before the token, if it is its row's first.
+        boundary_slots, final_slots: Of the state after the token, if it is the last of its chunk or row.
+    """
+
+    exists: Tensor
+    is_first: Tensor
+    initial_slots: Tensor
+    boundary_slots: Tensor
+    final_slots: Tensor
+
+
+def _token_places(rows: PrefillRows, num_tokens: int) -> _TokenPlaces:
+    num_chunks = rows.chunk_rows.shape[0]
+    places = torch.arange(num_tokens, device=rows.cu_rows.device)
+    chunk_ends, cu_rows = rows.cu_chunks[1:].to(torch.int64), rows.cu_rows.to(torch.int64)
+    chunk = torch.searchsorted(chunk_ends, places, right=True)
+    exists = chunk < num_chunks
+    chunk = chunk.clamp_max(num_chunks - 1)
+    row = rows.chunk_rows.index_select(0, chunk).to(torch.int64)
+    is_first = exists & (places == cu_rows.index_select(0, row))
+    is_last = exists & (places + 1 == cu_rows.index_select(0, row + 1))
+    is_end = exists & (places + 1 == chunk_ends.index_select(0, chunk))
+    return _TokenPlaces(
+        exists=exists,
+        is_first=is_first,
+        initial_slots=torch.where(is_first, rows.initial_slots.index_select(0, row), PAD_SLOT),
+        boundary_slots=torch.where(is_end, rows.chunk_slots.index_select(0, chunk), PAD_SLOT),
+        final_slots=torch.where(is_last, rows.final_slots.index_select(0, row), PAD_SLOT),
+    )
+
+
+class _Steps:
+    """Tokens as each step reads them, [tokens, ..., value heads, ...]: queries and keys normalized, gates computed."""
+
+    def __init__(self, tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> None:
+        times = tokens.v.shape[-2] // tokens.q.shape[-2]
+        q, k = (_normalized(t.to(dtype)).repeat_interleave(times, dim=-2) for t in (tokens.q, tokens.k))
+        self._q = (q / q.shape[-1] ** 0.5)[..., None].unbind()
+        self._k = k[..., None].unbind()
+        self._v = tokens.v.to(dtype).unbind()
+        self._beta = write_strengths(tokens.b).to(dtype)[..., None].unbind()
+        self._decay = torch.exp(gates.log_decays(tokens.a, dtype))[..., None, None].unbind()
+
+    def advance(self, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        """Return the state [..., value heads, key_dim, value_dim] after a token, and the token's output."""
+        state = state * self._decay[token]
+        correction = (self._v[token] - (state * self._k[token]).sum(-2)) * self._beta[token]
+        state = state + self._k[token] * correction[..., None, :]
+        return state, (state * self._q[token]).sum(-2)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)

@@ -1,0 +1,110 @@
+"""Random inputs of the gated delta rule, and the rule itself, token by token in fp64."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights
+
+NAMES = ("q", "k", "v", "b", "a")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Sizes of a layer."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 7
+    value_dim: int = 5
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a state."""
+        return (self.value_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSteps:
+    """Packed tokens and a layer's gates."""
+
+    tokens: DeltaTokens
+    gates: GateWeights
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+        return self.tokens.v.shape[0]
+
+    def __getitem__(self, tokens: slice | Sequence[int]) -> "DeltaSteps":
+        """Return some of the tokens, copied."""
+        return self._with_tokens(lambda tensor: tensor[tokens].clone())
+
+    def joined_with(self, before: Sequence["DeltaSteps"], after: Sequence["DeltaSteps"]) -> "DeltaSteps":
+        """Return these tokens between those of others."""
+        parts = [*(steps.tokens for steps in before), self.tokens, *(steps.tokens for steps in after)]
+        return replace(
+            self, tokens=DeltaTokens(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
+        )
+
+    def cast(self, dtype: torch.dtype) -> "DeltaSteps":
+        """Return the tokens in another dtype."""
+        return self._with_tokens(lambda tensor: tensor.to(dtype))
+
+    def cpu(self) -> "DeltaSteps":
+        """Return them on the CPU, where each step costs no launches."""
+        return replace(
+            self._with_tokens(Tensor.cpu), gates=GateWeights(self.gates.A_log.cpu(), self.gates.dt_bias.cpu())
+        )
+
+    def poison(self, tokens: slice) -> None:
+        """Make some tokens NaN."""
+        for name in NAMES:
+            getattr(self.tokens, name)[tokens] = float("nan")
+
+    def recurrence(self, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the outputs in fp64, and the state before each token and after the last."""
+        times = self.tokens.v.shape[1] // self.tokens.q.shape[1]
+        q, k, v, b, a = (getattr(self.tokens, name).double() for name in NAMES)
+        q, k = ((t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(times, 1) for t in (q, k))
+        q = q / q.shape[-1] ** 0.5
+        beta = torch.sigmoid(b).to(self.tokens.b.dtype).double()
+        softplus = torch.nn.functional.softplus(a + self.gates.dt_bias.double(), threshold=100)
+        decay = torch.exp(-torch.exp(self.gates.A_log.double()) * softplus)
+        states, outputs = [state.double()], []
+        for t in range(self.num_tokens):
+            kept = decay[t][:, None, None] * states[-1]
+            written = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", kept, k[t]))
+            states.append(kept + torch.einsum("hk,hv->hkv", k[t], written))
+            outputs.append(torch.einsum("hkv,hk->hv", states[-1], q[t]))
+        return torch.stack(outputs) if outputs else v, states
+
+    def _with_tokens(self, change: Callable[[Tensor], Tensor]) -> "DeltaSteps":
+        return replace(self, tokens=DeltaTokens(*(change(getattr(self.tokens, name)) for name in NAMES)))
+
+
+def random_steps(
+    num_tokens: int, device: str, shape: DeltaShape = DeltaShape(), *, dtype: torch.dtype = torch.float32
+) -> DeltaSteps:
+    """Return random tokens of one dtype, and gates of float32, or of float64 like the tokens.
+
+    Decays are those of an initialized model: A from 0 to 16, time steps from 0.001 to 0.1.
+    """
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(sizes).to(device, dtype)
+
+    tokens = DeltaTokens(
+        q=randn(num_tokens, shape.key_heads, shape.key_dim),
+        k=randn(num_tokens, shape.key_heads, shape.key_dim),
+        v=randn(num_tokens, shape.value_heads, shape.value_dim),
+        b=randn(num_tokens, shape.value_heads),
+        a=randn(num_tokens, shape.value_heads),
+    )
+    of_gates = torch.float64 if dtype == torch.float64 else torch.float32
+    A_log = torch.log(16 * torch.rand(shape.value_heads) + 1e-3)
+    time_steps = 10 ** (-3 + 2 * torch.rand(shape.value_heads))
+    dt_bias = torch.log(torch.expm1(time_steps))
+    return DeltaSteps(tokens, GateWeights(A_log.to(device, of_gates), dt_bias.to(device, of_gates)))
