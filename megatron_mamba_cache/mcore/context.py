@@ -400,14 +400,10 @@ class MambaCacheContext(DynamicInferenceContext):
     @override
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
         """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
-        self.append_packing(layer_number, None, key.squeeze(1), value.squeeze(1))
-
-    def append_packing(self, layer_number: int, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
-        """As `append_key_value_cache`; return the queries packed. All [tokens, kv heads, ...], see `append_kv`."""
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         batch = self.step.batch
-        keys, values = (new[: batch.num_tokens] for new in (key, value))
-        return append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets, query)
+        keys, values = (new.squeeze(1)[: batch.num_tokens] for new in (key, value))
+        append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""

@@ -2,11 +2,21 @@
 
 from typing import Any
 
+import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from ..kernels.attention.attention_inputs import write_attention_inputs
+from ..kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
+from ..kernels.attention.kv_append import append_kv
+from ..kernels.attention.output_gate import gate_output
+from .between_layers import LayerRMSNorm
 from .supported_settings import check_settings
+
+_TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The tables of Megatron's angles, by dtype. A graph that reads one keeps the angles; see `HybridInferenceWrapper`."""
 
 
 class CachingSelfAttention(SelfAttention):
@@ -46,10 +56,12 @@ class CachingSelfAttention(SelfAttention):
                 hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **settings
             )
         rotary = self._rotary_pair(rotary_pos_emb)
-        if rotary is None and self._has_plain_heads():
-            out = self._attend_views(hidden_states, inference_context)
+        if self._is_computed_by_head(rotary):
+            out, gate = self._attend_views(hidden_states, inference_context, None if rotary is None else rotary[0])
         else:
-            query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+            query, key, value, *gates = self.get_query_key_value_tensors(
+                hidden_states, output_gate=self.config.attention_output_gate
+            )
             query, key, value, rotary, _, _ = self._adjust_key_value_for_inference(
                 inference_context, query, key, value, rotary
             )
@@ -58,25 +70,70 @@ class CachingSelfAttention(SelfAttention):
                     query, rotary[0], self.config, None, self.pg_collection.cp
                 )
             out = inference_context.attend(query.squeeze(1), key, value)
+            gate = gates[0] if gates else None
+        if gate is not None:
+            out = gate_output(out, gate)
         return self.linear_proj(out.flatten(1).unsqueeze(1))
 
-    def _has_plain_heads(self) -> bool:
-        """Return whether queries, keys and values are parts of the joint projection as they are."""
-        config = self.config
-        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
-        return not has_norms and not config.test_mode and config.num_query_groups >= self.world_size
+    def _is_computed_by_head(self, rotary: Any) -> bool:
+        """Return whether queries, keys and values are parts of the joint projection, but for what a kernel computes."""
+        config, norms = self.config, (self.q_layernorm, self.k_layernorm)
+        has_kernel = norms == (None, None) or all(type(norm) is LayerRMSNorm for norm in norms)
+        if rotary is not None:
+            is_plain = not config.rotary_interleaved and not config.apply_rope_fusion
+            has_kernel = has_kernel and is_plain and rotary[0] is rotary[1]
+        return has_kernel and not config.test_mode and config.num_query_groups >= self.world_size
 
-    def _attend_views(self, hidden_states: Tensor, inference_context: Any) -> Tensor:
-        """Attend views of the joint projection; the launch that writes the keys also packs the queries."""
-        mixed, sizes = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
-        query, key, value = mixed.squeeze(1).split(sizes, dim=-1)  # [tokens, kv heads, ...]
-        query = query.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+    def _attend_views(
+        self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend views of the joint projection; return the result, and the view of its gates.
+
+        The launch that writes the keys also packs the queries, and norms and rotates both.
+        """
+        mixed, _ = self.linear_qkv(hidden_states)
+        dim, num_groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        queries = self.num_attention_heads_per_partition // num_groups
+        counts = (queries, queries, 1, 1) if self.config.attention_output_gate else (queries, 1, 1)
+        heads = mixed.view(len(mixed), num_groups, sum(counts), dim)  # [tokens, kv heads, heads, dim]
+        query, *gates, key, value = heads.split(counts, dim=2)
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
-        query = inference_context.append_packing(layer, query, key, value)
-        return inference_context.attend(query, *inference_context.key_value_cache(layer)[:2])
+        k_cache, v_cache, _ = inference_context.key_value_cache(layer)
+        batch = inference_context.step.batch
+        keys, values = (new.squeeze(2)[: batch.num_tokens] for new in (key, value))
+        places = k_cache, v_cache, batch.token_blocks, batch.token_offsets
+        changes = self._head_changes(batch.positions, None if angles is None else rotation_table(angles, query.dtype))
+        if changes is None:
+            packed = append_kv(keys, values, *places, query)
+        else:
+            packed = write_attention_inputs(query, keys, values, *places, changes)
+        return inference_context.attend(packed, k_cache, v_cache), gates[0] if gates else None
+
+    def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:
+        """Return what is computed of queries and keys by head; None for nothing."""
+        query, key = self.q_layernorm, self.k_layernorm
+        if query is None and table is None:
+            return None
+        return HeadChanges(
+            None if query is None else HeadNorms(query.weight, key.weight, query.eps, getattr(query, "offset", 0.0)),
+            None if table is None else Rotation(table, positions),
+        )
 
     def _rotary_pair(self, rotary_pos_emb: Any) -> Any:
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if rotary_pos_emb is None or skips:
             return None
         return rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+
+
+def rotation_table(angles: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the table of a `Rotation` for Megatron's angles [positions, 1, 1, 2 * half], which it lives as long as.
+
+    As in Megatron, cosines and sines are rounded to the dtype of queries.
+    """
+    tables = _TABLES.setdefault(angles, {})
+    if dtype not in tables:
+        half = angles.flatten(1)[:, : angles.shape[-1] // 2]
+        tables[dtype] = torch.stack((half.cos(), half.sin()), dim=1).to(dtype)
+    found: Tensor = tables[dtype]
+    return found

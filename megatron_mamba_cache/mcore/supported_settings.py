@@ -9,7 +9,6 @@ _SUPPORTED: Mapping[str, Any] = {
     # Attention over the paged cache is computed by kernels that know none of these.
     "window_size": None,
     "softmax_type": "vanilla",
-    "attention_output_gate": False,
     "multi_latent_attention": False,
     # Megatron's forward asks a context of its own for what these need.
     "flash_decode": False,

@@ -23,6 +23,8 @@ GROUPS = [
         "test_align_copy.py",
         "test_gated_norm.py",
         "test_kv_append.py",
+        "test_attention_inputs.py",
+        "test_output_gate.py",
         "test_grouped_product.py",
         "test_product_tiles.py",
     ],

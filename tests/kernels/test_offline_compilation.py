@@ -11,8 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
+from megatron_mamba_cache.kernels.attention.attention_inputs import write_attention_inputs
+from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
+from megatron_mamba_cache.kernels.attention.output_gate import gate_output
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
@@ -227,6 +230,55 @@ def test_kv_append_compiles_with_wide_accesses(
     append_kv(joint[:, :, dim : 2 * dim], joint[:, :, 2 * dim :], caches[0], caches[1], places, places)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == accesses | {"b32"}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "queries", "dim", "rotated", "has_norms"),
+    [(2, 8, 256, 64, True), (4, 6, 256, 64, True), (8, 4, 128, 64, False), (8, 4, 128, 128, False)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inputs_of_attention_compile_with_wide_accesses_and_once(
+    kv_heads: int,
+    queries: int,
+    dim: int,
+    rotated: int,
+    has_norms: bool,
+    dtype: torch.dtype,
+    compile_for_hopper: Compile,
+) -> None:
+    compiled = compile_for_hopper(attention_inputs, "_inputs_kernel")
+    joint = torch.empty(65, kv_heads, (2 * queries + 2) * dim, dtype=dtype)
+    query, _, key, value = joint.split((queries * dim, queries * dim, dim, dim), dim=-1)
+    caches, weights = torch.empty(2, 3, 4, kv_heads, dim, dtype=dtype), torch.empty(2, dim, dtype=dtype)
+    table = torch.empty(9, 2, rotated // 2, dtype=dtype)
+    for num_tokens in (1, 2, 16, 65):
+        places = torch.zeros(num_tokens, dtype=torch.int32)
+        changes = HeadChanges(
+            HeadNorms(weights[0], weights[1], 1e-6, 1.0) if has_norms else None, Rotation(table, places.long())
+        )
+        write_attention_inputs(
+            query[:num_tokens].unflatten(-1, (queries, dim)),
+            key[:num_tokens],
+            value[:num_tokens],
+            caches[0],
+            caches[1],
+            places,
+            places,
+            changes,
+        )
+    assert len(compiled.compiled) == 1
+    assert global_accesses(compiled.ptx[0], "st") == {"v4.b32"}
+    assert "fma.rn.f32" not in compiled.ptx[0]
+
+
+@pytest.mark.parametrize(("kv_heads", "queries"), [(2, 8), (4, 6)])
+def test_the_output_gate_compiles_with_wide_accesses(kv_heads: int, queries: int, compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(output_gate, "_gate_kernel")
+    joint = torch.empty(5, kv_heads, (2 * queries + 2) * 256, dtype=torch.bfloat16)
+    gate = joint[:, :, queries * 256 : 2 * queries * 256].unflatten(-1, (queries, 256))
+    gate_output(torch.empty(5, kv_heads * queries, 256, dtype=torch.bfloat16), gate)
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx) == {"v4.b32"}
 
 
 @pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512), (8192, 8192)])

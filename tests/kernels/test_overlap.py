@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_mamba_cache.kernels import overlap
-from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
+from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     grouped_product,
@@ -70,6 +71,13 @@ def shared_products() -> object:
     return pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2), half(128, 64))
 
 
+def change_heads() -> object:
+    norms, rotation = HeadNorms(half(64), half(64), 1e-6), Rotation(half(3, 2, 16), torch.zeros(1, dtype=torch.int64))
+    heads = half(1, 2, 4, 64), half(1, 2, 64), half(1, 2, 64)
+    caches, places = (half(2, 16, 2, 64), half(2, 16, 2, 64)), (int32(1), int32(1))
+    return attention_inputs.write_attention_inputs(*heads, *caches, *places, HeadChanges(norms, rotation))
+
+
 ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_place_kernel")
 """Kernels that one call launches."""
 
@@ -123,6 +131,8 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(
         half(1, 2, 64), half(1, 2, 64), half(2, 16, 2, 64), half(2, 16, 2, 64), int32(1), int32(1)
     ),
+    (attention_inputs, "_inputs_kernel"): change_heads,
+    (output_gate, "_gate_kernel"): lambda: output_gate.gate_output(half(1, 8, 64), half(1, 2, 4, 64)),
 }
 
 

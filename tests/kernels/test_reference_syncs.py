@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
-from megatron_mamba_cache.kernels.attention.reference_attention import append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels.attention.reference_attention import (
+    append_kv_ref,
+    paged_attention_ref,
+    write_attention_inputs_ref,
+)
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens, greedy_tokens_ref
 from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
@@ -165,6 +170,13 @@ def append_call() -> Callable[[], object]:
     return lambda: append_kv_ref(new[0], new[1], k_cache, v_cache, blocks, offsets)
 
 
+def inputs_call() -> Callable[[], object]:
+    new, caches, query = randn(2, 3, 2, 8), randn(2, 9, 4, 2, 8), randn(4, 2, 2, 8)
+    places = int32(1, -1, 4), int32(0, 1, 2)
+    changes = HeadChanges(HeadNorms(randn(8), randn(8), 1e-6), Rotation(randn(5, 2, 3), int32(0, 4, 2).long()))
+    return lambda: write_attention_inputs_ref(query, new[0], new[1], caches[0], caches[1], *places, changes)
+
+
 def sampling_call() -> Callable[[], object]:
     logits, temperature, top_p, uniforms = (
         randn(3, 50),
@@ -217,6 +229,7 @@ CALLS = [
     align_call,
     attention_call,
     append_call,
+    inputs_call,
     sampling_call,
     verification_call,
 ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     grouped_product,
@@ -53,8 +53,10 @@ KERNELS = (
     (gated_norm, "_gated_group_norm_kernel"),
     (grouped_product, "_grouped_product_kernel"),
     (grouped_product_hopper, "_product_kernel"),
+    (attention_inputs, "_inputs_kernel"),
     (kv_append, "_append_kv_kernel"),
     (one_token, "_one_token_kernel"),
+    (output_gate, "_gate_kernel"),
     (pair_products, "_pairs_kernel"),
     (product_sums, "_sum_kernel"),
     (product_tiles, "_tiles_kernel"),

@@ -98,7 +98,6 @@ def test_a_model_with_experts_is_built() -> None:
         ("glu_linear_offset", 1.0, "1.0.*support"),
         ("window_size", (4, 0), r"\(4, 0\).*support"),
         ("softmax_type", "off-by-one", "'off-by-one'.*support"),
-        ("attention_output_gate", True, "True.*support"),
         ("multi_latent_attention", True, "True.*support"),
         ("flash_decode", True, "True.*support"),
         ("fp8", "e4m3", "'e4m3'.*support"),

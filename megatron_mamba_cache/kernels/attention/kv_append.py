@@ -99,9 +99,9 @@ def append_kv(
 
     Reference: `append_kv_ref`. CUDA-graph safe: no host sync, one launch.
     """
-    _check(key, value, k_cache, v_cache, token_block, token_offset)
+    check_append(key, value, k_cache, v_cache, token_block, token_offset)
     if query is not None:
-        _check_query(query, key)
+        check_query(query, key)
     if key.numel() == 0 or not launches_kernel(key) or torch.float64 in (key.dtype, k_cache.dtype):
         return append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset, query)
     num_tokens, num_heads, head_dim = key.shape
@@ -139,7 +139,8 @@ def append_kv(
     return packed
 
 
-def _check_query(query: Tensor, key: Tensor) -> None:
+def check_query(query: Tensor, key: Tensor) -> None:
+    """Raise `ValueError` if queries do not fit their keys; see `append_kv`."""
     if query.dim() != 4 or (*query.shape[1:2], *query.shape[3:]) != key.shape[1:] or len(query) < len(key):
         raise ValueError(
             f"need query [at least {len(key)} tokens, kv_heads, queries, dim] of keys {tuple(key.shape)}, "
@@ -152,9 +153,10 @@ def _check_query(query: Tensor, key: Tensor) -> None:
         )
 
 
-def _check(
+def check_append(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
 ) -> None:
+    """Raise `ValueError` if new keys and values do not fit the caches and their places; see `append_kv`."""
     if key.dim() != 3 or k_cache.dim() != 4 or key.shape != value.shape or key.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
             "need key and value [tokens, kv_heads, dim] and caches [blocks, block_size, kv_heads, dim], "

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..reference import compute_dtype, redirect_padding
 from .attention_rows import AttentionRows
+from .head_changes import HeadChanges, Rotation
 
 _QUERY_TILE = 256
 _MAX_GROUPED_QUERY = 16  # query tokens of a row that is computed together with its neighbours
@@ -64,6 +65,45 @@ def append_kv_ref(
         content = new.index_select(0, redirect).to(cache.dtype)
         cache.index_put_((blocks, offsets), torch.where(any_valid, content, cache[0, 0]))
     return packed
+
+
+def write_attention_inputs_ref(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    token_block: Tensor,
+    token_offset: Tensor,
+    changes: HeadChanges,
+) -> Tensor:
+    """Change queries and keys, cache keys and values, in place, and pack queries; see `write_attention_inputs`."""
+    num_tokens, norms, rotation = len(key), changes.norms, changes.rotation
+    queries = query[:num_tokens]
+    if norms is not None:
+        queries = _normed(queries, norms.query, norms.offset, norms.eps)
+        key = _normed(key, norms.key, norms.offset, norms.eps)
+    if rotation is not None:
+        queries, key = _rotated(queries, rotation), _rotated(key, rotation)
+    append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset)
+    return torch.cat((queries, query[num_tokens:])).flatten(1, 2)
+
+
+def _normed(heads: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
+    """Return RMSNorm of the last dimension times weight + offset, rounded once."""
+    dtype = compute_dtype(heads)
+    wide = heads.to(dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (weight.to(dtype) + offset)).to(heads.dtype)
+
+
+def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Return heads [tokens, ..., dim] rotated by the tokens' positions; every op rounds to their dtype."""
+    angles = rotation.table.index_select(0, rotation.positions[: len(heads)])
+    cosine, sine = angles.view(len(heads), *[1] * (heads.dim() - 2), *angles.shape[1:]).unbind(-2)
+    half = angles.shape[2]
+    first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
