@@ -76,6 +76,22 @@ def test_norm_of_any_group_size(
     torch.testing.assert_close(out.double(), expected_norm(y, z, weight, group_size), rtol=tolerance, atol=1e-7)
 
 
+@both_ops
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
+def test_an_offset_is_added_to_the_weights_in_float32(
+    dtype: torch.dtype, tolerance: float, op: Callable[..., Tensor], device: str
+) -> None:
+    torch.manual_seed(0)
+    y, _, weight = inputs(5, 96, device, dtype)
+    weight = weight * 2**-9  # 1 + w has no such digits in bfloat16
+    out = op(y, None, weight, 96, EPS, 1.0)
+    expected = expected_norm(y, None, 1 + weight.double(), 96)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-7)
+    if dtype == torch.bfloat16:
+        folded = op(y, None, (1 + weight.float()).bfloat16(), 96, EPS)
+        assert (folded != out).any()
+
+
 def test_double_precision_stays_double(device: str) -> None:
     y, z, weight = inputs(3, 24, device, torch.float64)
     out = gated_group_norm(y, z, weight, 8, EPS)

@@ -22,6 +22,7 @@ GROUPS = [
         "test_conv_verify.py",
         "test_align_copy.py",
         "test_gated_norm.py",
+        "test_norm_and_gate.py",
         "test_kv_append.py",
         "test_attention_inputs.py",
         "test_output_gate.py",

@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.attention.attention_inputs import write_attent
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output
-from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
@@ -291,6 +291,15 @@ def test_gated_norm_compiles_with_wide_accesses(
     gated_group_norm(rows[:, :channels], rows[:, -channels:], torch.empty(channels, dtype=dtype), group_size, 1e-5)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == {"v4.b32"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_and_gate_compile_with_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(norm_and_gate, "_norm_and_gate_kernel")
+    rows = torch.empty(3, 2 * 4096 + 128, dtype=dtype)
+    norm_and_gate.norm_and_gate(rows[:, :4096], rows[:, -4096:], torch.empty(128, dtype=dtype), 1e-6)
+    (ptx,) = compiled.ptx
+    assert "v4.b32" in global_accesses(ptx)
 
 
 # Each takes seconds to compile: by default each tiling once, shapes and dtypes in turn.

@@ -25,7 +25,7 @@ from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.feed_forward import gated_silu, squared_relu
 from megatron_mamba_cache.kernels.linear import one_token
-from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
+from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate, residual_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences.conv import conv
@@ -104,6 +104,9 @@ ORDER = ExpertOrder(int32(2), int32(1, 2), int32(5))
 LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (gated_norm, "_gated_group_norm_kernel"): lambda: gated_norm.gated_group_norm(
         half(1, 64), None, half(64), 64, 1e-5
+    ),
+    (norm_and_gate, "_norm_and_gate_kernel"): lambda: norm_and_gate.norm_and_gate(
+        half(1, 128), half(1, 128), half(64), 1e-6
     ),
     (router_logits, "_logits_kernel"): lambda: router_logits.router_logits(half(2, 64), half(4, 64)),
     (routing, "_route_kernel"): lambda: routing.route(torch.zeros(1, 1, 4), None, RoutingRule(top_k=2)),

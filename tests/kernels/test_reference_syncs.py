@@ -17,6 +17,7 @@ from megatron_mamba_cache.kernels.attention.reference_attention import (
     write_attention_inputs_ref,
 )
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.norm.norm_and_gate import norm_and_gate
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens, greedy_tokens_ref
 from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
 from megatron_mamba_cache.kernels.sampling.sampling import (
@@ -131,6 +132,7 @@ def token_kernels_call() -> Callable[[], object]:
     return lambda: (
         append_kv(new[0], new[1], cache[0], cache[1], blocks, offsets),
         gated_group_norm(y, z, weight, 8, 1e-5),
+        norm_and_gate(y, z, weight[:8], 1e-6),
     )
 
 

@@ -11,22 +11,22 @@ from tests.kernels.packed_rows import same_bits
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 96), (3, 1, 1500), (2, 4096), (0, 8)])
-@pytest.mark.parametrize("multiplier", [1.0, 0.22])
+@pytest.mark.parametrize(("multiplier", "offset"), [(1.0, 0.0), (0.22, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_both_results_are_those_of_two_passes(
-    shape: tuple[int, ...], multiplier: float, dtype: torch.dtype, device: str
+    shape: tuple[int, ...], multiplier: float, offset: float, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(shape[-1])
     output, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(shape[-1], device=device).to(dtype)
     expected = residual + (output if multiplier == 1.0 else output * multiplier)
-    normed = gated_group_norm(expected.flatten(0, -2), None, weight, shape[-1], 1e-5).view(shape)
+    normed = gated_group_norm(expected.flatten(0, -2), None, weight, shape[-1], 1e-5, offset).view(shape)
     is_launched = dtype != torch.float64 and residual.numel() > 0
     with launches_expected(residual_norm, "_add_and_norm_kernel", of_kernel=is_launched, device=device):
-        found = add_and_norm(output, residual, weight, 1e-5, multiplier)
+        found = add_and_norm(output, residual, weight, 1e-5, multiplier, offset)
     for op, (total, its_norm) in (
         ("op", found),
-        ("twin", add_and_norm_ref(output, residual, weight, 1e-5, multiplier)),
+        ("twin", add_and_norm_ref(output, residual, weight, 1e-5, multiplier, offset)),
     ):
         rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float64: 1e-14}[dtype]
         torch.testing.assert_close(total, expected, rtol=rounding, atol=rounding, msg=op)

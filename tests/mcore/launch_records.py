@@ -22,7 +22,7 @@ from megatron_mamba_cache.kernels.experts import (
     weighted_sum,
 )
 from megatron_mamba_cache.kernels.linear import one_token
-from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.recurrences import align_copy
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
@@ -55,6 +55,7 @@ KERNELS = (
     (grouped_product_hopper, "_product_kernel"),
     (attention_inputs, "_inputs_kernel"),
     (kv_append, "_append_kv_kernel"),
+    (norm_and_gate, "_norm_and_gate_kernel"),
     (one_token, "_one_token_kernel"),
     (output_gate, "_gate_kernel"),
     (pair_products, "_pairs_kernel"),

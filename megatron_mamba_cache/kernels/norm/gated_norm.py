@@ -31,6 +31,7 @@ def _gated_group_norm_kernel(
     y_stride,
     z_stride,
     eps,
+    offset,
     CHANNELS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -49,14 +50,16 @@ def _gated_group_norm_kernel(
     if IS_GATED:
         gate = tl.load(z + token * z_stride + channel, mask=inside, other=0).to(tl.float32)
         values *= gate / (1 + tl.exp(-gate))
-    scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32) + offset
     mean = tl.sum(values * values, axis=1, keep_dims=True) / GROUP_SIZE
     normed = values * (1 / tl.sqrt(mean + eps)) * scale
     tl.store(out + token * CHANNELS + channel, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """Return RMSNorm(y * silu(z)) over groups of channels, times `weight`; RMSNorm(y) without `z`.
+def gated_group_norm(
+    y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float, offset: float = 0.0
+) -> Tensor:
+    """Return RMSNorm(y * silu(z)) over groups of channels, times `weight` + `offset`; RMSNorm(y) without `z`.
 
     A token's result depends on that token alone, to the bit. The reference computes in float64 and where a
     gradient is needed.
@@ -65,6 +68,7 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
         y, z: [tokens, channels]; channels contiguous.
         weight: [channels].
         group_size: Channels that are normalized together, a divisor of the channels.
+        offset: Added to the weights in fp32; 1 for those of a zero-centred norm.
 
     Returns:
         [tokens, channels], contiguous, in y's dtype.
@@ -76,7 +80,7 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
     """
     _check(y, z, weight, group_size)
     if not launches_kernel(y) or y.dtype == torch.float64 or wants_gradient(y, z, weight):
-        return gated_group_norm_ref(y, z, weight, group_size, eps)
+        return gated_group_norm_ref(y, z, weight, group_size, eps, offset)
     num_tokens, channels = y.shape
     out = torch.empty(num_tokens, channels, dtype=y.dtype, device=y.device)
     if out.numel() == 0:
@@ -93,6 +97,7 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
         y_stride=y.stride(0),
         z_stride=gate.stride(0),
         eps=eps,
+        offset=offset,
         CHANNELS=channels,
         GROUP_SIZE=group_size,
         WIDTH=width,

@@ -25,6 +25,7 @@ def _add_and_norm_kernel(
     normed,
     multiplier,
     eps,
+    offset,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -33,7 +34,7 @@ def _add_and_norm_kernel(
     channel = tl.arange(0, WIDTH)
     inside = channel < CHANNELS
     place = tl.program_id(0).to(tl.int64) * CHANNELS + channel
-    scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32) + offset
     await_written(OVERLAPS)
     added = tl.load(output + place, mask=inside, other=0).to(tl.float32)
     kept = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
@@ -46,15 +47,16 @@ def _add_and_norm_kernel(
 
 
 def add_and_norm(
-    output: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0
+    output: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return residual + multiplier * output, and RMSNorm of it times `weight`.
+    """Return residual + multiplier * output, and RMSNorm of it times `weight` + `offset`.
 
     A token's results depend on that token alone, to the bit.
 
     Args:
         output, residual: [..., channels], contiguous.
         weight: [channels]; must not be written by kernels that may still run.
+        offset: Added to the weights in fp32; 1 for those of a zero-centred norm.
 
     Returns:
         Both [..., channels], contiguous, in the residual's dtype.
@@ -66,7 +68,7 @@ def add_and_norm(
     """
     _check(output, residual, weight)
     if not launches_kernel(residual) or not is_computed_in_fp32(residual):
-        return add_and_norm_ref(output, residual, weight, eps, multiplier)
+        return add_and_norm_ref(output, residual, weight, eps, multiplier, offset)
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
     channels = weight.shape[0]
     width = triton.next_power_of_2(channels)
@@ -79,6 +81,7 @@ def add_and_norm(
             normed=normed,
             multiplier=multiplier,
             eps=eps,
+            offset=offset,
             CHANNELS=channels,
             WIDTH=width,
             num_warps=max(4, min(16, width // 256)),
