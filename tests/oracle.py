@@ -12,6 +12,7 @@ from tests.oracle_layers import (
     ACTIVATIONS,
     AttentionLayer,
     ExpertLayer,
+    GatedDeltaLayer,
     MambaLayer,
     MLPLayer,
     Routing,
@@ -20,7 +21,7 @@ from tests.oracle_layers import (
     rms_norm,
 )
 
-Layer = MambaLayer | ToyMatrixLayer | ToyVectorLayer | AttentionLayer | MLPLayer | ExpertLayer
+Layer = MambaLayer | GatedDeltaLayer | ToyMatrixLayer | ToyVectorLayer | AttentionLayer | MLPLayer | ExpertLayer
 
 ROUTING_MARGIN = 1e-6
 
@@ -29,11 +30,9 @@ UNSUPPORTED_SETTINGS = (
     "add_bias_linear",
     "add_qkv_bias",
     "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
     "glu_linear_offset",
-    "layernorm_zero_centered_gamma",
     "multi_latent_attention",
-    "qk_layernorm",
+    "qk_l2_norm",
     "rotary_interleaved",
     "window_size",
 )
@@ -83,7 +82,7 @@ class HybridOracle:
         return cls(
             embedding=embedding,
             layers=tuple(readers[kind](layer, model) for kind, layer in kinds),
-            final_norm=_fp64(decoder.final_norm.weight),
+            final_norm=_norm_weight(decoder.final_norm, model.config),
             output=embedding if is_tied else _fp64(model.output_layer.weight),
             epsilon=model.config.layernorm_epsilon,
         )
@@ -142,6 +141,11 @@ def _fp64(parameter: Tensor) -> Tensor:
     return parameter.detach().to(torch.float64, copy=True)
 
 
+def _norm_weight(norm: Any, config: Any) -> Tensor:
+    """Return the factor of a norm: its weights, or one more than they are."""
+    return _fp64(norm.weight) + (1 if config.layernorm_zero_centered_gamma else 0)
+
+
 def _check_settings(model: Any) -> None:
     config = model.config
     for name in UNSUPPORTED_SETTINGS:
@@ -157,14 +161,19 @@ def _check_settings(model: Any) -> None:
 
 def _recurrent_layer(layer: Any, model: Any) -> Layer:
     name = getattr(getattr(layer.mixer, "recurrence", None), "name", "mamba2")
-    readers = {"mamba2": _mamba_layer, "toy_matrix": _toy_matrix_layer, "toy_vector": _toy_vector_layer}
+    readers = {
+        "mamba2": _mamba_layer,
+        "gated_delta": _gated_delta_layer,
+        "toy_matrix": _toy_matrix_layer,
+        "toy_vector": _toy_vector_layer,
+    }
     return readers[name](layer, model)
 
 
 def _toy_matrix_layer(layer: Any, model: Any) -> ToyMatrixLayer:
     mixer = layer.mixer
     return ToyMatrixLayer(
-        input_norm=_fp64(layer.norm.weight),
+        input_norm=_norm_weight(layer.norm, model.config),
         in_proj=_fp64(mixer.in_proj),
         taps=_fp64(mixer.taps),
         decays=_fp64(mixer.decays),
@@ -176,7 +185,7 @@ def _toy_matrix_layer(layer: Any, model: Any) -> ToyMatrixLayer:
 
 def _toy_vector_layer(layer: Any, model: Any) -> ToyVectorLayer:
     return ToyVectorLayer(
-        input_norm=_fp64(layer.norm.weight),
+        input_norm=_norm_weight(layer.norm, model.config),
         in_proj=_fp64(layer.mixer.in_proj),
         out_proj=_fp64(layer.mixer.out_proj),
         epsilon=model.config.layernorm_epsilon,
@@ -186,7 +195,7 @@ def _toy_vector_layer(layer: Any, model: Any) -> ToyVectorLayer:
 def _mamba_layer(layer: Any, model: Any) -> MambaLayer:
     mixer, config = layer.mixer, model.config
     return MambaLayer(
-        input_norm=_fp64(layer.norm.weight),
+        input_norm=_norm_weight(layer.norm, model.config),
         in_proj=_fp64(mixer.in_proj.weight),
         conv_weight=_fp64(mixer.conv1d.weight)[:, 0],
         conv_bias=_fp64(mixer.conv1d.bias),
@@ -200,12 +209,27 @@ def _mamba_layer(layer: Any, model: Any) -> MambaLayer:
     )
 
 
+def _gated_delta_layer(layer: Any, model: Any) -> GatedDeltaLayer:
+    mixer = layer.mixer
+    return GatedDeltaLayer(
+        input_norm=_norm_weight(layer.norm, model.config),
+        in_proj=_fp64(mixer.in_proj.weight),
+        conv_weight=_fp64(mixer.conv1d.weight)[:, 0],
+        a_log=_fp64(mixer.A_log),
+        dt_bias=_fp64(mixer.dt_bias),
+        head_norm=_fp64(mixer.norm.weight),
+        out_proj=_fp64(mixer.out_proj.weight),
+        num_key_heads=model.config.linear_num_key_heads,
+        epsilon=model.config.layernorm_epsilon,
+    )
+
+
 def _attention_layer(layer: Any, model: Any) -> AttentionLayer:
     config, attention = model.config, layer.self_attention
     qkv = _fp64(attention.linear_qkv.weight)
     has_rope = model.position_embedding_type == "rope"
     return AttentionLayer(
-        input_norm=_fp64(layer.input_layernorm.weight),
+        input_norm=_norm_weight(layer.input_layernorm, config),
         qkv=qkv,
         proj=_fp64(attention.linear_proj.weight),
         num_groups=config.num_query_groups,
@@ -213,20 +237,27 @@ def _attention_layer(layer: Any, model: Any) -> AttentionLayer:
         scale=config.softmax_scale or config.kv_channels**-0.5,
         rope_frequencies=_fp64(model.rotary_pos_emb.inv_freq).to(qkv.device) if has_rope else None,
         epsilon=config.layernorm_epsilon,
+        head_norms=_head_norms(attention, config) if config.qk_layernorm else None,
+        has_gate=config.attention_output_gate,
     )
+
+
+def _head_norms(attention: Any, config: Any) -> tuple[Tensor, Tensor]:
+    return _norm_weight(attention.q_layernorm, config), _norm_weight(attention.k_layernorm, config)
 
 
 def _expert_layer(layer: Any, model: Any) -> ExpertLayer:
     config, mlp, norm = model.config, layer.mlp, layer.pre_mlp_layernorm
     latent = [getattr(mlp, name, None) for name in ("fc1_latent_proj", "fc2_latent_proj")]
     return ExpertLayer(
-        input_norm=_fp64(norm.weight),
+        input_norm=_norm_weight(norm, config),
         router=_fp64(mlp.router.weight),
         routing=_routing(mlp.router, config),
         experts=tuple(_feed_forward(expert, norm, config) for expert in _experts(mlp.experts)),
         shared=_feed_forward(mlp.shared_experts, norm, config),
         latent=None if latent[0] is None else (_fp64(latent[0].weight), _fp64(latent[1].weight)),
         epsilon=config.layernorm_epsilon,
+        shared_gate=_fp64(mlp.shared_experts.gate_weight) if config.moe_shared_expert_gate else None,
     )
 
 
@@ -267,7 +298,7 @@ def _feed_forward(mlp: Any, norm: Any, config: Any) -> MLPLayer:
     if name not in ACTIVATIONS:
         raise ValueError(f"need an activation of {sorted(ACTIVATIONS)}, got {name}")
     return MLPLayer(
-        input_norm=_fp64(norm.weight),
+        input_norm=_norm_weight(norm, config),
         fc1=_fp64(mlp.linear_fc1.weight),
         fc2=_fp64(mlp.linear_fc2.weight),
         activation=ACTIVATIONS[name],

@@ -1,7 +1,8 @@
 """The layers of the oracle: plain functions of fp64 weights over one whole sequence.
 
 The Mamba2 layer uses the quadratic form of state space duality (Dao and Gu 2024, "Transformers are SSMs", equation
-16): y = (L ∘ C Bᵀ)(dt x), where L[t, s] is the decay from token s to token t.
+16): y = (L ∘ C Bᵀ)(dt x), where L[t, s] is the decay from token s to token t. The Gated DeltaNet layer solves for what
+all tokens write at once: the delta rule makes each write depend linearly on the earlier ones.
 """
 
 import math
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GATED_NORM_EPSILON = 1e-5
+LENGTH_EPSILON = 1e-6
+"""What Gated DeltaNet adds to the squared length of a query or key."""
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -44,7 +47,8 @@ class MambaLayer:
         group_width = (len(self.conv_weight) - inner) // 2
         projected = rms_norm(hidden, self.input_norm, self.epsilon) @ self.in_proj.T
         z, mixed, dt = projected.split([inner, len(self.conv_weight), num_heads], dim=-1)
-        x, b, c = F.silu(self._convolve(mixed)).split([inner, group_width, group_width], dim=-1)
+        convolved = convolve(mixed, self.conv_weight) + self.conv_bias
+        x, b, c = F.silu(convolved).split([inner, group_width, group_width], dim=-1)
         x = x.unflatten(-1, (num_heads, -1))
         b, c = (t.unflatten(-1, (self.num_groups, -1)) for t in (b, c))
         y = ssd_quadratic(x, F.softplus(dt + self.dt_bias), -self.a_log.exp(), b, c) + self.skip * x
@@ -52,10 +56,38 @@ class MambaLayer:
         weight = self.gated_norm.unflatten(-1, (self.num_groups, -1))
         return rms_norm(gated, weight, GATED_NORM_EPSILON).flatten(-2) @ self.out_proj.T
 
-    def _convolve(self, mixed: Tensor) -> Tensor:
-        num_taps = self.conv_weight.shape[-1]
-        windows = F.pad(mixed, (0, 0, num_taps - 1, 0)).unfold(0, num_taps, 1)  # [tokens, channels, taps]
-        return (windows * self.conv_weight).sum(-1) + self.conv_bias
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaLayer:
+    """Weights of one Gated DeltaNet layer; the rows of `in_proj` are q, k, v, z, b, a."""
+
+    input_norm: Tensor  # [hidden]
+    in_proj: Tensor
+    conv_weight: Tensor  # [2 * key heads * key_dim + value heads * value_dim, taps]
+    a_log: Tensor  # [value heads]
+    dt_bias: Tensor  # [value heads]
+    head_norm: Tensor  # [value_dim], of all heads
+    out_proj: Tensor  # [hidden, value heads * value_dim]
+    num_key_heads: int
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        num_heads, values, channels = len(self.a_log), self.out_proj.shape[1], len(self.conv_weight)
+        keys, share = (channels - values) // 2, num_heads // self.num_key_heads
+        projected = rms_norm(hidden, self.input_norm, self.epsilon) @ self.in_proj.T
+        mixed, z, b, a = projected.split([channels, values, num_heads, num_heads], dim=-1)
+        q, k, v = F.silu(convolve(mixed, self.conv_weight)).split([keys, keys, values], dim=-1)
+        q, k = (
+            part.unflatten(-1, (self.num_key_heads, -1)).repeat_interleave(share, dim=1).transpose(0, 1)
+            for part in (q, k)
+        )
+        q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + LENGTH_EPSILON) for part in (q, k))
+        v = v.unflatten(-1, (num_heads, -1)).transpose(0, 1)  # [heads, tokens, value_dim]
+        log_decay = (-self.a_log.exp() * F.softplus(a + self.dt_bias)).T.cumsum(-1)  # [heads, tokens]
+        y = delta_rule(q / k.shape[-1] ** 0.5, k, v, b.sigmoid().T, log_decay)
+        normed = rms_norm(y.transpose(0, 1), self.head_norm, self.epsilon)
+        return (normed.flatten(1) * F.silu(z)) @ self.out_proj.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +153,8 @@ class AttentionLayer:
     scale: float
     rope_frequencies: Tensor | None  # [rotated dims / 2]
     epsilon: float
+    head_norms: tuple[Tensor, Tensor] | None = None  # of queries and of keys, [head_dim] each
+    has_gate: bool = False  # each group's gate heads follow its query heads
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the layer's output [tokens, hidden], without the residual."""
@@ -128,12 +162,15 @@ class AttentionLayer:
         packed = rms_norm(hidden, self.input_norm, self.epsilon) @ self.qkv.T
         packed = packed.view(num_tokens, self.num_groups, -1, self.head_dim)
         query, key, value = packed[:, :, :-2], packed[:, :, -2:-1], packed[:, :, -1]
+        query, gate = query.chunk(2, dim=2) if self.has_gate else (query, None)
+        if self.head_norms is not None:
+            query, key = (rms_norm(x, w, self.epsilon) for x, w in zip((query, key), self.head_norms, strict=True))
         if self.rope_frequencies is not None:
             query, key = rotate(query, self.rope_frequencies), rotate(key, self.rope_frequencies)
         scores = torch.einsum("tghd,sgd->ghts", query, key[:, :, 0]) * self.scale
         scores = scores.masked_fill(~causal_mask(num_tokens, hidden.device), -math.inf)
         mixed = torch.einsum("ghts,sgd->tghd", scores.softmax(-1), value)
-        return mixed.flatten(1) @ self.proj.T
+        return (mixed if gate is None else mixed * gate.sigmoid()).flatten(1) @ self.proj.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +253,7 @@ class ExpertLayer:
     shared: MLPLayer  # that every token goes to
     latent: tuple[Tensor, Tensor] | None  # [latent, hidden] before the experts and [hidden, latent] after them
     epsilon: float
+    shared_gate: Tensor | None = None  # [1, hidden]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the layer's output [tokens, hidden], without the residual."""
@@ -226,11 +264,20 @@ class ExpertLayer:
             (share[:, None] * expert.of_normed(read) for share, expert in zip(shares.T, self.experts, strict=True)),
             torch.zeros_like(read),
         )
-        return (mixed if self.latent is None else mixed @ self.latent[1].T) + self.shared.of_normed(normed)
+        shared = self.shared.of_normed(normed)
+        if self.shared_gate is not None:
+            shared = shared * (normed @ self.shared_gate.T).sigmoid()
+        return (mixed if self.latent is None else mixed @ self.latent[1].T) + shared
 
     def routing_gaps(self, hidden: Tensor) -> Tensor:
         """Return by how much each token's last chosen expert or group outscores the next, [tokens]."""
         return self.routing.shares(rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T)[1]
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the causal depthwise convolution of [tokens, channels] with [channels, taps]."""
+    num_taps = weight.shape[-1]
+    return (F.pad(x, (0, 0, num_taps - 1, 0)).unfold(0, num_taps, 1) * weight).sum(-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -266,6 +313,26 @@ def ssd_quadratic(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Ten
     decay = segments.masked_fill(~causal_mask(num_tokens, x.device), -math.inf).exp()
     scores = torch.einsum("tgn,sgn->gts", c, b).repeat_interleave(num_heads // b.shape[1], dim=0)
     return torch.einsum("hts,shp->thp", scores * decay, x * dt[..., None])
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the output of the gated delta rule from a zero state, [heads, tokens, value_dim].
+
+    Token t writes w_t = beta_t (v_t - (what its key reads)), and reads the sum over s of the decay from s to t times
+    (k_t . k_s) w_s, for s < t: a unit lower triangular system for all w.
+
+    Args:
+        q, k: [heads, tokens, key_dim].
+        v: [heads, tokens, value_dim].
+        beta: [heads, tokens].
+        log_decay: [heads, tokens], summed from the first token on.
+    """
+    mask = causal_mask(q.shape[1], q.device)
+    segments = log_decay[:, :, None] - log_decay[:, None, :]
+    decay = segments.masked_fill(~mask, -math.inf).exp()
+    reads = beta[..., None] * decay * (k @ k.transpose(1, 2))
+    writes = torch.linalg.solve_triangular(reads.tril(-1), beta[..., None] * v, upper=False, unitriangular=True)
+    return (decay * (q @ k.transpose(1, 2))) @ writes
 
 
 def rotate(x: Tensor, frequencies: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """What lies between two layers: the residual sum that ends one, and the norm that begins the next."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradient
-from ..kernels.norm.gated_norm import gated_group_norm
+from ..kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 from ..kernels.norm.residual_norm import add_and_norm
 
 Part = TypeVar("Part")
@@ -22,19 +23,29 @@ class LayerNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
         """Return a `torch.nn` norm, whose own arithmetic is float32."""
+        is_zero_centered = config.layernorm_zero_centered_gamma and config.normalization == "RMSNorm"
+        if is_zero_centered:  # which Megatron's refuses
+            config = copy(config)
+            config.layernorm_zero_centered_gamma = False
         norm = WrappedTorchNorm(config, hidden_size, eps)
         if isinstance(norm, nn.RMSNorm):
-            norm = LayerRMSNorm(hidden_size, eps)
+            norm = LayerRMSNorm(hidden_size, eps, offset=float(is_zero_centered))
         return norm.to(config.params_dtype)
 
 
 class LayerRMSNorm(nn.RMSNorm):
-    """RMSNorm(x) of all channels; torch computes it where no kernel runs or x's channels are not contiguous."""
+    """RMSNorm(x) of all channels; torch computes it where no kernel runs or x's channels are not contiguous.
+
+    Args:
+        offset: Added to the weights in fp32; 1 for a zero-centred norm.
+    """
 
     eps: float
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(self, hidden_size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(hidden_size, eps)
+        self.offset = offset
+        nn.init.constant_(self.weight, 1.0 - offset)
         self._ahead: tuple[Tensor, Tensor] | None = None
 
     def note_normed(self, x: Tensor, normed: Tensor) -> None:
@@ -47,8 +58,11 @@ class LayerRMSNorm(nn.RMSNorm):
         if ahead is not None and ahead[0] is x:
             return ahead[1]
         if not launches_kernel(x) or x.dim() < 2 or x.stride(-1) != 1:
-            return super().forward(x)
-        return gated_group_norm(x.flatten(0, -2), None, self.weight, x.shape[-1], self.eps).view(x.shape)
+            if not self.offset:
+                return super().forward(x)
+            return gated_group_norm_ref(x, None, self.weight, x.shape[-1], self.eps, self.offset)
+        rows = x.flatten(0, -2)
+        return gated_group_norm(rows, None, self.weight, x.shape[-1], self.eps, self.offset).view(x.shape)
 
 
 class ResidualAdd:
@@ -78,7 +92,7 @@ class ResidualAdd:
         output = output if bias is None else output + bias
         norm = self.next_norm
         if norm is not None and _has_kernel(output, residual, norm.weight):
-            total, normed = add_and_norm(output, residual, norm.weight, norm.eps, self._multiplier)
+            total, normed = add_and_norm(output, residual, norm.weight, norm.eps, self._multiplier, norm.offset)
             norm.note_normed(total, normed)
             return total
         return residual + (output if self._multiplier == 1.0 else output * self._multiplier)

@@ -1,4 +1,4 @@
-"""The gated group RMS norm at the end of a Mamba2 mixer."""
+"""The gated RMS norms at the end of mixers."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from ..kernels.norm.gated_norm import gated_group_norm
+from ..kernels.norm.norm_and_gate import norm_and_gate
 
 
 class GatedGroupRMSNorm(nn.Module):
@@ -46,3 +47,20 @@ class GatedGroupRMSNorm(nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+class GatedHeadRMSNorm(nn.Module):
+    """RMSNorm(y) * silu(z) by head, with one weight vector for all heads, on every rank.
+
+    Args:
+        head_dim: Channels that are normalized together.
+    """
+
+    def __init__(self, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device | int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """Normalize y [tokens, heads * head_dim], then gate it by z; returns y's dtype."""
+        return norm_and_gate(y, z, self.weight, self.eps)

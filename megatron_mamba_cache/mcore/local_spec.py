@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
@@ -26,6 +26,7 @@ from .expert_layer import ExpertLayer, MixtureOfExperts
 from .expert_settings import checked_routing
 from .feed_forward import DenseLayer, SharedFeedForward
 from .linear import OneTokenColumnLinear, OneTokenRowLinear
+from .mixers.gated_delta import GatedDeltaMixer
 from .specs import with_mamba_cache
 from .supported_settings import check_settings
 
@@ -38,22 +39,26 @@ class LocalSpecOptions:
     """What a spec decides about a hybrid model beyond its TransformerConfig.
 
     Args:
+        mixer: Of the recurrent layers. The sizes of `GatedDeltaMixer` are the TransformerConfig's.
         grain: Tokens in a tile of the scan; the KV block size is a multiple of it.
         d_conv, conv_bias, time_step_limit: See `CachingMambaMixer`.
-        norm_eps: Epsilon of the norm before a Mamba mixer, which Megatron builds without reading its config.
-        gated_norm_eps: Epsilon of the norm at a Mamba mixer's end; None uses `norm_eps`.
+        norm_eps: Epsilon of the norm before a mixer, which Megatron builds without reading its config.
+        gated_norm_eps: Epsilon of the norm at a mixer's end; None uses `norm_eps`.
+        has_head_norms: True if queries and keys are normalized by head; `qk_layernorm` of the TransformerConfig.
         num_experts: Experts of a mixture-of-experts layer; None if there are no such layers.
         routing: How tokens choose experts; None: as the TransformerConfig says.
         input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
             the residual, and on the final hidden states (so, on the logits).
     """
 
+    mixer: Literal["mamba2", "gated_delta"] = "mamba2"
     grain: int = 128
     d_conv: int = 4
     conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     norm_eps: float = 1e-5
     gated_norm_eps: float | None = None
+    has_head_norms: bool = False
     num_experts: int | None = None
     routing: RoutingRule | None = None
     input_multiplier: float = 1.0
@@ -78,7 +83,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=LayerNorm, self_attention=_attention(), self_attn_bda=add
+                input_layernorm=LayerNorm, self_attention=_attention(options), self_attn_bda=add
             ),
         ),
         mlp_layer=ModuleSpec(module=DenseLayer, submodules=_feed_forward(dense, add)),
@@ -147,25 +152,35 @@ def _check_experts(config: Any, layer: ModuleSpec | type, groups: Any) -> None:
 
 
 def _mixer(options: LocalSpecOptions) -> ModuleSpec:
+    norm_eps = options.norm_eps if options.gated_norm_eps is None else options.gated_norm_eps
+    linears = MambaMixerSubmodules(in_proj=OneTokenColumnLinear, out_proj=OneTokenRowLinear)
+    if options.mixer == "gated_delta":
+        params: dict[str, Any] = {"chunk_size": options.grain, "norm_eps": norm_eps}
+        return ModuleSpec(module=GatedDeltaMixer, params=params, submodules=linears)
     return ModuleSpec(
         module=MambaMixer,
         params={
             "chunk_size": options.grain,
             "d_conv": options.d_conv,
             "conv_bias": options.conv_bias,
-            "norm_eps": options.norm_eps if options.gated_norm_eps is None else options.gated_norm_eps,
+            "norm_eps": norm_eps,
             "time_step_limit": options.time_step_limit,
         },
-        submodules=MambaMixerSubmodules(in_proj=OneTokenColumnLinear, out_proj=OneTokenRowLinear),
+        submodules=linears,
     )
 
 
-def _attention() -> ModuleSpec:
+def _attention(options: LocalSpecOptions) -> ModuleSpec:
+    head_norm = LayerNorm if options.has_head_norms else None
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=OneTokenColumnLinear, core_attention=DotProductAttention, linear_proj=OneTokenRowLinear
+            linear_qkv=OneTokenColumnLinear,
+            core_attention=DotProductAttention,
+            linear_proj=OneTokenRowLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
 

@@ -115,7 +115,7 @@ class CachingSelfAttention(SelfAttention):
         if query is None and table is None:
             return None
         return HeadChanges(
-            None if query is None else HeadNorms(query.weight, key.weight, query.eps, getattr(query, "offset", 0.0)),
+            None if query is None else HeadNorms(query.weight, key.weight, query.eps, query.offset),
             None if table is None else Rotation(table, positions),
         )
 

@@ -1,6 +1,7 @@
 """Build this rank's part of the Megatron model that an architecture describes."""
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -9,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
-from .architecture import ACTIVATIONS, ExpertsSizes, HybridArchitecture, MambaSizes, check_architecture
+from .architecture import ACTIVATIONS, ExpertsSizes, GatedDeltaSizes, HybridArchitecture, MambaSizes, check_architecture
 from .memory_errors import largest_sizes_named
 from .rank_part import RankPart, check_ranks, stage_lengths
 
@@ -27,15 +28,11 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     """
     check_buildable(architecture)
     part = RankPart.of_process(architecture)
-    mamba, rotary_base = architecture.recurrent, architecture.attention.rotary_base
-    assert isinstance(mamba, MambaSizes)
+    rotary_base = architecture.attention.rotary_base
     options = LocalSpecOptions(
-        grain=mamba.ssm_chunk_size,
-        d_conv=mamba.d_conv,
-        conv_bias=mamba.conv_bias,
-        time_step_limit=mamba.time_step_limit,
+        **_mixer_options(architecture.recurrent),
         norm_eps=architecture.norm_eps,
-        gated_norm_eps=mamba.gated_norm_eps,
+        has_head_norms=architecture.attention.has_head_norms,
         num_experts=architecture.experts.num_experts if architecture.experts else None,
         routing=architecture.experts.rule if architecture.experts else None,
         input_multiplier=architecture.input_multiplier,
@@ -78,8 +75,7 @@ def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
     """Return Megatron's configuration of the architecture for the present ranks."""
-    mamba, attention, experts = architecture.recurrent, architecture.attention, architecture.experts
-    assert isinstance(mamba, MambaSizes)
+    attention, experts = architecture.attention, architecture.experts
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
     return TransformerConfig(
@@ -94,13 +90,12 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         num_query_groups=attention.num_kv_heads,
         kv_channels=attention.head_dim,
         softmax_scale=attention.scale,
-        mamba_num_heads=mamba.num_heads,
-        mamba_head_dim=mamba.head_dim,
-        mamba_state_dim=mamba.state_dim,
-        mamba_num_groups=mamba.num_groups,
-        use_mamba_mem_eff_path=False,
+        attention_output_gate=attention.has_output_gate,
+        qk_layernorm=attention.has_head_norms,
+        **_mixer_settings(architecture.recurrent),
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
+        layernorm_zero_centered_gamma=architecture.zero_centered_norms,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,
@@ -112,6 +107,38 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         gradient_accumulation_fusion=False,
         **routing,
     )
+
+
+def _mixer_options(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, Any]:
+    """Return what a spec decides about the mixers."""
+    if isinstance(sizes, GatedDeltaSizes):
+        return {"mixer": "gated_delta", "grain": sizes.grain}
+    return {
+        "grain": sizes.grain,
+        "d_conv": sizes.d_conv,
+        "conv_bias": sizes.conv_bias,
+        "time_step_limit": sizes.time_step_limit,
+        "gated_norm_eps": sizes.gated_norm_eps,
+    }
+
+
+def _mixer_settings(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, object]:
+    """Return what Megatron's configuration says of the mixers."""
+    if isinstance(sizes, GatedDeltaSizes):
+        return {
+            "linear_num_key_heads": sizes.num_key_heads,
+            "linear_num_value_heads": sizes.num_value_heads,
+            "linear_key_head_dim": sizes.key_head_dim,
+            "linear_value_head_dim": sizes.value_head_dim,
+            "linear_conv_kernel_dim": sizes.d_conv,
+        }
+    return {
+        "mamba_num_heads": sizes.num_heads,
+        "mamba_head_dim": sizes.head_dim,
+        "mamba_state_dim": sizes.state_dim,
+        "mamba_num_groups": sizes.num_groups,
+        "use_mamba_mem_eff_path": False,
+    }
 
 
 def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, object]:
@@ -134,6 +161,7 @@ def _routing(experts: ExpertsSizes) -> dict[str, object]:
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.hidden_size,
         "moe_shared_expert_intermediate_size": experts.shared_hidden_size,
+        "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_score_function": experts.score,
         "moe_router_enable_expert_bias": experts.score == "sigmoid",
         "moe_router_pre_softmax": experts.score == "softmax" and experts.top_k == 1,  # else it refuses one expert

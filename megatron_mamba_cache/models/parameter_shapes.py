@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .architecture import HybridArchitecture, MambaSizes
+from .architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from .placement import Split
 from .rank_part import EMBEDDINGS, OUTPUT
 
@@ -21,7 +21,8 @@ Parameters = dict[str, WholeParameter]
 def parameters_of(architecture: HybridArchitecture) -> Parameters:
     """Return every parameter of the model by its name on a single rank, in the order of `named_parameters` there."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
-    layers = {"M": _mamba, "*": _attention, "-": _feed_forward, "E": _experts}
+    is_mamba = isinstance(architecture.recurrent, MambaSizes)
+    layers = {"M": _mamba if is_mamba else _gated_delta, "*": _attention, "-": _feed_forward, "E": _experts}
     found = {EMBEDDINGS: WholeParameter((vocab, hidden), Split(0))}
     for number, symbol in enumerate(architecture.pattern):
         of_layer = layers[symbol](architecture)
@@ -63,14 +64,36 @@ def _mamba(architecture: HybridArchitecture) -> Parameters:
     }
 
 
+def _gated_delta(architecture: HybridArchitecture) -> Parameters:
+    sizes, hidden = architecture.recurrent, architecture.hidden_size
+    assert isinstance(sizes, GatedDeltaSizes)
+    keys, heads = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads
+    values = heads * sizes.value_head_dim
+    projected, convolved = (keys, keys, values, values, heads, heads), (keys, keys, values)  # q, k, v, z, b, a; q, k, v
+    by_head = WholeParameter((heads,), Split(0))
+    return {
+        "mixer.A_log": by_head,
+        "mixer.dt_bias": by_head,
+        "mixer.in_proj.weight": WholeParameter((sum(projected), hidden), Split(0, projected)),
+        "mixer.out_proj.weight": WholeParameter((hidden, values), Split(1)),
+        "mixer.conv1d.weight": WholeParameter((sum(convolved), 1, sizes.d_conv), Split(0, convolved)),
+        "mixer.norm.weight": _on_every_rank(sizes.value_head_dim),
+        "norm.weight": _on_every_rank(hidden),
+    }
+
+
 def _attention(architecture: HybridArchitecture) -> Parameters:
     attention, hidden = architecture.attention, architecture.hidden_size
     queries = attention.num_heads * attention.head_dim
-    rows = queries + 2 * attention.num_kv_heads * attention.head_dim  # group by group, so that one cut splits them
+    projected = 2 * queries if attention.has_output_gate else queries
+    rows = projected + 2 * attention.num_kv_heads * attention.head_dim  # group by group, so that one cut splits them
+    head_norm = _on_every_rank(attention.head_dim)
+    names = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
     return {
         "input_layernorm.weight": _on_every_rank(hidden),
         "self_attention.linear_proj.weight": WholeParameter((hidden, queries), Split(1)),
         "self_attention.linear_qkv.weight": WholeParameter((rows, hidden), Split(0)),
+        **(dict.fromkeys(names, head_norm) if attention.has_head_norms else {}),
     }
 
 
@@ -91,6 +114,8 @@ def _experts(architecture: HybridArchitecture) -> Parameters:
     for number in range(experts.num_experts):
         found |= _mlp(architecture, f"mlp.experts.local_experts.{number}.", experts.hidden_size, width)
     if experts.shared_hidden_size is not None:
+        if experts.has_shared_gate:
+            found["mlp.shared_experts.gate_weight"] = _on_every_rank(1, hidden)
         found |= _mlp(architecture, "mlp.shared_experts.", experts.shared_hidden_size, hidden)
     if experts.latent_size is None:
         return found

@@ -5,9 +5,11 @@ from math import prod
 import torch
 from megatron.core import parallel_state
 
+from ..recurrences.gated_delta.recurrence import GatedDelta
+from ..recurrences.interface import Recurrence
 from ..recurrences.mamba2.recurrence import Mamba2
 from ..recurrences.model_shape import RECURRENT, HybridModelShape, RecurrentLayers
-from .architecture import HybridArchitecture, MambaSizes
+from .architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from .parameter_shapes import parameters_of
 from .rank_part import RankPart, check_ranks
 
@@ -33,16 +35,7 @@ def part_shape(
         layers: Those of the rank; None: all.
         num_tensor_ranks: Ranks that share the layers; they divide the heads and their groups.
     """
-    mamba, attention = architecture.recurrent, architecture.attention
-    assert isinstance(mamba, MambaSizes)
-    recurrence = Mamba2(
-        num_heads=mamba.num_heads // num_tensor_ranks,
-        head_dim=mamba.head_dim,
-        d_state=mamba.state_dim,
-        num_groups=mamba.num_groups // num_tensor_ranks,
-        d_conv=mamba.d_conv,
-        grain=mamba.ssm_chunk_size,
-    )
+    attention, recurrence = architecture.attention, _recurrence(architecture.recurrent, num_tensor_ranks)
     layer_types = tuple(architecture.pattern if layers is None else architecture.pattern[layers.start : layers.stop])
     return HybridModelShape(
         layer_types=layer_types,
@@ -55,6 +48,26 @@ def part_shape(
         params_dtype=dtype,
         fingerprint="",
         layer_weights=_layer_weights(architecture, num_tensor_ranks),
+    )
+
+
+def _recurrence(sizes: MambaSizes | GatedDeltaSizes, num_tensor_ranks: int) -> Recurrence:
+    if isinstance(sizes, GatedDeltaSizes):
+        return GatedDelta(
+            num_key_heads=sizes.num_key_heads // num_tensor_ranks,
+            num_value_heads=sizes.num_value_heads // num_tensor_ranks,
+            key_dim=sizes.key_head_dim,
+            value_dim=sizes.value_head_dim,
+            d_conv=sizes.d_conv,
+            grain=sizes.grain,
+        )
+    return Mamba2(
+        num_heads=sizes.num_heads // num_tensor_ranks,
+        head_dim=sizes.head_dim,
+        d_state=sizes.state_dim,
+        num_groups=sizes.num_groups // num_tensor_ranks,
+        d_conv=sizes.d_conv,
+        grain=sizes.grain,
     )
 
 

@@ -2,14 +2,21 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from torch import Tensor
 
-from .architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
+from .architecture import (
+    AttentionSizes,
+    ExpertsSizes,
+    FeedForwardSizes,
+    GatedDeltaSizes,
+    HybridArchitecture,
+    MambaSizes,
+)
 from .hybrid_model import build_hybrid_model
 from .parameter_shapes import filled_of
 from .placement import ModelFiller, Placement
@@ -23,10 +30,14 @@ class RandomHybridConfig:
     """Sizes of a random hybrid model.
 
     Args:
-        pattern: One symbol per layer: M Mamba, * attention, - MLP, E mixture of experts.
+        pattern: One symbol per layer: M recurrent, * attention, - MLP, E mixture of experts.
+        ssm_chunk_size: Of the scan, whatever the recurrent layers are.
+        gated_delta: Sizes of Gated DeltaNet layers, in the place of Mamba's. The rest is then as in such models: gated
+            attention with head norms, a quarter of each head rotated, zero-centred norms, a gated shared expert.
         use_rope: Rotary position embeddings; False: none.
         num_experts: Experts of each E layer; each token is routed to 2 by softmax.
-        experts: Sizes and routing of the E layers, in the place of `num_experts`; a sigmoid gets a random bias.
+        experts: Sizes and routing of the E layers, in the place of `num_experts` and of a gated shared expert; a
+            sigmoid gets a random bias.
         gated: Whether feed-forward layers and experts are gated.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
@@ -39,6 +50,7 @@ class RandomHybridConfig:
     mamba_head_dim: int = 16
     mamba_state_dim: int = 16
     mamba_num_groups: int = 2
+    gated_delta: GatedDeltaSizes | None = None
     num_attention_heads: int = 4
     num_query_groups: int = 2
     num_experts: int = 4
@@ -86,7 +98,7 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
     for name, whole in filled_of(random_architecture(shape)).items():
         if name.endswith(_INTO_RESIDUAL):
             yield name, torch.randn(whole.shape, generator=generator) * residual_std
-        elif (bounds := _uniform_bounds(name)) is not None:
+        elif (bounds := _uniform_bounds(name, shape)) is not None:
             low, high = bounds
             yield name, torch.rand(whole.shape, generator=generator) * (high - low) + low
         else:
@@ -95,12 +107,14 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
 
 def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
     """Return the architecture of these sizes."""
+    is_gated_delta = shape.gated_delta is not None
     experts = shape.experts or ExpertsSizes(
         num_experts=shape.num_experts,
         top_k=2,
         hidden_size=shape.hidden_size,
         shared_hidden_size=shape.hidden_size,
         score="softmax",
+        has_shared_gate=is_gated_delta,
     )
     return HybridArchitecture(
         pattern=shape.pattern,
@@ -108,28 +122,39 @@ def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
         hidden_size=shape.hidden_size,
         max_sequence_length=shape.max_sequence_length,
         norm_eps=1e-5,
-        recurrent=MambaSizes(
-            num_heads=shape.mamba_num_heads,
-            head_dim=shape.mamba_head_dim,
-            state_dim=shape.mamba_state_dim,
-            num_groups=shape.mamba_num_groups,
-            ssm_chunk_size=shape.ssm_chunk_size,
-        ),
+        recurrent=_recurrent(shape),
         attention=AttentionSizes(
             num_heads=shape.num_attention_heads,
             num_kv_heads=shape.num_query_groups,
             head_dim=shape.hidden_size // shape.num_attention_heads,
             rotary_base=10_000 if shape.use_rope else None,
+            rotary_percent=0.25 if is_gated_delta else 1.0,
+            has_output_gate=is_gated_delta,
+            has_head_norms=is_gated_delta,
         ),
         feed_forward=FeedForwardSizes(2 * shape.hidden_size, "silu" if shape.gated else "gelu", gated=shape.gated),
         experts=experts if "E" in shape.pattern else None,
+        zero_centered_norms=is_gated_delta,
     )
 
 
-def _uniform_bounds(name: str) -> tuple[float, float] | None:
+def _recurrent(shape: RandomHybridConfig) -> MambaSizes | GatedDeltaSizes:
+    if shape.gated_delta is not None:
+        return replace(shape.gated_delta, chunk_size=shape.ssm_chunk_size)
+    return MambaSizes(
+        num_heads=shape.mamba_num_heads,
+        head_dim=shape.mamba_head_dim,
+        state_dim=shape.mamba_state_dim,
+        num_groups=shape.mamba_num_groups,
+        ssm_chunk_size=shape.ssm_chunk_size,
+    )
+
+
+def _uniform_bounds(name: str, shape: RandomHybridConfig) -> tuple[float, float] | None:
     """Return the range of a uniformly drawn parameter; None for one drawn from a normal distribution."""
     if "norm" in name:
-        return 0.8, 1.2
+        is_zero_centered = shape.gated_delta is not None and "mixer.norm" not in name
+        return (-0.2, 0.2) if is_zero_centered else (0.8, 1.2)
     if "conv1d" in name:
         return -0.5, 0.5
     return {"A_log": (0.0, 1.5), "dt_bias": (-4.0, -1.0), "D": (0.5, 1.5)}.get(name.rsplit(".", 1)[-1])

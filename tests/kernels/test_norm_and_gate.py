@@ -67,7 +67,7 @@ def test_bfloat16_is_rounded_before_the_weights_and_before_the_gate() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 128])
 def test_tokens_have_the_same_bits_in_any_batch(head_dim: int, dtype: torch.dtype, device: str) -> None:
-    y, z, weight = inputs(9, 16, head_dim, device, dtype)  # torch computes the last few channels otherwise
+    y, z, weight = inputs(9, 6, head_dim, device, dtype)
     together = norm_and_gate(y, z, weight, EPS)
     for rows in (slice(0, 1), slice(3, 4), slice(2, 9), slice(0, 8)):
         assert same_bits(norm_and_gate(y[rows], z[rows], weight, EPS), together[rows])

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -96,24 +96,40 @@ def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
 
 
 def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
-    """Return the bytes of one state, its SSM part in fp32, over all Mamba layers, where so many drafts have slots."""
+    """Return the bytes of one state, its matrix in fp32, over all recurrent layers, where so many drafts have slots."""
     if isinstance(sizes, ToyHybridConfig):
         return toy_state_bytes(sizes, num_drafts)
-    inner = sizes.mamba_num_heads * sizes.mamba_head_dim
-    conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
-    num_taps = 4
-    window = num_taps - 1 + num_drafts
-    conv_bytes = window * conv_dim * sizes.dtype.itemsize
-    return sizes.pattern.count("M") * (conv_bytes + 4 * inner * sizes.mamba_state_dim)
+    of_layer = _layer_state(sizes)
+    window_bytes = (of_layer.num_taps - 1 + num_drafts) * of_layer.conv_dim * sizes.dtype.itemsize
+    return sizes.pattern.count("M") * (window_bytes + 4 * of_layer.rows * of_layer.lanes)
 
 
 def rounded_bytes(sizes: RandomHybridConfig) -> int:
-    """Return the bytes of one cached state over all Mamba layers that is rounded to 8 bits."""
+    """Return the bytes of one cached state over all recurrent layers that is rounded to 8 bits."""
     if isinstance(sizes, ToyHybridConfig):
         return toy_state_bytes(sizes, is_quantized=True)
+    of_layer = _layer_state(sizes)
+    window_bytes = 4 * (of_layer.num_taps - 1) * of_layer.conv_dim
+    return sizes.pattern.count("M") * (window_bytes + of_layer.rows * of_layer.lanes + 4 * of_layer.lanes)
+
+
+class _LayerState(NamedTuple):
+    """The window and the matrices of one layer's state; `lanes` are those of all heads."""
+
+    num_taps: int
+    conv_dim: int
+    rows: int
+    lanes: int
+
+
+def _layer_state(sizes: RandomHybridConfig) -> _LayerState:
+    if sizes.gated_delta is not None:
+        delta = sizes.gated_delta
+        values, keys = delta.num_value_heads * delta.value_head_dim, delta.num_key_heads * delta.key_head_dim
+        return _LayerState(delta.d_conv, 2 * keys + values, delta.key_head_dim, values)
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
-    return sizes.pattern.count("M") * (4 * 3 * conv_dim + inner * sizes.mamba_state_dim + 4 * inner)
+    return _LayerState(4, conv_dim, sizes.mamba_state_dim, inner)
 
 
 def cache_config(

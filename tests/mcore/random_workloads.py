@@ -16,7 +16,7 @@ from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR, LOGITS, STOP_TOKEN_IDS
-from megatron_mamba_cache.models.architecture import ExpertsSizes
+from megatron_mamba_cache.models.architecture import ExpertsSizes, GatedDeltaSizes
 from megatron_mamba_cache.policy import running_requests
 from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
@@ -60,6 +60,26 @@ TOY_MODELS = (
     {"pattern": "M*MM-M", "is_toy": True, "use_rope": False, "vocab_size": 64},
     {"pattern": "*M-M*", "is_toy": True, "hidden_size": 48},
 )
+GATED_DELTA_MODELS = tuple(
+    sizes | {"gated": True}
+    for sizes in (
+        {"pattern": "M-M*-", "gated_delta": GatedDeltaSizes(2, 4, 16, 24), "ssm_chunk_size": 8},
+        {"pattern": "ME*EM", "gated_delta": GatedDeltaSizes(1, 3, 24, 16), "ssm_chunk_size": 16, "num_experts": 7},
+        {
+            "pattern": "*MM",
+            "gated_delta": GatedDeltaSizes(4, 4, 16, 16, d_conv=3),
+            "ssm_chunk_size": 16,
+            "vocab_size": 64,
+        },
+        {
+            "pattern": "ME*E",
+            "gated_delta": GatedDeltaSizes(2, 6, 16, 20),
+            "ssm_chunk_size": 8,
+            "experts": ExpertsSizes(5, 3, 24, 40, "softmax", has_shared_gate=True),
+            "use_rope": False,
+        },
+    )
+)
 NEIGHBOUR = 10_000
 """The id of a request that comes and is cancelled; it is none of the workload's."""
 RING_LENGTHS = (4, 8, 16, 32)
@@ -86,7 +106,9 @@ MODEL_FORMS = {
     "dense": MODELS,
     "experts": EXPERT_MODELS,
     "toy": TOY_MODELS,
+    "gated delta": GATED_DELTA_MODELS,
     "half": tuple(sizes | _HALF for sizes in MODELS),
+    "half, gated delta": tuple(sizes | _HALF for sizes in GATED_DELTA_MODELS),
     "half, experts": tuple(sizes | _HALF for sizes in EXPERT_MODELS),
 }
 

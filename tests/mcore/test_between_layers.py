@@ -47,27 +47,51 @@ def test_rows_of_any_form_are_normalized(shape: tuple[int, ...], step: int, devi
         torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (96,), norm.weight, 1e-3))
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_zero_centered_norm_multiplies_by_one_more_than_its_weights(
+    dtype: torch.dtype, tolerance: float, step: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    zero_centered = SimpleNamespace(**vars(config("RMSNorm", dtype)) | {"layernorm_zero_centered_gamma": True})
+    norm = LayerNorm(zero_centered, 96, eps=1e-3).to(device)
+    x = torch.randn(5, 3, step * 96, device=device).to(dtype)[..., ::step]
+    assert zero_centered.layernorm_zero_centered_gamma and not norm.weight.any()
+    with torch.inference_mode():
+        nn.init.normal_(norm.weight)
+        out, expected = norm(x), nn.functional.rms_norm(x.double(), (96,), 1 + norm.weight.double(), 1e-3)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_zero_centered_layer_norm_is_refused() -> None:
+    layer_norm = SimpleNamespace(**vars(config("LayerNorm", torch.float32)) | {"layernorm_zero_centered_gamma": True})
+    with pytest.raises(AssertionError, match="zero_centered_gamma"):
+        LayerNorm(layer_norm, 8)
+
+
 def test_another_norm_is_torchs() -> None:
     norm = LayerNorm(config("LayerNorm", torch.bfloat16), 8)
     assert type(norm) is nn.LayerNorm and norm.weight.dtype == torch.bfloat16
 
 
-def summed(multiplier: float = 1.0) -> tuple[ResidualAdd, LayerRMSNorm]:
-    add, norm = ResidualAdd(multiplier), LayerNorm(config("RMSNorm", torch.float32), 96, eps=1e-3)
+def summed(multiplier: float = 1.0, offset: float = 0.0) -> tuple[ResidualAdd, LayerRMSNorm]:
+    add, norm = ResidualAdd(multiplier), LayerRMSNorm(96, 1e-3, offset)
+    nn.init.normal_(norm.weight)
     add.next_norm = norm
     return add, norm
 
 
-@pytest.mark.parametrize("multiplier", [1.0, 0.5])
+@pytest.mark.parametrize(("multiplier", "offset"), [(1.0, 0.0), (0.5, 0.0), (1.0, 1.0)])
 def test_a_sum_norms_for_the_next_layer_and_says_so(
-    multiplier: float, monkeypatch: pytest.MonkeyPatch, device: str
+    multiplier: float, offset: float, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    add, norm = summed(multiplier)
+    add, norm = summed(multiplier, offset)
     norm.to(device)
     output, residual = (torch.randn(3, 1, 96, device=device) for _ in range(2))
     with torch.inference_mode(), torch.enable_grad():  # as Megatron does for sums
         apart = residual + multiplier * output
-        expected = nn.functional.rms_norm(apart, (96,), norm.weight, 1e-3)
+        expected = nn.functional.rms_norm(apart, (96,), norm.weight + offset, 1e-3)
         monkeypatch.setattr(between_layers, "launches_kernel", lambda x: True)
         total = add(False, False)((output, None), residual, 0.0)
         monkeypatch.setattr(between_layers, "gated_group_norm", None)  # is not called

@@ -22,6 +22,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_mamba_cache.mcore import SUPPORTED_MEGATRON_CORE
@@ -32,6 +33,7 @@ from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
 from megatron_mamba_cache.mcore.local_spec import LocalHybridStack
 from megatron_mamba_cache.mcore.megatron_settings import SET_BY_MEGATRON
+from megatron_mamba_cache.mcore.mixers.gated_delta import GatedDeltaMixer
 from megatron_mamba_cache.mcore.mixers.mamba2 import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
@@ -50,6 +52,7 @@ OUR_CLASSES = (
     PrefixCoordinator,
     KVBlockAllocator,
     CachingMambaMixer,
+    GatedDeltaMixer,
     CachingSelfAttention,
     LocalHybridStack,
 )
@@ -158,6 +161,10 @@ PINNED: dict[type, dict[str, str]] = {
         "use_mem_eff_path=None, d_state=None, headdim=None, ngroups=None, pg_collection=None, pp_layer_offset=0)",
         "_dynamic_inference": "(self, hidden_states, context)",
         "forward": "(self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None)",
+        "sharded_state_dict": "(self, prefix='', sharded_offsets=(), metadata=None)",
+    },
+    MegatronModule: {
+        "__init__": "(self, config)",
         "sharded_state_dict": "(self, prefix='', sharded_offsets=(), metadata=None)",
     },
     Attention: {

@@ -81,21 +81,19 @@ def gated_group_norm(
     _check(y, z, weight, group_size)
     if not launches_kernel(y) or y.dtype == torch.float64 or wants_gradient(y, z, weight):
         return gated_group_norm_ref(y, z, weight, group_size, eps, offset)
-    num_tokens, channels = y.shape
+    num_tokens, channels, width = *y.shape, triton.next_power_of_2(group_size)
     out = torch.empty(num_tokens, channels, dtype=y.dtype, device=y.device)
     if out.numel() == 0:
         return out
-    gate = y if z is None else z
-    width = triton.next_power_of_2(group_size)
     groups = max(1, _TILE_LEN // width)
     _gated_group_norm_kernel[(triton.cdiv(num_tokens * (channels // group_size), groups),)](
         y=y,
-        z=gate,
+        z=y if z is None else z,
         weight=weight,
         out=out,
         num_tokens=num_tokens,
         y_stride=y.stride(0),
-        z_stride=gate.stride(0),
+        z_stride=(y if z is None else z).stride(0),
         eps=eps,
         offset=offset,
         CHANNELS=channels,

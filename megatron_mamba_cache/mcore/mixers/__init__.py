@@ -2,7 +2,8 @@
 
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
+from .gated_delta import GatedDeltaMixer
 from .mamba2 import CachingMambaMixer
 
-CACHING_MIXERS = {MambaMixer: CachingMambaMixer}
-"""The mixer that takes the place of one of Megatron's."""
+CACHING_MIXERS = {MambaMixer: CachingMambaMixer, GatedDeltaMixer: GatedDeltaMixer}
+"""The mixer to build for one that a spec names: Megatron's, or ours that Megatron has no counterpart of."""

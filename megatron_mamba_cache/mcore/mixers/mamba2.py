@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +13,13 @@ from typing_extensions import override
 from ...recurrences.interface import LayerStates
 from ...recurrences.mamba2.inputs import NO_LIMIT, SSMWeights
 from ...recurrences.mamba2.recurrence import Mamba2, Mamba2Weights
-from ...recurrences.rows import PrefillRows, whole_rows
+from ...recurrences.rows import PrefillRows
 from ...step.batch import StepBatch
 from ..gated_norm import GatedGroupRMSNorm
+from .caching_mixer import CachingMixer
 
 
-@dataclass(frozen=True, slots=True)
-class _MixerInputs:
-    """The parts of the input projection: gate, convolution input, time step."""
-
-    z: Tensor  # [tokens, d_inner]
-    xbc: Tensor  # [tokens, conv_dim]
-    dt: Tensor  # [tokens, heads]
-
-    def rows(self, tokens: slice) -> "_MixerInputs":
-        return _MixerInputs(self.z[tokens], self.xbc[tokens], self.dt[tokens])
-
-
-class CachingMambaMixer(megatron_mixer.MambaMixer):
+class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
     """Megatron's Mamba mixer with its inference replaced: any mix of decode and prefill rows, each from its own slot.
 
     Needs neither mamba-ssm nor causal-conv1d. Arguments that Megatron's mixer lacks or restricts:
@@ -41,6 +29,8 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         time_step_limit: Range that time steps are clamped to, after softplus.
         conv_bias: May be False here.
     """
+
+    recurrence: Mamba2
 
     def __init__(
         self,
@@ -89,8 +79,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         """
         if inference_context is not None or self.training:
             return super().forward(hidden_states, inference_context, **settings)
-        projected, _ = self.in_proj(hidden_states)
-        return self.out_proj(self._full_sequences(projected))
+        return self.mix_sequences(hidden_states)
 
     @override
     def sharded_state_dict(
@@ -109,43 +98,24 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
 
     @override
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
-        projected, _ = self.in_proj(hidden_states)
-        states = context.layer_states(self.layer_number - self.pp_layer_offset)
-        mixed = self._mix(self._split(projected.squeeze(1)), states, context.step.batch)
-        return self.out_proj(mixed.unsqueeze(1))
+        return self.mix_step(hidden_states, context)
 
-    def _mix(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return [tokens, d_inner]: those of decode rows, of prefill rows, and zeros for padding at the end."""
-        mixed = []
-        first_prefilled = step.num_decode_tokens if step.prefill is not None else len(inputs.z)
-        if step.decode is not None:
-            mixed.append(self._decode_rows(inputs.rows(slice(0, first_prefilled)), states, step))
-        if step.prefill is not None:
-            mixed.append(self._prefill_rows(inputs.rows(slice(first_prefilled, None)), states, step.prefill))
-        if not mixed:
-            return torch.zeros_like(inputs.z)
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+    def prefill_rows(self, projected: Tensor, states: LayerStates, rows: PrefillRows) -> Tensor:
+        """See `CachingMixer`."""
+        z, xbc, dt = self._split(projected)
+        return self._gate(self.recurrence.prefill(xbc, dt, self._weights, states, rows).flatten(1), z)
 
-    def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: PrefillRows) -> Tensor:
-        y = self.recurrence.prefill(inputs.xbc, inputs.dt, self._weights, states, rows)
-        return self._gate(y.flatten(1), inputs.z)
-
-    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
+    def decode_rows(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
+        """See `CachingMixer`."""
         assert step.decode is not None
-        y = self.recurrence.decode(inputs.xbc, inputs.dt, self._weights, states, step.decode, step.replay)
-        return self._gate(y.flatten(1), inputs.z)
+        z, xbc, dt = self._split(projected)
+        y = self.recurrence.decode(xbc, dt, self._weights, states, step.decode, step.replay)
+        return self._gate(y.flatten(1), z)
 
-    def _full_sequences(self, projected: Tensor) -> Tensor:
-        num_tokens, batch, _ = projected.shape
-        rows = whole_rows(batch, num_tokens, self.chunk_size, projected.device)
-        no_state = self.recurrence.no_states(projected.dtype, projected.device)
-        packed = self._split(projected.transpose(0, 1).flatten(0, 1))
-        mixed = self._prefill_rows(packed, no_state, rows)
-        return mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1)
-
-    def _split(self, projected: Tensor) -> _MixerInputs:
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Return the gate [tokens, d_inner], the convolution's input [tokens, conv_dim] and time steps [.., heads]."""
         d_inner, bc = self.d_inner_local_tp, 2 * self.ngroups_local_tp * self.d_state
-        return _MixerInputs(*projected.split([d_inner, d_inner + bc, self.nheads_local_tp], dim=-1))
+        return projected.split([d_inner, d_inner + bc, self.nheads_local_tp], dim=-1)
 
     @property
     def _weights(self) -> Mamba2Weights:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..conv.conv import causal_conv
@@ -105,12 +104,6 @@ class GatedDelta:
             raise ValueError(f"states of {self.name} layers cannot be replayed: keep states after drafts in slots")
         qkv = conv_verify(qkv, weights.conv, None, states.live[CONV], rows)
         return delta_verify(self._tokens(qkv, b, a), weights.gates, states.live[STATE], rows, after_conv=True)
-
-    def no_states(self, dtype: torch.dtype, device: torch.device) -> LayerStates:
-        """Return one slot of zeros, for rows that start from no state and keep none."""
-        tensors = self.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
-        live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}
-        return LayerStates(live, live)
 
     def _tokens(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaTokens:
         of_keys = self.num_key_heads * self.key_dim

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..conv.conv import causal_conv
@@ -151,12 +150,6 @@ class Mamba2:
         return state_replay(
             tokens, weights.ssm, states.live[SSM], replayed.ring, replay, replayed.ring_len, after_conv=True
         )
-
-    def no_states(self, dtype: torch.dtype, device: torch.device) -> LayerStates:
-        """Return one slot of zeros, for rows that start from no state and keep none."""
-        tensors = self.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
-        live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}
-        return LayerStates(live, live)
 
     def _tokens(self, xbc: Tensor, dt: Tensor) -> SSMTokens:
         of_keys = self.num_groups * self.d_state

@@ -1,0 +1,69 @@
+"""What mixers of all recurrences share: a step's decode rows and prefill rows, and full sequences without a context."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...recurrences.interface import LayerStates, Recurrence, StateDtypes
+from ...recurrences.rows import PrefillRows, whole_rows
+from ...step.batch import StepBatch
+
+
+class CachingMixer:
+    """Computes any mix of decode and prefill rows, each from its own slot. Base class next to a Megatron module.
+
+    Attributes:
+        in_proj, out_proj: Megatron's linear layers, which return a bias too.
+        layer_number: Of the whole model, from 1.
+        pp_layer_offset: Layers of earlier pipeline stages.
+    """
+
+    recurrence: Recurrence
+    in_proj: Any
+    out_proj: Any
+    layer_number: int
+    pp_layer_offset: int
+
+    def prefill_rows(self, projected: Tensor, states: LayerStates, rows: PrefillRows) -> Tensor:
+        """Return what `out_proj` reads, [tokens, channels], for packed prompt tokens [tokens, projected]."""
+        raise NotImplementedError
+
+    def decode_rows(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
+        """Return what `out_proj` reads for the tokens of decode rows; see `prefill_rows`."""
+        raise NotImplementedError
+
+    def mix_step(self, hidden_states: Tensor, context: Any) -> Any:
+        """Mix the packed tokens of a step, [tokens, 1, hidden]; return output and bias."""
+        projected, _ = self.in_proj(hidden_states)
+        states = context.layer_states(self.layer_number - self.pp_layer_offset)
+        mixed = self._mix(projected.squeeze(1), states, context.step.batch)
+        return self.out_proj(mixed.unsqueeze(1))
+
+    def mix_sequences(self, hidden_states: Tensor) -> Any:
+        """Mix whole sequences [tokens, batch, hidden] from zero states, by the kernels of a step's prefill rows."""
+        projected, _ = self.in_proj(hidden_states)
+        num_tokens, batch, _ = projected.shape
+        rows = whole_rows(batch, num_tokens, self.recurrence.grain, projected.device)
+        packed = projected.transpose(0, 1).flatten(0, 1)
+        mixed = self.prefill_rows(packed, self._no_states(projected), rows)
+        return self.out_proj(mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1))
+
+    def _mix(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
+        """Return [tokens, channels]: of decode rows, of prefill rows, and zeros for padding at the end."""
+        mixed = []
+        first_prefilled = step.num_decode_tokens if step.prefill is not None else len(projected)
+        if step.decode is not None:
+            mixed.append(self.decode_rows(projected[:first_prefilled], states, step))
+        if step.prefill is not None:
+            mixed.append(self.prefill_rows(projected[first_prefilled:], states, step.prefill))
+        if not mixed:
+            return projected.new_zeros(len(projected), self.out_proj.weight.shape[1])
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _no_states(self, projected: Tensor) -> LayerStates:
+        """Return one slot of zeros, for rows that start from no state and keep none."""
+        dtype, device = projected.dtype, projected.device
+        tensors = self.recurrence.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
+        live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}
+        return LayerStates(live, live)
