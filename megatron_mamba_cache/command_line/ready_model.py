@@ -140,9 +140,10 @@ def _load(directory: ModelDirectory, dtype: torch.dtype | None) -> LoadedModel:
 def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> str:
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
     count = sum(math.prod(whole.shape) for whole in parameters_of(loaded.architecture).values())
+    quantized = f" from {loaded.quantized}" if loaded.quantized else ""
     return (
         f"{name}, {_layers(loaded.architecture.pattern)}, {count:,} parameters, "
-        f"vocabulary of {loaded.architecture.vocab_size} tokens, {dtype}"
+        f"vocabulary of {loaded.architecture.vocab_size} tokens, {dtype}{quantized}"
     )
 
 

@@ -152,6 +152,11 @@ class ModelFiller:
         """Return whether a part of a checkpoint tensor goes to this model."""
         return any(self._local_name(placement.target) is not None for placement in self._placements[name])
 
+    def target(self, name: str) -> Tensor:
+        """Return the first parameter or buffer of this model that a part of a checkpoint tensor goes to."""
+        names = (self._local_name(placement.target) for placement in self._placements[name])
+        return next(self._targets[target] for target in names if target is not None)
+
     def unfilled(self) -> list[str]:
         """Return the names of parameters and buffers that lack values."""
         return sorted(name for name, count in self._empty.items() if count)

@@ -18,8 +18,10 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
 from megatron_mamba_cache.models.part_shape import rank_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
+from tests.models.quantized_kinds import KINDS
+from tests.models.quantized_writer import quantize, write_plain
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
-from tests.models.tiny_checkpoints import TinyCheckpoint, tiny_checkpoint
+from tests.models.tiny_checkpoints import TinyCheckpoint, tiny_checkpoint, wide_checkpoint
 
 
 def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, list[int]]]:
@@ -43,6 +45,21 @@ def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, lis
             saved = folder / f"saved_{number}"
             save_megatron_checkpoint(loaded.model, loaded.architecture, saved)
     return found
+
+
+def compare_quantized_weights(name: str, kinds: list[str], layouts: list[Layout]) -> None:
+    """Assert that a checkpoint in each of these formats loads as what it means, bit by bit, under each layout."""
+    case, folder = wide_checkpoint(name), _folder_of_all_ranks()
+    for number, kind in enumerate(kinds):
+        quantized, plain = folder / f"quantized_{number}", folder / f"plain_{number}"
+        if dist.get_rank() == 0:
+            for directory in (quantized, plain):
+                case.write(case.model(), directory)
+            write_plain(plain, quantize(quantized, KINDS[kind]), "BF16")
+        dist.barrier()
+        for layout in layouts:
+            with parallel(layout):
+                assert_same_weights(load_hugging_face(quantized), load_hugging_face(plain))
 
 
 def assert_known_before(loaded: LoadedModel) -> None:

@@ -21,3 +21,9 @@ def test_a_checkpoint_generates_the_same_under_every_layout(name: str, layouts: 
     outcomes = worlds.of(2).run(loading_cases.tokens_under_layouts, name, layouts)
     assert outcomes[0] == outcomes[1]
     assert all(tokens == outcomes[0][0] for tokens in outcomes[0])
+
+
+@pytest.mark.parametrize("name", ["nemotron_h_moe-0", "granite_moe-4"])
+def test_quantized_weights_are_cut_as_they_are_dequantized(name: str, worlds: Worlds) -> None:
+    kinds = ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"]
+    worlds.of(2).run(loading_cases.compare_quantized_weights, name, kinds, [TENSOR, EXPERT])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mamba_cache.models.checkpoints import hugging_face
-from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
+from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint, wide_checkpoint
 
 MAMBA_FUNCTIONS = {
     "causal_conv1d_fn",
@@ -37,6 +37,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         written[family] = tmp_path_factory.mktemp(family)
         case.write(case.model(), written[family])
     return written
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint with experts and columns enough for blocks of 128 and groups of 32; tests change copies."""
+    case, directory = wide_checkpoint("nemotron_h_moe-0"), tmp_path_factory.mktemp("wide")
+    case.write(case.model(), directory)
+    return directory
 
 
 @pytest.fixture

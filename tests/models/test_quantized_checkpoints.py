@@ -1,94 +1,168 @@
-"""A quantized checkpoint is refused in one line: what it is, that it is not supported, what to give instead."""
+"""Quantized checkpoints load as the weights that their codes and scales mean, bit by bit."""
 
 import json
+import logging
+import math
+import re
+import weakref
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.command_line.command_runs import run_here
-from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
+from megatron_mamba_cache.models.checkpoints import safetensors_files
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face, read_sizes
+from megatron_mamba_cache.models.checkpoints.safetensors_files import SafetensorsFiles
+from tests.models.checkpoint_edits import copy_of, tensors_of, write_tensors
+from tests.models.quantized_kinds import KEPT, KINDS
+from tests.models.quantized_writer import Kind, fp8, quantize, read_stored, write_files, write_plain
+from tests.models.tensor_parallel_worker import assert_same_weights
+from tests.models.test_streaming import CountingFile
+from tests.models.tiny_checkpoints import wide_checkpoint
 
-ADVICE = "quantized checkpoints are not supported: give the BF16 checkpoint of the same model instead"
-_FLOAT8 = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}}}
-_INT4 = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
-    "FP8 (modelopt)": {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}, **_FLOAT8},
-    "NVFP4 (modelopt)": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8}},
-    "FP8 (compressed-tensors)": {"quant_method": "compressed-tensors", "format": "float-quantized", **_FLOAT8},
-    "NVFP4 (compressed-tensors)": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-    "INT4 (compressed-tensors)": {"quant_method": "compressed-tensors", "format": "pack-quantized", **_INT4},
-    "4-bit (AWQ)": {"quant_method": "awq", "bits": 4, "group_size": 128},
-    "4-bit (GPTQ)": {"quant_method": "gptq", "bits": 4, "desc_act": False},
-    "8-bit (bitsandbytes)": {"load_in_4bit": False, "load_in_8bit": True},
-    "4-bit (bitsandbytes)": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "MXFP4": {"quant_method": "mxfp4"},
-    "FP8 KV cache (modelopt)": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
-    "hqq": {"quant_method": "hqq"},
-    "an unknown kind": {"beams": 3},
-}
-FILES: dict[str, tuple[str, dict[str, Any]]] = {
-    "NVFP4 (modelopt)": (
-        "hf_quant_config.json",
-        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}},
-    ),
-    "FP8": ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}),
-    "4-bit (GPTQ)": ("quantize_config.json", {"bits": 4, "desc_act": True}),
-    "4-bit (AWQ)": ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "zero_point": True}),
-}
-
-
-@pytest.fixture
-def directory(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
-    """Copy a checkpoint that is not quantized."""
-    return copy_of(checkpoints["nemotron_h"], tmp_path)
-
-
-@pytest.mark.usefixtures("no_model_is_built")
-@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_quantized_configuration_is_named(kind: str, field: str, directory: Path) -> None:
-    set_fields(directory, **{field: CONFIGS[kind]})
-    assert_refused(directory, f"{directory / 'config.json'}: {field}={kind} is not supported; {ADVICE}")
-
-
-@pytest.mark.usefixtures("no_model_is_built")
-@pytest.mark.parametrize("kind", FILES)
-def test_a_file_that_says_so_beside_the_configuration_is_named(kind: str, directory: Path) -> None:
-    name, content = FILES[kind]
-    (directory / name).write_text(json.dumps(content))
-    assert_refused(directory, f"{directory / name}: {kind}; {ADVICE}")
-
-
-@pytest.mark.usefixtures("no_model_is_built")
-@pytest.mark.parametrize(
-    ("dtype", "said"),
-    [(torch.float8_e4m3fn, "F8_E4M3 (FP8)"), (torch.float8_e5m2, "F8_E5M2 (FP8)"), (torch.uint8, "U8 (packed NVFP4")],
-    ids=str,
+STACKED = (
+    "transformers BF16",
+    "transformers, a tensor",
+    "modelopt FP8 a row",
+    "modelopt NVFP4",
+    "compressed-tensors NVFP4",
+    "MXFP4 in blocks",
 )
-def test_a_tensor_of_eight_bits_is_named_with_its_type(dtype: torch.dtype, said: str, directory: Path) -> None:
-    tensors, name = tensors_of(directory), "backbone.layers.0.mixer.in_proj.weight"
-    write_tensors(directory, tensors | {name: tensors[name].to(dtype)})
-    assert_refused(directory, f"tensor {name} is of type {said}", ADVICE)
+STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
-def test_the_command_ends_with_that_line_and_status_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    set_fields(directory, quantization_config=CONFIGS["NVFP4 (modelopt)"])
-    lines = directory.parent / "lines.jsonl"
-    lines.write_text('{"prompt_tokens": [1, 2, 3]}\n')
-    finished = run_here(capsys, "--hf-model", directory, "--prompts", lines)
-    assert finished.status == 2 and finished.stderr.count("\n") == 1
-    assert "NVFP4 (modelopt) is not supported" in finished.stderr and ADVICE in finished.stderr
+def assert_loads_exactly(directory: Path, kind: str, keep: str = "$^", dtype: torch.dtype = torch.bfloat16) -> str:
+    """Quantize a checkpoint, load it, compare it with what it means, and return what loading said of it."""
+    means = quantize(directory, KINDS[kind], keep)
+    loaded = load_hugging_face(directory, dtype)
+    write_plain(directory, means, STORED[dtype])
+    assert_same_weights(loaded, load_hugging_face(directory, dtype))
+    return loaded.quantized
 
 
-def test_a_configuration_without_quantization_is_not_refused(
-    directory: Path, capsys: pytest.CaptureFixture[str]
+def number_quantized(directory: Path, ending: str) -> int:
+    """Return how many tensors a directory has whose names end so."""
+    return sum(name.endswith(ending) for name in SafetensorsFiles(directory).names)
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_weight_is_code_times_scale_rounded_once(
+    kind: str, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
-    set_fields(directory, quantization_config=None)
-    lines = directory.parent / "lines.jsonl"
-    lines.write_text('{"prompt_tokens": [1, 2, 3], "num_tokens_to_generate": 2}\n')
-    finished = run_here(capsys, "--hf-model", directory, "--prompts", lines, "--no-prefix-caching")
-    assert finished.status == 0, finished.stderr
+    said = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)
+    assert " quantized tensors (" in said and " GB in the files)" in said
+
+
+@pytest.mark.parametrize("kind", ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"])
+def test_weights_that_a_checkpoint_keeps_are_read_as_they_are(kind: str, wide: Path, tmp_path: Path) -> None:
+    said = assert_loads_exactly(copy_of(wide, tmp_path), kind, KEPT)
+    everything = assert_loads_exactly(copy_of(wide, tmp_path / "all"), kind)
+    assert 0 < int(said.split()[0]) < int(everything.split()[0])
+
+
+@pytest.mark.parametrize("kind", STACKED)
+@pytest.mark.parametrize("name", ["granite_moe-0", "nemotron_h_moe-0"])
+def test_a_stack_of_experts_has_scales_of_each(name: str, kind: str, tmp_path: Path) -> None:
+    case = wide_checkpoint(name)
+    case.model().save_pretrained(tmp_path, save_original_format=False)
+    assert any(tensor.dim() == 3 and "conv" not in found for found, tensor in tensors_of(tmp_path).items())
+    assert_loads_exactly(tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", ["transformers F16", "compressed-tensors FP8 a row", "compressed-tensors NVFP4"])
+@pytest.mark.parametrize("name", ["bamba-2", "granite-0", "granite-1"])
+def test_every_family_loads_its_quantized_weights(name: str, kind: str, tmp_path: Path) -> None:
+    case = wide_checkpoint(name)
+    case.write(case.model(), tmp_path)
+    assert_loads_exactly(tmp_path, kind)
+
+
+def test_quantized_ends_of_a_tied_checkpoint_are_used(tmp_path: Path) -> None:
+    case = wide_checkpoint("granite-1")
+    case.config.tie_word_embeddings = True
+    case.write(case.model(), tmp_path)
+    embeddings = tensors_of(tmp_path)["model.embed_tokens.weight"].float().numpy()
+    means = quantize(tmp_path, KINDS["transformers F32"])
+    encoded = fp8(128, 128, ending="_scale_inv")(embeddings, np.random.default_rng(1))
+    stored = {}
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        stored |= read_stored(file)
+    stored |= {f"lm_head.weight{ending}": part for ending, part in encoded.parts.items()}
+    write_files(tmp_path, stored, num_shards=2)
+    loaded = load_hugging_face(tmp_path)
+    assert not loaded.architecture.tie_embeddings
+    write_plain(tmp_path, means | {"lm_head.weight": encoded.values}, "BF16")
+    assert_same_weights(loaded, load_hugging_face(tmp_path))
+
+
+def test_a_language_model_inside_of_another_loads_and_other_parts_are_left_out(wide: Path, tmp_path: Path) -> None:
+    directory = copy_of(wide, tmp_path)
+    names = {f"language_model.{name}": tensor for name, tensor in tensors_of(directory).items()}
+    extra = {
+        "vision.layers.0.fc.weight": torch.randn(8, 32),
+        "language_model.mtp.layers.0.fc.weight": torch.randn(8, 32),
+    }
+    write_tensors(directory, names | extra)
+    text = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({"model_type": "larger", "text_config": text}))
+    means = quantize(directory, KINDS["modelopt NVFP4"])
+    assert number_quantized(directory, "vision.layers.0.fc.weight_scale_2") == 1
+    loaded = load_hugging_face(directory)
+    write_plain(directory, means, "BF16")
+    assert_same_weights(loaded, load_hugging_face(directory))
+
+
+def test_start_up_says_format_number_and_bytes_of_quantized_tensors(wide: Path, tmp_path: Path) -> None:
+    directory = copy_of(wide, tmp_path)
+    quantize(directory, KINDS["modelopt mixed"])
+    files = SafetensorsFiles(directory)
+    of_experts = number_quantized(directory, "weight_scale_2")
+    rest = number_quantized(directory, "weight_scale") - of_experts
+    parts = [name for name in files.names if re.search("_scale(_2)?$", name) or files.types[name] in ("U8", "F8_E4M3")]
+    size = {"F32": 4, "U8": 1, "F8_E4M3": 1}
+    num_bytes = sum(math.prod(files.shapes[name]) * size[files.types[name]] for name in parts)
+    assert of_experts and rest
+    assert load_hugging_face(directory).quantized == (
+        f"{of_experts + rest} quantized tensors ({rest} of FP8 with a scale a tensor, {of_experts} of NVFP4; "
+        f"{num_bytes / 1e9:.3g} GB in the files)"
+    )
+
+
+def test_unused_scales_are_counted_in_one_warning(wide: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = copy_of(wide, tmp_path)
+    quantize(directory, KINDS["modelopt FP8"])
+    count = sum(number_quantized(directory, ending) for ending in (".input_scale", ".k_scale", ".v_scale"))
+    with caplog.at_level(logging.WARNING):
+        load_hugging_face(directory)
+    said = f"scales of activations or of the KV cache, which are not used; their {count} tensors are left out"
+    assert count and [record.getMessage() for record in caplog.records if said in record.getMessage()]
+
+
+@pytest.mark.parametrize("kind", ["transformers F32", "modelopt FP8 in a file"])
+def test_weights_are_bf16_whatever_config_json_says_of_their_type(kind: str, wide: Path, tmp_path: Path) -> None:
+    directory = copy_of(wide, tmp_path)
+    assert read_sizes(directory)[1] is torch.float32
+    quantize(directory, KINDS[kind])
+    assert read_sizes(directory)[1] is torch.bfloat16
+    assert load_hugging_face(directory, None).model.config.params_dtype is torch.bfloat16
+
+
+def test_a_cache_alone_may_be_quantized(wide: Path, tmp_path: Path) -> None:
+    directory = copy_of(wide, tmp_path)
+    quantize(directory, Kind({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, {}))
+    assert load_hugging_face(directory).quantized == ""
+
+
+def test_nothing_but_one_weight_is_alive_when_the_next_is_read(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = copy_of(wide, tmp_path)
+    num_weights = len(quantize(directory, KINDS["modelopt NVFP4"], num_shards=4))
+    alive: weakref.WeakSet = weakref.WeakSet()
+    counts: list[int] = []
+    opened = safetensors_files._opened
+    monkeypatch.setattr(safetensors_files, "_opened", lambda path: CountingFile(opened(path), alive, counts))
+    load_hugging_face(directory)
+    assert set(counts) == {0, 1, 2} and counts.count(0) == num_weights  # codes, and up to two scales of theirs

@@ -145,6 +145,18 @@ def tiny_checkpoint(name: str) -> TinyCheckpoint:
     )
 
 
+def wide_checkpoint(name: str) -> TinyCheckpoint:
+    """Return a case whose matrices have enough columns for groups of 32, and some for a block of 128 and an edge."""
+    case = tiny_checkpoint(name)
+    case.config.hidden_size, case.config.intermediate_size, case.config.vocab_size = 160, 96, 128
+    if "nemotron" in name:
+        case.config.moe_intermediate_size, case.config.moe_shared_expert_intermediate_size = 64, 32
+        case.config.mamba_head_dim = 16
+    else:
+        case.config.mamba_d_head = case.config.mamba_expand * 160 // case.config.mamba_n_heads
+    return case
+
+
 @cache
 def drawn_settings(family: str) -> list[dict[str, Any]]:
     """Return the settings of a family's cases."""

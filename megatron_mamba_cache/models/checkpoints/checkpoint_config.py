@@ -112,6 +112,22 @@ class CheckpointConfig:
             return CheckpointConfig(value, self._source, f"{self._label(name)}.")
         return CheckpointConfig({}, self._source, f"{self._label(names[0])}.")
 
+    def sections(self) -> "list[CheckpointConfig]":
+        """Return all fields, each of which must be an object."""
+        return [self.section(name) for name in self._fields]
+
+    def pair(self, name: str) -> tuple[int, int]:
+        """Return a field that is a list of two positive integers."""
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or len(value) != 2 or any(type(each) is not int or each < 1 for each in value):
+            raise self._wrong(name, value, "a list of two positive integers")
+        return value[0], value[1]
+
+    def require_empty(self, name: str) -> None:
+        """Raise `ValueError` if a field is an object with fields."""
+        if self.section(name)._fields:
+            raise self.error(f"{self.shown(name, self._get(name, None))} is not supported")
+
     def indices(self, name: str, end: int) -> list[int]:
         """Return a list of integers from 0 to `end`, exclusive."""
         value = self._get(name, [])

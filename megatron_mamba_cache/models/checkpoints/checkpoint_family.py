@@ -10,6 +10,7 @@ import torch
 from ..architecture import HybridArchitecture
 from ..families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
 from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
+from .quantization_config import QuantizationConfig
 from .stored_names import OtherNames
 
 FAMILIES: dict[str, ModuleType] = {
@@ -33,8 +34,9 @@ class CheckpointFamily:
         module: The module of `FAMILIES`.
         config: The fields that describe the language model.
         whole: All fields: `config`, or those of the larger model that contains it.
-        dtype: bfloat16 if the file says that the weights are stored so, else float32.
+        dtype: bfloat16 if the file says that the weights are stored so or quantized, else float32.
         is_wrapped: True if a larger model contains the language model.
+        quantization: How weights are quantized; None if they are not.
     """
 
     module: ModuleType
@@ -42,13 +44,15 @@ class CheckpointFamily:
     whole: CheckpointConfig
     dtype: torch.dtype
     is_wrapped: bool
+    quantization: QuantizationConfig | None
 
     @staticmethod
     def read(directory: Path) -> "CheckpointFamily":
         """Read the config.json of a directory.
 
         Raises:
-            ValueError: Naming the file and the field, if it is missing or the family is not supported.
+            ValueError: Naming the file and the field, if it is missing, or if the family or its quantization is not
+                supported.
         """
         whole = CheckpointConfig.read(directory)
         is_own = any(whole.equals("model_type", name, "") for name in FAMILIES)
@@ -59,8 +63,9 @@ class CheckpointFamily:
         is_bfloat16 = any(
             fields.equals(name, "bfloat16", None) for fields in (config, whole) for name in ("dtype", "torch_dtype")
         )
-        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        return CheckpointFamily(module, config, whole, dtype, is_wrapped)
+        quantization = QuantizationConfig.read(directory)
+        dtype = torch.bfloat16 if is_bfloat16 or quantization else torch.float32
+        return CheckpointFamily(module, config, whole, dtype, is_wrapped, quantization)
 
     def architecture(self, names: Collection[str] | None = None) -> HybridArchitecture:
         """Return the architecture that the configuration describes.

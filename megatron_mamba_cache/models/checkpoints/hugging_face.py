@@ -16,10 +16,9 @@ from ..parameter_shapes import filled_of
 from ..placement import ModelFiller, Placements, stored_shape
 from ..rank_part import EMBEDDINGS, RankPart
 from .checkpoint_family import CheckpointFamily
+from .checkpoint_tensors import CheckpointTensors
 from .loading_progress import loading_progress
 from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_left_out
-from .quantized_checkpoints import check_not_quantized
-from .safetensors_files import SafetensorsFiles
 from .stored_names import StoredTensors
 
 _NAMES_SHOWN = 8
@@ -28,15 +27,20 @@ _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and its source."""
+    """A model with its weights, and its source.
+
+    Args:
+        quantized: What was quantized in the files, for a line at start-up; empty if nothing was.
+    """
 
     model: MambaModel
     architecture: HybridArchitecture
     directory: Path
+    quantized: str = ""
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
-    """Return the architecture that a directory's config.json describes, and the dtype of its weights.
+    """Return the architecture that a directory's config.json describes, and the dtype that its weights get.
 
     Raises:
         ValueError: Naming the file and the field, if it is missing or not supported.
@@ -48,11 +52,13 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
 def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    Tensors that this rank needs are read one at a time, and cut to the rank's part on the way in. A name that is not a
+    Tensors that this rank needs are read one at a time, dequantized if the files have them in FP8, NVFP4 or MXFP4, and
+    cut to the rank's part on the way in. A name that is not a
     directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
 
     Args:
-        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are stored so, else float32.
+        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are stored so or quantized, else
+            float32.
 
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
@@ -61,8 +67,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     """
     directory = _directory_of(source)
     family = CheckpointFamily.read(directory)
-    check_not_quantized(directory)
-    files = SafetensorsFiles(directory)
+    files = CheckpointTensors(directory, family.quantization)
     architecture = family.architecture(files.names.keys())
     with naming_source(directory / "config.json"):
         check_buildable(architecture)
@@ -81,7 +86,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
     _fill(filler, files, placements)
     if unfilled := filler.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
-    return LoadedModel(model, architecture, directory)
+    return LoadedModel(model, architecture, directory, files.quantized_summary(placements))
 
 
 def _directory_of(source: str | Path) -> Path:
@@ -106,7 +111,7 @@ def _directory_of(source: str | Path) -> Path:
 
 
 def _placements(
-    family: CheckpointFamily, architecture: HybridArchitecture, files: SafetensorsFiles, directory: Path
+    family: CheckpointFamily, architecture: HybridArchitecture, files: CheckpointTensors, directory: Path
 ) -> Placements:
     """Return the destinations of the files' tensors, checked to be the model's own and all of them."""
     usual, names = family.module.placements_of(architecture), files.names.keys()
@@ -117,6 +122,7 @@ def _placements(
     _check_names(directory, sorted(unknown.difference(mtp, other_parts)), stored.missing)
     warn_of_left_out(directory, len(mtp))
     warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
+    warn_of_left_out(directory, len(files.unused), "scales of activations or of the KV cache, which are not used")
     return stored.placements
 
 
@@ -131,7 +137,7 @@ def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, 
 
 
 def _check_shapes(
-    directory: Path, files: SafetensorsFiles, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
+    directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise `ValueError` if a tensor has another shape than the whole model has for it, before a model is built."""
     for name, places in placements.items():
@@ -155,10 +161,10 @@ def naming_source(source: str | Path) -> Iterator[None]:
         raise MemoryError(f"{source}: {error}") from error
 
 
-def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) -> None:
+def _fill(filler: ModelFiller, files: CheckpointTensors, names: Iterable[str]) -> None:
     wanted = {name for name in names if filler.wants(name)}
     with loading_progress(len(wanted)) as advance:
-        for name, tensor in files.tensors(wanted):
+        for name, tensor in files.tensors(wanted, filler.target):
             try:
                 filler.fill(name, tensor)
             except ValueError as error:

@@ -1,13 +1,13 @@
 """Stream the tensors of a Hugging Face checkpoint one at a time, from one file or many."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from .json_file import read_json_object
-from .quantized_checkpoints import check_dtype
 
 _INDEX = "model.safetensors.index.json"
 
@@ -18,10 +18,11 @@ class SafetensorsFiles:
     Attributes:
         names: Tensor name → its file.
         shapes: Tensor name → its shape.
+        types: Tensor name → its type, as safetensors names it.
 
     Raises:
         ValueError: Naming the file if one is missing, damaged or lacks a tensor that the index lists, and the tensor
-            if it is in two files or quantized.
+            if it is in two files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -30,19 +31,30 @@ class SafetensorsFiles:
         self._files = [directory / name for name in files]
         self.names: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.types: dict[str, str] = {}
         for path in self._files:
             self._read_header(path)
         for name, file in index.items():
             if self.names.get(name) != directory / file:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
 
-    def tensors(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor, on the CPU, of each wanted name; none is held here."""
+    def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield each wanted name, file by file, with the tensors that are read at that time; none is held here.
+
+        Args:
+            wanted: Tensor name → names of all tensors to read with it, on the CPU; they may be in other files.
+        """
         for path in self._files:
-            with _opened(path) as file:
+            with _opened(path) as file, _OtherFile(self.names) as other:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     if name in wanted:
-                        yield name, file.get_tensor(name)
+                        yield (
+                            name,
+                            {
+                                part: (file if self.names[part] == path else other.holding(part)).get_tensor(part)
+                                for part in wanted[name]
+                            },
+                        )
 
     def _read_header(self, path: Path) -> None:
         with _opened(path) as file:
@@ -50,8 +62,31 @@ class SafetensorsFiles:
                 if name in self.names:
                     raise ValueError(f"{path} has tensor {name}, and {self.names[name]} has it too")
                 header = file.get_slice(name)
-                check_dtype(path, name, header.get_dtype())
-                self.names[name], self.shapes[name] = path, tuple(header.get_shape())
+                self.names[name], self.types[name] = path, header.get_dtype()
+                self.shapes[name] = tuple(header.get_shape())
+
+
+class _OtherFile:
+    """The file that was read last besides the main one; at most one is open."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._opened = ExitStack()
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def __enter__(self) -> "_OtherFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def holding(self, name: str) -> Any:
+        """Return the opened file that has a tensor."""
+        if self._files[name] != self._path:
+            self._opened.close()
+            self._path, self._file = self._files[name], self._opened.enter_context(_opened(self._files[name]))
+        return self._file
 
 
 def _index(directory: Path) -> dict[str, str]:

@@ -1,44 +1,13 @@
-"""Refuse quantized checkpoints with an error that says how they are quantized and what to give instead."""
+"""Name the quantization that a configuration describes."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from .json_file import read_json_object
-
-_ADVICE = "quantized checkpoints are not supported: give the BF16 checkpoint of the same model instead"
-_FIELDS = ("quantization_config", "compression_config")
-_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _TOOLS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "FP8", "fbgemm_fp8": "FP8"}
 _FIELDS_OF_TOOLS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "w_bit": "awq", "desc_act": "gptq"}
-_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # integers and narrower floats mean nothing without their scales
-_DTYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "FP8 scales", "F4": "FP4", "U8": "packed NVFP4 or integers"}
 
 
-def check_not_quantized(directory: Path) -> None:
-    """Check that the files beside the weights of a Hugging Face directory do not describe quantized weights.
-
-    Raises:
-        ValueError: Naming the file and the kind of quantization, if they do.
-    """
-    config = directory / "config.json"
-    fields = read_json_object(config)
-    for name in _FIELDS:
-        if found := fields.get(name):
-            raise ValueError(f"{config}: {name}={_kind_of(found)} is not supported; {_ADVICE}")
-    for path in (directory / name for name in _FILES):
-        if path.is_file():
-            raise ValueError(f"{path}: {_kind_of(read_json_object(path))}; {_ADVICE}")
-
-
-def check_dtype(path: Path, name: str, dtype: str) -> None:
-    """Raise `ValueError` if a tensor is of a type that only quantized checkpoints have."""
-    if dtype not in _PLAIN_DTYPES:
-        kind = f" ({_DTYPES[dtype]})" if dtype in _DTYPES else ""
-        raise ValueError(f"{path}: tensor {name} is of type {dtype}{kind}, not {', '.join(_PLAIN_DTYPES)}; {_ADVICE}")
-
-
-def _kind_of(found: Any) -> str:
+def kind_of(found: Any) -> str:
     """Return number format and tool as far as known, such as "NVFP4 (modelopt)"."""
     if not isinstance(found, Mapping):
         return repr(found)

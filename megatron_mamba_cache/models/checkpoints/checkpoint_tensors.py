@@ -1,0 +1,176 @@
+"""The tensors of a checkpoint under the names of an unquantized one: quantized weights are dequantized when read."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from .quantization_config import QuantizationConfig
+from .quantized_weights import QuantizedWeight, Shape, WeightFormat
+from .safetensors_files import SafetensorsFiles
+
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # integers and narrower floats mean nothing without their scales
+_NAMED_TYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "FP8 scales", "F4": "FP4", "U8": "packed NVFP4"}
+_FACTOR_TYPES = ("F32", "BF16", "F16")
+
+_OF_PAIRS = ("_packed", "_blocks")
+_SCALES = ("_scale_inv", "_scale", "_scales")
+_GLOBAL_SCALES = {"_scale_2": False, "_global_scale": True}
+"""Ending of a name → True if the tensor is the inverse of the global scale."""
+_UNUSED = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global)?_scale(_inv|_2)?$")
+
+
+class CheckpointTensors:
+    """The tensors of a Hugging Face directory, with quantized weights as the bf16 or float32 tensors that they mean.
+
+    Attributes:
+        names: Tensor name → the file with it, or with its codes.
+        shapes: Tensor name → its shape.
+        unused: Names of scales of activations and of the KV cache, in the files only.
+
+    Raises:
+        ValueError: If `SafetensorsFiles` raises it. Also if a tensor's type is not supported, or a scale is missing,
+            superfluous, or of another type or shape than its format needs, naming file and tensor.
+    """
+
+    def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
+        self._files = SafetensorsFiles(directory)
+        self._quantized: dict[str, QuantizedWeight] = {}
+        self._stored: dict[str, tuple[str, ...]] = {}
+        self.names: dict[str, Path] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.unused: list[str] = []
+        if quantization is None:
+            for name in self._files.names:
+                self._add_plain(name, "config.json has no quantization_config that says how it is scaled")
+        else:
+            self._add_all(quantization)
+
+    def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the tensor of each wanted name, plain ones on the CPU; none is held here.
+
+        Args:
+            like: Returns, by name, a tensor whose dtype and device a quantized weight gets.
+        """
+        by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
+        for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
+            name = by_first[first]
+            weight = self._quantized.get(name)
+            yield name, parts.pop(first) if weight is None else weight.values(parts, like(name))
+            del parts  # otherwise it is held while the next one is read
+
+    def quantized_summary(self, used: Collection[str]) -> str:
+        """Return formats, number and bytes of the quantized weights among these names; empty if there are none."""
+        weights = [self._quantized[name] for name in used if name in self._quantized]
+        counts = Counter(weight.format.name for weight in weights)
+        num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)
+        each = ", ".join(f"{count:,} of {name}" for name, count in sorted(counts.items()))
+        return f"{len(weights):,} quantized tensors ({each}; {num_bytes / 1e9:.3g} GB in the files)" if weights else ""
+
+    def _add_all(self, quantization: QuantizationConfig) -> None:
+        scales = {name for name in self._files.names if self._is_scale(name)}
+        for name in self._files.names:
+            if name in scales:
+                continue
+            if _UNUSED.search(name):
+                self.unused.append(name)
+            elif self._files.types[name] in _PLAIN_TYPES or not quantization.formats:
+                self._add_plain(name, f"{quantization.source} describes {quantization}")
+                self._check_no_scale(name)
+            else:
+                self._add_quantized(name, quantization)
+
+    def _add_plain(self, name: str, reason: str) -> None:
+        path, found = self._files.names[name], self._files.types[name]
+        if found not in _PLAIN_TYPES:
+            kind = f" ({_NAMED_TYPES[found]})" if found in _NAMED_TYPES else ""
+            raise ValueError(f"{path}: tensor {name} is of type {found}{kind}, which is not supported: {reason}")
+        self._add(name, (name,), self._files.shapes[name])
+
+    def _add_quantized(self, codes: str, quantization: QuantizationConfig) -> None:
+        found = self._files.types[codes]
+        formats = [format for format in quantization.formats if format.code_type == found]
+        if not formats:
+            described = f"{quantization.source} describes {quantization}"
+            raise self._error(codes, f"is of type {found}, which is not supported: {described}")
+        name = _weight_of(codes) if found == "U8" else codes
+        weight = self._weight(name, codes, formats)
+        self._quantized[name] = weight
+        self._add(name, weight.parts, weight.shape)
+
+    def _add(self, name: str, stored: tuple[str, ...], shape: Shape) -> None:
+        if name in self._stored:
+            raise self._error(stored[0], f"is the same weight as {self._stored[name][0]}; remove one of them")
+        self.names[name], self.shapes[name], self._stored[name] = self._files.names[stored[0]], shape, stored
+
+    def _weight(self, name: str, codes: str, formats: list[WeightFormat]) -> QuantizedWeight:
+        """Return a quantized weight in the first of these formats that its scales have."""
+        scale = self._only(codes, [f"{name}{ending}" for ending in _SCALES], f"its scale ({formats[0].name})")
+        shape = self._shape_of(codes, formats[0])
+        typed = [format for format in formats if self._files.types[scale] in format.scale_types]
+        if not typed:
+            needed = " or ".join(sorted({each for format in formats for each in format.scale_types}))
+            raise self._error(scale, f"is of type {self._files.types[scale]} where {codes} needs {needed}")
+        found = self._files.shapes[scale]
+        fitting = [format for format in typed if found in format.scale_shapes(shape)]
+        if not fitting:
+            needed = " or ".join(f"{format.scale_shapes(shape)[0]} ({format.name})" for format in typed)
+            raise self._error(scale, f"has shape {found} where {codes} of {shape} weights needs {needed}")
+        format = fitting[0]
+        others = {f"{name}{ending}": divides for ending, divides in _GLOBAL_SCALES.items()}
+        if not format.has_global:
+            for other in filter(self._files.names.__contains__, others):
+                raise self._error(other, f"has no use in {format.name}, the format of {codes}")
+            return QuantizedWeight(format, shape, codes, scale)
+        factor = self._only(codes, list(others), f"its global scale ({format.name})")
+        self._check_factor(factor, codes, shape[:-2])
+        return QuantizedWeight(format, shape, codes, scale, factor, others[factor])
+
+    def _shape_of(self, codes: str, format: WeightFormat) -> Shape:
+        stored = self._files.shapes[codes]
+        if codes.endswith("_blocks") and len(stored) > 2:  # [..., rows, blocks, bytes of a block]
+            stored = (*stored[:-2], stored[-2] * stored[-1])
+        if len(stored) < 2 or 0 in stored:
+            raise self._error(codes, f"has shape {stored}, and only matrices can be quantized")
+        return format.shape_of(stored)
+
+    def _check_factor(self, factor: str, codes: str, leading: Shape) -> None:
+        shape, found = self._files.shapes[factor], self._files.types[factor]
+        if found not in _FACTOR_TYPES:
+            raise self._error(factor, f"is of type {found} where {codes} needs {' or '.join(_FACTOR_TYPES)}")
+        if math.prod(shape) != 1 and shape not in (leading, (*leading, 1), (*leading, 1, 1)):
+            raise self._error(factor, f"has shape {shape} where {codes} needs a single value or {leading}")
+
+    def _check_no_scale(self, name: str) -> None:
+        for ending in (*_SCALES, *_GLOBAL_SCALES):
+            if f"{name}{ending}" in self._files.names:
+                raise self._error(name, f"is of type {self._files.types[name]}, but has the scale {name}{ending}")
+
+    def _only(self, codes: str, choices: list[str], what: str) -> str:
+        """Return the only one of these names that the files have."""
+        found = [name for name in choices if name in self._files.names]
+        if not found:
+            raise self._error(codes, f"lacks {what}: {' or '.join(choices)}; fetch all files of the checkpoint")
+        if len(found) > 1:
+            raise self._error(codes, f"has both {found[0]} and {found[1]}; remove one of them")
+        return found[0]
+
+    def _is_scale(self, name: str) -> bool:
+        """Return True if a tensor is the scale of another one in the files."""
+        weights = [name.removesuffix(ending) for ending in (*_SCALES, *_GLOBAL_SCALES) if name.endswith(ending)]
+        return any(f"{weight}{ending}" in self._files.names for weight in weights for ending in ("", *_OF_PAIRS))
+
+    def _bytes_of(self, name: str) -> int:
+        return math.prod(self._files.shapes[name]) * {"F32": 4, "BF16": 2, "F16": 2}.get(self._files.types[name], 1)
+
+    def _error(self, name: str, text: str) -> ValueError:
+        return ValueError(f"{self._files.names[name]}: tensor {name} {text}")
+
+
+def _weight_of(codes: str) -> str:
+    """Return the name of the weight that these packed codes have."""
+    ending = next(filter(codes.endswith, _OF_PAIRS), "")
+    return codes.removesuffix(ending)

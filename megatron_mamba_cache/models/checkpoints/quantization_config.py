@@ -1,0 +1,187 @@
+"""Which formats a Hugging Face directory says that its quantized weights have."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
+from .json_file import read_json_object
+from .quantization_kinds import kind_of
+from .quantized_weights import MXFP4, MXFP8, NVFP4, WeightFormat, fp8
+
+_ADVICE = "this quantization is not supported: give an FP8, NVFP4, MXFP4 or BF16 checkpoint of the same model instead"
+_FIELDS = ("quantization_config", "compression_config")
+_MODELOPT_FILE = "hf_quant_config.json"
+_FILES_OF_INTEGERS = ("quantize_config.json", "quant_config.json")
+_BLOCK = 128
+
+_FP8_TENSOR, _FP8_ROW, _FP8_BLOCK = fp8(None, None), fp8(1, None), fp8(_BLOCK, _BLOCK)
+_ALGORITHMS = {
+    "FP8": _FP8_TENSOR,
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8_ROW,
+    "FP8_PB_WO": _FP8_BLOCK,
+    "FP8_PB_REAL": _FP8_BLOCK,
+    "MXFP8": MXFP8,
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+    "W4A8_NVFP4_FP8": NVFP4,
+    "MXFP4": MXFP4,
+    "W4A8_MXFP4_FP8": MXFP4,
+}
+"""Values of modelopt's `quant_algo`, in upper case."""
+_MIXED = "MIXED_PRECISION"
+_LAYOUTS = (
+    "float-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+"""Values of `format` of compressed-tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """What a directory says of its quantized weights.
+
+    Attributes:
+        source: The file that says so.
+        formats: All formats that weights may have; empty if only activations or the KV cache are quantized.
+    """
+
+    source: Path
+    formats: tuple[WeightFormat, ...]
+
+    @staticmethod
+    def read(directory: Path) -> "QuantizationConfig | None":
+        """Read the files of a directory; None if they describe no quantization.
+
+        Raises:
+            ValueError: Naming file, field and value, if they describe a quantization that is not supported.
+        """
+        for path in (directory / name for name in _FILES_OF_INTEGERS):
+            if path.is_file():
+                raise ValueError(f"{path}: {kind_of(read_json_object(path))}; {_ADVICE}")
+        config, of_modelopt = directory / "config.json", directory / _MODELOPT_FILE
+        found: list[tuple[Path, tuple[WeightFormat, ...]]] = []
+        for label, value in _described(read_json_object(config)):
+            found.append((config, _formats(config, label, value)))
+        if of_modelopt.is_file():
+            found.append((of_modelopt, _formats(of_modelopt, "", read_json_object(of_modelopt))))
+        if not found:
+            return None
+        return QuantizationConfig(found[0][0], tuple(dict.fromkeys(format for _, each in found for format in each)))
+
+    def __str__(self) -> str:
+        return ", ".join(format.name for format in self.formats) or "no quantized weights"
+
+
+def _described(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each field that describes a quantization, also inside the text configuration."""
+    sections = {"": config, **{f"{name}.": config.get(name) for name in TEXT_CONFIGS}}
+    for prefix, section in sections.items():
+        for name in _FIELDS:
+            if isinstance(section, Mapping) and (value := section.get(name)):
+                yield f"{prefix}{name}", value
+
+
+def _formats(source: Path, label: str, value: Any) -> tuple[WeightFormat, ...]:
+    readers: dict[str, Callable[[CheckpointConfig], tuple[WeightFormat, ...]]] = {
+        "fp8": _of_transformers,
+        "modelopt": _of_modelopt,
+        "compressed-tensors": _of_compressed_tensors,
+        "mxfp4": lambda _: (MXFP4,),
+    }
+    reader = readers.get(_method(source, value))
+    if reader is None or _has_integers(value):
+        named = f"{label}={kind_of(value)} is not supported" if label else kind_of(value)
+        raise ValueError(f"{source}: {named}; {_ADVICE}")
+    inner = "quantization" if isinstance(value.get("quantization"), Mapping) else ""
+    prefix = "".join(f"{part}." for part in (label, inner) if part)
+    return reader(CheckpointConfig(value[inner] if inner else value, str(source), prefix))
+
+
+def _method(source: Path, value: Any) -> str:
+    """Return the tool that wrote a description."""
+    if not isinstance(value, Mapping):
+        return ""
+    producer, inner = value.get("producer"), value.get("quantization")
+    method = value.get("quant_method") or (inner.get("quant_method") if isinstance(inner, Mapping) else None)
+    if method is None and isinstance(producer, Mapping):
+        method = producer.get("name")
+    if method is None and source.name == _MODELOPT_FILE:
+        return "modelopt"
+    method = str(method).lower()
+    return "modelopt" if method.startswith("modelopt") else method
+
+
+def _has_integers(value: Mapping[str, Any]) -> bool:
+    """Return True if any weights are integers, which are refused as a whole."""
+    groups = value.get("config_groups")
+    each = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in each if isinstance(group, Mapping)]
+    return any(isinstance(of_group, Mapping) and of_group.get("type") == "int" for of_group in weights)
+
+
+def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
+    fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    fields.require("expert_dtype", "fp8", "fp8")
+    fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
+    if not fields.has("weight_block_size"):
+        return (_FP8_TENSOR,)
+    return (fp8(*fields.pair("weight_block_size")),)
+
+
+def _of_modelopt(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
+    if not fields.has("quant_algo"):
+        return _of_groups(fields) if fields.has("config_groups") else ()
+    if fields.text("quant_algo").upper() != _MIXED:
+        return (_of_algorithm(fields, (_MIXED,)),)
+    if not fields.has("quantized_layers"):
+        return _of_groups(fields)
+    return tuple(dict.fromkeys(_of_algorithm(layer) for layer in fields.section("quantized_layers").sections()))
+
+
+def _of_algorithm(fields: CheckpointConfig, others: tuple[str, ...] = ()) -> WeightFormat:
+    algorithm = fields.text("quant_algo")
+    if algorithm.upper() not in _ALGORITHMS:
+        fields.one_of("quant_algo", (*_ALGORITHMS, *others))
+    found = _ALGORITHMS[algorithm.upper()]
+    if found.columns is not None:
+        fields.one_of("group_size", (found.columns, 0), found.columns)
+    return found
+
+
+def _of_compressed_tensors(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
+    layout = fields.one_of("format", _LAYOUTS, "dense")
+    fields.section("sparsity_config").require("format", "dense", "dense")
+    fields.require_empty("transform_config")
+    return () if layout == "dense" else _of_groups(fields)
+
+
+def _of_groups(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
+    groups = fields.section("config_groups").sections()
+    for group in groups:
+        group.one_of("format", _LAYOUTS, "dense")
+    weights = [group.section("weights") for group in groups if group.has("weights")]
+    return tuple(dict.fromkeys(map(_of_weights, weights)))
+
+
+def _of_weights(fields: CheckpointConfig) -> WeightFormat:
+    """Return the format that a group's `weights` describe."""
+    for name, allowed in (("type", "float"), ("symmetric", True), ("dynamic", False)):
+        fields.require(name, allowed, allowed)
+    num_bits = fields.one_of("num_bits", (8, 4))
+    size = fields.one_of("group_size", (-1, 32) if num_bits == 8 else (16, 32), -1)
+    if num_bits == 4:
+        return {16: NVFP4, 32: MXFP4}[size]
+    if size == 32:
+        return MXFP8
+    usual = "channel" if fields.has("group_size") else "tensor"
+    strategy = fields.one_of("strategy", ("tensor", "channel", "block"), usual)
+    if strategy == "block":
+        return fp8(*fields.pair("block_structure"))
+    return _FP8_TENSOR if strategy == "tensor" else _FP8_ROW

@@ -1,0 +1,145 @@
+"""Quantized weights: codes with scales, and the values that they give."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_SLAB = 2**24
+"""Most weights that are dequantized at once, in float32."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+_FLOATS = ("F32", "BF16", "F16")
+_POWERS_OF_2 = ("U8", "F8_E8M0")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A format of quantized matrices [..., rows, columns], by the names that safetensors has for types.
+
+    Args:
+        name: As messages show it.
+        code_type: Type of the codes; "U8" are two e2m1 codes a byte, the low four bits first.
+        scale_types: Types that scales may have; "U8" are exponents of 2 with a bias of 127.
+        rows, columns: Size of the blocks that share a scale; None: all rows, or all columns, of a matrix. The last
+            block may be smaller.
+        has_global: True if a second scale multiplies a whole matrix.
+    """
+
+    name: str
+    code_type: str
+    scale_types: tuple[str, ...]
+    rows: int | None = None
+    columns: int | None = None
+    has_global: bool = False
+
+    def shape_of(self, codes: Shape) -> Shape:
+        """Return the shape of the weight whose codes have this shape."""
+        return (*codes[:-1], 2 * codes[-1]) if self.code_type == "U8" and codes else codes
+
+    def grid(self, weight: Shape) -> Shape:
+        """Return how many blocks a weight has along each dimension."""
+        *leading, rows, columns = weight
+        return (*leading, _ceil(rows, self.rows), _ceil(columns, self.columns))
+
+    def scale_shapes(self, weight: Shape) -> list[Shape]:
+        """Return the shapes that the scales of a weight may have, the usual one first."""
+        grid = *leading, rows, columns = self.grid(weight)
+        shapes: list[Shape] = [grid, (*leading, rows, 1, columns, 1)]
+        if self.columns is None:
+            shapes.append((*leading, rows))
+        if self.columns is None and self.rows is None:
+            shapes.append(tuple(leading))
+        return shapes
+
+
+def fp8(rows: int | None, columns: int | None) -> WeightFormat:
+    """Return the format of e4m3 codes in blocks of this size; None: all rows, or all columns."""
+    if columns is None:
+        name = f"FP8 with a scale a {'tensor' if rows is None else 'row'}"
+    else:
+        name = f"FP8 in blocks of {rows} x {columns}"
+    return WeightFormat(name, "F8_E4M3", (*_FLOATS, "F8_E8M0"), rows, columns)
+
+
+MXFP8 = WeightFormat("MXFP8", "F8_E4M3", _POWERS_OF_2, 1, 32)
+NVFP4 = WeightFormat("NVFP4", "U8", ("F8_E4M3",), 1, 16, has_global=True)
+MXFP4 = WeightFormat("MXFP4", "U8", _POWERS_OF_2, 1, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight that a checkpoint has as several tensors.
+
+    Args:
+        shape: Of the weight.
+        codes, scale, global_scale: Names of the tensors; `global_scale` is None where the format has none.
+        divides: True if the file has the inverse of the global scale.
+    """
+
+    format: WeightFormat
+    shape: Shape
+    codes: str
+    scale: str
+    global_scale: str | None = None
+    divides: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of all tensors that it needs."""
+        return (self.codes, self.scale, *([] if self.global_scale is None else [self.global_scale]))
+
+    def values(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """Return the weight: code x scale, x or / the global scale, in float32, rounded once to the result's dtype.
+
+        Args:
+            tensors: At least `parts`, by name.
+            like: Has the dtype and the device of the result.
+        """
+        rows, columns = self.shape[-2:]
+        found = torch.empty(self.shape, dtype=like.dtype, device=like.device)
+        matrices = found.view(-1, rows, columns)
+        on_device = {name: tensors[name].to(like.device) for name in self.parts}
+        codes = on_device[self.codes].reshape(len(matrices), rows, -1)
+        scales = _float32(on_device[self.scale]).reshape(len(matrices), *self.format.grid(self.shape)[-2:])
+        for number, matrix in enumerate(matrices):
+            step = max(1, _SLAB // columns)
+            for start in range(0, rows, step):
+                slab = slice(start, min(start + step, rows))
+                values = _decoded(codes[number, slab])
+                self._scale(values, scales[number], slab)
+                if self.global_scale is not None:
+                    factors = on_device[self.global_scale].float().reshape(-1).expand(len(matrices))
+                    values = values.div_(factors[number]) if self.divides else values.mul_(factors[number])
+                matrix[slab] = values
+        return found
+
+    def _scale(self, values: Tensor, scales: Tensor, slab: slice) -> None:
+        """Multiply the rows of a slab by their scales, in place."""
+        rows, columns = self.shape[-2:]
+        height, width = self.format.rows or rows, self.format.columns or columns
+        of_rows = scales[torch.arange(slab.start, slab.stop, device=scales.device) // height]  # [rows, blocks]
+        num_whole = columns // width
+        whole, rest = values[:, : num_whole * width], values[:, num_whole * width :]
+        whole.unflatten(1, (num_whole, width)).mul_(of_rows[:, :num_whole, None])
+        rest.mul_(of_rows[:, num_whole:])
+
+
+def _decoded(codes: Tensor) -> Tensor:
+    """Return the values of codes [rows, n] in float32: [rows, n], or [rows, 2 n] if they are pairs."""
+    if codes.dtype is not torch.uint8:
+        return codes.float()
+    pairs = torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], device=codes.device)
+    return functional.embedding(codes.int(), pairs).flatten(1)
+
+
+def _float32(scale: Tensor) -> Tensor:
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
+
+
+def _ceil(size: int, block: int | None) -> int:
+    return 1 if block is None else -(-size // block)
