@@ -9,22 +9,22 @@ import pytest
 from megatron_mamba_cache.models.checkpoints import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint, wide_checkpoint
 
-MAMBA_FUNCTIONS = {
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "mamba2_chunk_scan",
-    "mamba2_selective_state_update",
-    "mamba2_split_conv1d_scan_combined",
+CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
+MAMBA_FUNCTIONS = ("mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined")
+DELTA_FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+FUNCTIONS = {
+    **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h"), CONVOLUTIONS + MAMBA_FUNCTIONS),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), CONVOLUTIONS + DELTA_FUNCTIONS),
 }
 """transformers' own, in torch, which it wraps in those of other packages where they are installed."""
 
 
 @pytest.fixture(autouse=True, scope="session")
 def transformers_in_torch() -> None:
-    """Let transformers' models run in torch: where mamba-ssm is installed, they take its GPU kernels on any device."""
-    for family in ("bamba", "granitemoehybrid", "nemotron_h"):
+    """Let transformers' models run in torch: where mamba-ssm or fla is installed, they take its kernels."""
+    for family, names in FUNCTIONS.items():
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        for name in MAMBA_FUNCTIONS:
+        for name in names:
             setattr(module, name, getattr(module, name).__wrapped__)
 
 

@@ -47,10 +47,10 @@ def reference_run(case: TinyCheckpoint) -> ReferenceRun:
 def _run(case: TinyCheckpoint, model: PreTrainedModel) -> ReferenceRun:
     block, length = case.block_size, max(60, 2 * case.block_size + 9)
     generator = torch.Generator().manual_seed(length)
-    prompts = torch.randint(case.config.vocab_size, (2, length), generator=generator)
+    prompts = torch.randint(case.vocab_size, (2, length), generator=generator)
     num_shared = length // 2 // block * block + 3
     prompts[1, :num_shared] = prompts[0, :num_shared]
-    prompts[1, num_shared] = (prompts[0, num_shared] + 1) % case.config.vocab_size
+    prompts[1, num_shared] = (prompts[0, num_shared] + 1) % case.vocab_size
     generated = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 _LOGIT_STD = 2.0
 _EMBEDDING_STD = 0.2  # after all multipliers; well below what layers add, or tied embeddings copy their input
 _OUTPUT_STD = 0.3
+_ZERO_CENTERED = {"Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 
 
 @torch.no_grad()
@@ -22,8 +23,11 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
     def normal(tensor: Tensor, std: float) -> None:
         tensor.copy_(std * torch.randn(tensor.shape, generator=generator))
 
+    zero_centered = _zero_centered_norms(model)
     for name, parameter in model.named_parameters():
         _fill(name, parameter, uniform, normal)
+        if name in zero_centered:
+            parameter.sub_(1.0)
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
             uniform(buffer, 0.0, 0.2)
@@ -35,7 +39,9 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
         if model.config.tie_word_embeddings:  # as a family does that declares this and has transformers tie nothing
             output.copy_(embeddings)
     wanted_std = _LOGIT_STD * getattr(model.config, "logits_scaling", 1.0)
-    _final_norm(model).mul_(wanted_std / output.square().sum(-1).mean().sqrt())
+    offset = 1.0 if zero_centered else 0.0
+    factor = wanted_std / output.square().sum(-1).mean().sqrt()
+    _final_norm(model).add_(offset).mul_(factor).sub_(offset)
 
 
 def _fill(
@@ -56,7 +62,13 @@ def _fill(
         normal(parameter, 1.2 / parameter.shape[-1] ** 0.5)
 
 
+def _zero_centered_norms(model: PreTrainedModel) -> set[str]:
+    """Return the names of norm weights w whose factor is 1 + w."""
+    modules = model.named_modules()
+    return {f"{name}.weight" for name, module in modules if type(module).__name__ in _ZERO_CENTERED}
+
+
 def _final_norm(model: PreTrainedModel) -> Tensor:
-    inner = model.base_model
+    inner = getattr(model.base_model, "language_model", model.base_model)
     names = ("norm_f", "final_layernorm", "norm")
     return next(getattr(inner, name).weight for name in names if hasattr(inner, name))

@@ -67,6 +67,22 @@ GRANITE_EXPERTS = replacing(
     ("moe.output_linear.weight", "moe.experts.down_proj"),
     ("moe.router.layer.", "moe.router."),
 )
+IN_A_LARGER_MODEL = replacing(("model.", "model.language_model."))
+
+
+def packing(tensors: Tensors) -> Tensors:
+    """Stack the tensors of a layer's experts as `stacking` does, and join the first two projections."""
+    stacks = stacking(tensors)
+    joined = {
+        name: tensor for name, tensor in stacks.items() if not name.endswith(("experts.gate_proj", "experts.up_proj"))
+    }
+    for name, gate in stacks.items():
+        if name.endswith("experts.gate_proj"):
+            up = stacks[name.replace("gate_proj", "up_proj")]
+            joined[name.replace("gate_proj", "gate_up_proj")] = torch.cat([gate, up], 1)
+    return joined
+
+
 SCHEMES: dict[str, dict[str, Scheme]] = {
     "nemotron_h": NEMOTRON_SCHEMES,
     "nemotron_h_moe": {
@@ -80,6 +96,13 @@ SCHEMES: dict[str, dict[str, Scheme]] = {
         "experts": GRANITE_EXPERTS,
         "bare": replacing(("model.", "")),
         "bare, experts": lambda tensors: GRANITE_EXPERTS(replacing(("model.", ""))(tensors)),
+    },
+    "qwen3_next": {"packed": packing, "bare": replacing(("model.", ""))},
+    "qwen3_5": {"bare": replacing(("model.", "")), "as transformers 5.3 writes it": IN_A_LARGER_MODEL},
+    "qwen3_5_moe": {
+        "packed": packing,
+        "bare, packed": lambda tensors: packing(replacing(("model.", ""))(tensors)),
+        "as transformers 5.3 writes it, packed": lambda tensors: packing(IN_A_LARGER_MODEL(tensors)),
     },
 }
 CASES = [(family, scheme) for family, schemes in SCHEMES.items() for scheme in schemes]
@@ -129,11 +152,12 @@ def test_what_transformers_writes_in_its_own_format_computes_the_same(family: st
     model.save_pretrained(tmp_path, save_original_format=False)
     names = tensors_of(tmp_path).keys()
     assert any(name.startswith("model.") for name in names) and not any(name.startswith("backbone.") for name in names)
-    assert any(name.endswith(".experts.down_proj") for name in names) is family.endswith("_moe")
+    has_experts = family.endswith("_moe") or family == "qwen3_next"
+    assert any(name.endswith(".experts.down_proj") for name in names) is has_experts
     assert_same_logits(load_hugging_face(tmp_path, torch.float32), tmp_path)
 
 
-@pytest.mark.parametrize("family", ["bamba", "granite", "granite_moe"])
+@pytest.mark.parametrize("family", ["bamba", "granite", "granite_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_a_tied_model_that_was_saved_without_its_output_layer_loads(family: str, tmp_path: Path) -> None:
     case = tiny_checkpoint(f"{family}-0")
     case.config.tie_word_embeddings = True
@@ -144,7 +168,7 @@ def test_a_tied_model_that_was_saved_without_its_output_layer_loads(family: str,
     assert_same_logits(loaded, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["bamba", "granite_moe"])
+@pytest.mark.parametrize("family", ["bamba", "granite_moe", "qwen3_5"])
 def test_weights_of_tied_ends_may_have_the_name_of_the_output_layer(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -181,6 +205,8 @@ def test_a_half_renamed_checkpoint_loads(
         ("nemotron_h_moe", "experts.0.up_proj.weight", stacking),
         ("bamba", "final_layernorm.weight", SCHEMES["bamba"]["bare"]),
         ("granite_moe", "router.layer.weight", GRANITE_EXPERTS),
+        ("qwen3_5_moe", "norm.weight", IN_A_LARGER_MODEL),
+        ("qwen3_5_moe", "experts.0.down_proj.weight", packing),
     ],
 )
 def test_two_names_of_one_tensor_are_refused(
@@ -202,6 +228,8 @@ def test_two_names_of_one_tensor_are_refused(
         ("nemotron_h_moe", "embeddings.weight", ["model.embeddings.weight", "backbone.embedding.weight"]),
         ("nemotron_h_moe", "experts.2.down_proj.weight", ["model.layers.", ".mixer.experts.down_proj"]),
         ("granite_moe", "block_sparse_moe.output_linear.weight", ["block_sparse_moe.experts.down_proj"]),
+        ("qwen3_next", "experts.1.up_proj.weight", [".mlp.experts.gate_up_proj"]),
+        ("qwen3_5", "linear_attn.in_proj_z.weight", ["model.language_model.layers."]),
     ],
 )
 def test_a_missing_tensor_is_named_with_all_names_that_were_tried(
@@ -227,12 +255,20 @@ def test_a_name_that_no_version_has_is_refused_with_what_is_missing(
     )
 
 
+UNPREFIXED = replacing(("model.", ""))
 WRAPPERS: dict[str, tuple[str, str, str, Scheme]] = {
     # family, field of the text configuration, prefix, names below it
     "Nemotron as transformers writes it": ("nemotron_h_moe", "text_config", "language_model.", dict),
     "Nemotron as released": ("nemotron_h", "llm_config", "language_model.", dict),
     "Nemotron, stacked": ("nemotron_h_moe", "text_config", "language_model.", stacking),
     "Granite": ("granite_moe", "text_config", "model.language_model.", replacing(("model.", ""))),
+    "Qwen": ("qwen3_5", "text_config", "model.language_model.", replacing(("model.", ""))),
+    "Qwen, packed": (
+        "qwen3_5_moe",
+        "text_config",
+        "model.language_model.",
+        lambda tensors: packing(UNPREFIXED(tensors)),
+    ),
 }
 
 

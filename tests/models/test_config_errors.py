@@ -15,6 +15,15 @@ from tests.models.tiny_checkpoints import FAMILIES
 pytestmark = pytest.mark.usefixtures("no_model_is_built")
 
 MAMBA_FIELDS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state")
+DELTA_FIELDS = tuple(
+    f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+)
+EXPERT_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 REQUIRED_FIELDS = {
     "nemotron_h": (
         "intermediate_size",
@@ -33,6 +42,9 @@ REQUIRED_FIELDS = {
     "bamba": (*MAMBA_FIELDS, "num_hidden_layers", "intermediate_size"),
     "granite": (*MAMBA_FIELDS, "layer_types", "shared_intermediate_size"),
     "granite_moe": ("num_experts_per_tok", "intermediate_size"),
+    "qwen3_next": (*DELTA_FIELDS, *EXPERT_FIELDS, "num_key_value_heads"),
+    "qwen3_5": (*DELTA_FIELDS, "intermediate_size", "num_key_value_heads"),
+    "qwen3_5_moe": (*DELTA_FIELDS, *EXPERT_FIELDS),
 }
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     *(("nemotron_h", {name: True}) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
@@ -49,8 +61,16 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("bamba", {"hidden_act": "gelu"}),
     *(("granite", {name: True}) for name in ("attention_bias", "mamba_proj_bias")),
     ("granite", {"hidden_act": "relu2"}),
+    *((family, {"attention_bias": True}) for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")),
+    ("qwen3_next", {"hidden_act": "gelu"}),
+    ("qwen3_5", {"attn_output_gate": False}),
+    ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}),
+    ("qwen3_5_moe", {"num_experts_per_tok": 999}),
 ]
-UNKNOWN_LAYERS = [("nemotron_h", "layers_block_type"), ("granite", "layer_types"), ("granite_moe", "layer_types")]
+UNKNOWN_LAYERS = [
+    ("nemotron_h", "layers_block_type"),
+    *((family, "layer_types") for family in ("granite", "granite_moe", "qwen3_next", "qwen3_5")),
+]
 
 
 @pytest.fixture
@@ -95,7 +115,8 @@ def test_groups_that_a_token_cannot_choose_from_are_refused_by_name(copies: dict
 
 
 @pytest.mark.parametrize(
-    ("family", "field"), [("nemotron_h_moe", "n_routed_experts"), ("granite_moe", "num_local_experts")]
+    ("family", "field"),
+    [("nemotron_h_moe", "n_routed_experts"), ("granite_moe", "num_local_experts"), ("qwen3_5_moe", "num_experts")],
 )
 def test_more_experts_than_any_model_has_are_refused_by_name(family: str, field: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], **{field: 2**19})
@@ -103,7 +124,7 @@ def test_more_experts_than_any_model_has_are_refused_by_name(family: str, field:
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])
-@pytest.mark.parametrize("family", ["bamba", "granite"])
+@pytest.mark.parametrize("family", ["bamba", "granite", "qwen3_next", "qwen3_5"])
 def test_scaled_rotary_embedding_is_refused(family: str, kind: str, copies: dict[str, Path]) -> None:
     set_fields(copies[family], rope_parameters={"rope_type": kind, "factor": 2.0}, position_embedding_type="rope")
     assert_refused(copies[family], config_of(copies[family]), f"rope_type={kind!r} is not supported")
@@ -118,6 +139,21 @@ def test_other_architecture_is_refused_with_those_that_are_supported(model_type:
     assert_refused(
         copies["bamba"], config_of(copies["bamba"]), repr(model_type), "only 'bamba', 'granitemoehybrid', 'nemotron_h'"
     )
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "olmo_hybrid", "lara_mini", "qwen3", "qwen3_moe"])
+def test_other_models_with_recurrent_layers_or_of_qwen_are_refused(model_type: str, copies: dict[str, Path]) -> None:
+    set_fields(copies["qwen3_5"], model_type=model_type)
+    config, found = config_of(copies["qwen3_5"]), f"model_type={model_type!r} is not supported"
+    assert_refused(copies["qwen3_5"], f"{config}: {found}, only", "'qwen3_5_moe_text', 'qwen3_5_text', 'qwen3_next'")
+
+
+@pytest.mark.parametrize("model_type", ["qwen4_exp_text", "glm5_next_text"])
+def test_other_language_models_of_larger_models_are_refused(model_type: str, copies: dict[str, Path]) -> None:
+    outer = model_type.removesuffix("_text")
+    set_fields(copies["qwen3_5"], model_type=outer, text_config={"model_type": model_type})
+    found = f"text_config.model_type={model_type!r} is not supported"
+    assert_refused(copies["qwen3_5"], f"{config_of(copies['qwen3_5'])}: {found}, only", "'qwen3_5_text'")
 
 
 def test_config_without_model_type_is_refused(copies: dict[str, Path]) -> None:

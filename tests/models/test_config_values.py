@@ -12,7 +12,7 @@ from megatron_mamba_cache.models.checkpoints.checkpoint_config import Checkpoint
 from megatron_mamba_cache.models.checkpoints.checkpoint_family import FAMILIES as MODULES
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import copy_of, set_fields
-from tests.models.tiny_checkpoints import FAMILIES
+from tests.models.tiny_checkpoints import FAMILIES, MAMBA_FAMILIES
 
 NEVER_RIGHT: tuple[Any, ...] = (
     "x",
@@ -31,6 +31,7 @@ SOMETIMES_RIGHT: tuple[Any, ...] = ([], {}, None, True, False, 0, 1.5)
 FACTORS = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
 """Fields that are negative numbers in no known model, and compute all the same."""
 OBJECTS = {"rope_parameters", "rope_scaling"}
+MAY_BE_ZERO = {"num_local_experts", "num_experts"}
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 
 
@@ -78,7 +79,8 @@ def test_every_field_is_refused_with_a_value_of_no_sense_before_a_model_is_begun
     directory = copy_of(checkpoints[family], tmp_path)
     config = directory / "config.json"
     content, names = config.read_text(), fields_read(directory)
-    assert {"hidden_size", "vocab_size", "time_step_limit", "tie_word_embeddings"} <= names
+    of_recurrence = "time_step_limit" if family in MAMBA_FAMILIES else "linear_key_head_dim"
+    assert {"hidden_size", "vocab_size", of_recurrence, "tie_word_embeddings"} <= names
     for name in sorted(names | {"model_type"}):
         for value in NEVER_RIGHT:
             if name in OBJECTS and isinstance(value, dict):
@@ -114,7 +116,7 @@ def test_every_field_gives_a_model_or_a_refusal_with_a_value_that_may_make_sense
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("family", ["bamba", "granite"])
+@pytest.mark.parametrize("family", ["bamba", "granite", "qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("field", ROTARY)
 def test_fields_of_the_rotary_embedding_are_checked_too(
     field: str, family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
@@ -178,11 +180,11 @@ def test_absurd_sizes_are_refused_by_their_names(
     sizes = [name for name in fields_read(directory) - {"n_shared_experts"} if type(fields.get(name)) is int]
     assert {"hidden_size", "vocab_size", "num_attention_heads"} <= set(sizes)
     for name in sizes:
-        many = ("num_local_experts", "n_routed_experts", "num_hidden_layers")
+        many = ("num_local_experts", "n_routed_experts", "num_experts", "num_hidden_layers")
         most = 8192 if name in many else 2**24
         for value in (most + 1, 2**24 + 1, 10**13, 10**30):
             set_fields(directory, **{name: value})
-            said = f", but must be an integer from {0 if name == 'num_local_experts' else 1} to {most}"
+            said = f", but must be an integer from {0 if name in MAY_BE_ZERO else 1} to {most}"
             if name == "num_hidden_layers" and "layer_types" in fields:
                 said = f" is not supported, only {len(fields['layer_types'])}"
             assert refusal_of(directory) == f"{config}: {name}={value}{said}"

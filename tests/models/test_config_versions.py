@@ -39,6 +39,25 @@ def theta_alone(**more: Any) -> Edit:
     return lambda config: config | {"rope_theta": config.pop("rope_parameters")["rope_theta"], **more}
 
 
+def by_interval(config: dict[str, Any]) -> dict[str, Any]:
+    """Say every how many layers there is attention, instead of each layer's kind."""
+    kinds = config.pop("layer_types")
+    assert kinds.index("full_attention") == len(kinds) - 1
+    return config | {"full_attention_interval": len(kinds)}
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Have the fields of the rotary embedding next to the others."""
+    rope = config.pop("rope_parameters")
+    names = ("rope_theta", "partial_rotary_factor")
+    return config | {name: rope[name] for name in names} | {"rope_scaling": None}
+
+
+def without_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    assert config.pop("layer_types") == ["linear_attention"] * 3 + ["full_attention"]
+    return config
+
+
 EDITS: dict[str, tuple[str, Edit]] = {
     "layers as a pattern": ("nemotron_h", as_pattern),
     "layers with experts as a pattern": ("nemotron_h_moe", as_pattern),
@@ -54,6 +73,10 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "Granite's rotary base": ("granite", theta_alone(rope_scaling=None)),
     "Granite's rotary fields": ("granite_moe", named(rope_parameters="rope_scaling")),
     "Bamba's rotary fields": ("bamba", named(rope_parameters="rope_scaling")),
+    "Qwen's layers by an interval": ("qwen3_5_moe", by_interval),
+    "Qwen's layers by the usual interval": ("qwen3_5", without_layer_types),
+    "Qwen's rotary fields": ("qwen3_5_moe", named(rope_parameters="rope_scaling")),
+    "Qwen's rotary fields of version 4": ("qwen3_next", as_version_4),
 }
 
 
@@ -84,17 +107,37 @@ def test_field_names_of_other_versions_describe_the_same_model(
         lambda config: config | {"rope_parameters": None, "rope_scaling": {"type": "default"}, "rope_theta": 2e4},
     ],
 )
-def test_bamba_rotates_as_many_channels_by_the_same_base_as_in_transformers(
-    edit: Edit, checkpoints: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "qwen3_5"])
+def test_as_many_channels_are_rotated_by_the_same_base_as_in_transformers(
+    family: str, edit: Edit, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    directory = edited(copy_of(checkpoints["bamba"], tmp_path), edit)
+    directory = edited(copy_of(checkpoints[family], tmp_path), edit)
     attention, theirs = read_sizes(directory)[0].attention, AutoConfig.from_pretrained(directory).rope_parameters
     assert attention.rotary_base == theirs["rope_theta"]
     assert attention.rotary_percent == theirs["partial_rotary_factor"]
 
 
+def mrope(config: dict[str, Any]) -> None:
+    """Describe the positions of images, as all published configurations of Qwen3.5 do."""
+    config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+
+
+def older_mrope(config: dict[str, Any]) -> None:
+    config["rope_scaling"] = config.pop("rope_parameters") | {"type": "mrope", "mrope_section": [2, 1, 1]}
+    config["rope_scaling"].pop("rope_type")
+
+
+@pytest.mark.parametrize("edit", [mrope, older_mrope])
+def test_positions_of_images_do_not_change_those_of_text(
+    edit: Callable[[dict[str, Any]], None], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints["qwen3_5"], tmp_path)
+    edit_json(directory / "config.json", edit)
+    assert read_sizes(directory) == read_sizes(checkpoints["qwen3_5"])
+
+
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granite"])
+@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "granite", "qwen3_5"])
 def test_the_dtype_of_the_weights_is_read_from_either_field(
     family: str, field: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

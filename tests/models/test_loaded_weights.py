@@ -10,20 +10,26 @@ from transformers import NemotronHConfig
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import copy_of, drop_field, set_fields, tensors_of, write_tensors
 from tests.models.served_run import full_sequence_logits
-from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
+from tests.models.tiny_checkpoints import FAMILIES, MAMBA_FAMILIES, tiny_checkpoint
 
 OUTPUT = "lm_head.weight"
-EMBEDDINGS = {"nemotron_h": "backbone.embeddings.weight", "bamba": "model.embed_tokens.weight"}
+EMBEDDINGS = {
+    "nemotron_h": "backbone.embeddings.weight",
+    "bamba": "model.embed_tokens.weight",
+    "qwen3_5": "model.embed_tokens.weight",
+}
 FP32_PARAMETERS = re.compile(r"A_log|\.D$")
 """What a bf16 model keeps exactly: decay and skip connection of the states."""
+FP32_PARAMETERS_OF_QWEN = re.compile(r"A_log|dt_bias")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_model_has_the_rounded_weights_of_the_fp32_model(family: str, checkpoints: dict[str, Path]) -> None:
     exact = load_hugging_face(checkpoints[family], torch.float32).model
     rounded = dict(load_hugging_face(checkpoints[family], torch.bfloat16).model.named_parameters())
+    kept = FP32_PARAMETERS if family in MAMBA_FAMILIES else FP32_PARAMETERS_OF_QWEN
     for name, parameter in exact.named_parameters():
-        dtype = torch.float32 if FP32_PARAMETERS.search(name) else torch.bfloat16
+        dtype = torch.float32 if kept.search(name) else torch.bfloat16
         assert rounded[name].dtype is dtype, name
         assert rounded.pop(name).equal(parameter.to(dtype)), name
     assert not rounded

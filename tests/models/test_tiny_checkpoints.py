@@ -2,15 +2,27 @@
 
 import pytest
 
-from tests.models.tiny_checkpoints import CASE_NAMES, FAMILIES, LARGE_CHUNKS, drawn_settings, tiny_checkpoint
+from tests.models.tiny_checkpoints import (
+    CASE_NAMES,
+    FAMILIES,
+    LARGE_CHUNKS,
+    MAMBA_FAMILIES,
+    drawn_settings,
+    tiny_checkpoint,
+)
+from tests.models.tiny_qwen import QWEN_OPTIONS
 
 MIN_CASES_PER_MODEL_TYPE = 14
+MIN_CASES_PER_QWEN_TYPE = 8
 
 
 def test_every_model_type_has_many_cases() -> None:
     types = [tiny_checkpoint(name).config.model_type for name in CASE_NAMES]
-    assert set(types) == {"nemotron_h", "bamba", "granitemoehybrid"}
-    assert all(types.count(model_type) >= MIN_CASES_PER_MODEL_TYPE for model_type in set(types))
+    of_mamba = {"nemotron_h", "bamba", "granitemoehybrid"}
+    of_qwen = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    assert set(types) == of_mamba | of_qwen | {"qwen3_5", "qwen3_5_moe"}
+    assert all(types.count(model_type) >= MIN_CASES_PER_MODEL_TYPE for model_type in of_mamba)
+    assert all(types.count(model_type) >= MIN_CASES_PER_QWEN_TYPE for model_type in of_qwen)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -18,7 +30,6 @@ def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
     cases = drawn_settings(family)
     for setting in cases[0]:
         assert len({str(case[setting]) for case in cases}) > 1, setting
-    assert {case["mamba"][0] for case in cases} == {1, 2, 8}
     queries_per_kv_head = {case["attention"][1] // case["attention"][2] for case in cases}
     assert {1, 2, 4} <= queries_per_kv_head
     assert any(case["attention"][2] == 1 for case in cases)
@@ -26,8 +37,23 @@ def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
     assert any(order.startswith("*") for order in layers)
     assert any(order.endswith("*") for order in layers)
     assert any("MM" in order or "**" in order or "EE" in order for order in layers)
+
+
+@pytest.mark.parametrize("family", MAMBA_FAMILIES)
+def test_cases_of_a_family_with_mamba_have_all_kinds_of_mixers(family: str) -> None:
+    cases = drawn_settings(family)
+    assert {case["mamba"][0] for case in cases} == {1, 2, 8}
     assert {case["chunk_size"] for case in cases} == {8, 16, 32}
     assert any(case["limit"] != (0.0, float("inf")) for case in cases)
+
+
+@pytest.mark.parametrize("family", QWEN_OPTIONS)
+def test_cases_of_a_family_with_gated_delta_net_have_all_kinds_of_mixers(family: str) -> None:
+    mixers = [case["delta"] for case in drawn_settings(family)]
+    assert any(key_heads < value_heads for key_heads, value_heads, _, _ in mixers)
+    assert any(key_dim < value_dim for _, _, key_dim, value_dim in mixers)
+    assert any(key_dim > value_dim for _, _, key_dim, value_dim in mixers)
+    assert {case["tied"] for case in drawn_settings(family)} == {False, True}
 
 
 def test_each_family_has_large_chunks_and_prompts_of_more_than_two_of_them() -> None:

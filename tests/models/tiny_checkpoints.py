@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BambaConfig,
     GraniteMoeHybridConfig,
     NemotronHConfig,
@@ -21,10 +22,16 @@ from transformers import (
 )
 
 from tests.models.spread_weights import spread_weights
+from tests.models.tiny_qwen import QWEN_CHUNK_SIZE, QWEN_OPTIONS, WHOLE_SUFFIX, qwen_config
 
-FAMILIES = ("nemotron_h", "nemotron_h_moe", "bamba", "granite", "granite_moe")
-CASES_PER_FAMILY = {"nemotron_h": 8, "nemotron_h_moe": 8, "bamba": 16, "granite": 8, "granite_moe": 8}
-CASE_NAMES = [f"{family}-{index}" for family in FAMILIES for index in range(CASES_PER_FAMILY[family])]
+MAMBA_FAMILIES = ("nemotron_h", "nemotron_h_moe", "bamba", "granite", "granite_moe")
+FAMILIES = (*MAMBA_FAMILIES, *(family for family in QWEN_OPTIONS if not family.endswith(WHOLE_SUFFIX)))
+"""Those whose configuration is flat."""
+CASES_PER_FAMILY = {
+    **{"nemotron_h": 8, "nemotron_h_moe": 8, "bamba": 16, "granite": 8, "granite_moe": 8},
+    **{family: 4 if family.endswith(WHOLE_SUFFIX) else 8 for family in QWEN_OPTIONS},
+}
+CASE_NAMES = [f"{family}-{index}" for family, count in CASES_PER_FAMILY.items() for index in range(count)]
 LARGE_CHUNKS = {
     "nemotron_h": {64: 0, 128: 7, 256: 2},
     "nemotron_h_moe": {64: 1, 128: 3, 256: 6},
@@ -111,9 +118,16 @@ class TinyCheckpoint:
         """Tokens in a KV block."""
         return self.cache_settings["block_size_tokens"]
 
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary."""
+        return self.config.get_text_config().vocab_size
+
     def model(self, draw: int = 0) -> PreTrainedModel:
         """Return a model of transformers; each draw has other weights."""
-        model = AutoModelForCausalLM.from_config(self.config).eval()
+        is_whole = self.config.get_text_config() is not self.config
+        classes = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+        model = classes.from_config(self.config, attn_implementation="eager").eval()
         spread_weights(model, seed=1000 * draw + sum(self.name.encode()))
         return model
 
@@ -134,14 +148,14 @@ def tiny_checkpoint(name: str) -> TinyCheckpoint:
         drawn = drawn | {"chunk_size": size, "block_chunks": 1, "max_tokens": size // 2 + 8}
     return TinyCheckpoint(
         name=name,
-        config=_CONFIG_OF[family](drawn),
+        config=qwen_config(family, drawn) if family in QWEN_OPTIONS else _CONFIG_OF[family](drawn),
         max_shard_size=drawn["max_shard_size"],
         cache_settings={
-            "block_size_tokens": drawn["chunk_size"] * drawn["block_chunks"],
+            "block_size_tokens": drawn.get("chunk_size", QWEN_CHUNK_SIZE) * drawn["block_chunks"],
             "max_tokens": drawn["max_tokens"],
             "align_prefill_chunks": drawn["align_prefill_chunks"],
         },
-        bounds_time_steps=drawn["limit"] != _UNBOUNDED,
+        bounds_time_steps=drawn.get("limit", _UNBOUNDED) != _UNBOUNDED,
     )
 
 
@@ -160,7 +174,8 @@ def wide_checkpoint(name: str) -> TinyCheckpoint:
 @cache
 def drawn_settings(family: str) -> list[dict[str, Any]]:
     """Return the settings of a family's cases."""
-    options, count = _SHARED_OPTIONS | _OPTIONS[family], CASES_PER_FAMILY[family]
+    options = QWEN_OPTIONS.get(family) or _SHARED_OPTIONS | _OPTIONS[family]
+    count = CASES_PER_FAMILY[family]
     rng = random.Random(family)
     columns = {name: _balanced(values, count, rng) for name, values in options.items()}
     return [{name: column[index] for name, column in columns.items()} for index in range(count)]

@@ -31,7 +31,7 @@ class OtherNames:
         names = [name]
         for part, others in self.parts.items():
             names += [known.replace(part, other, 1) for known in names if part in known for other in others]
-        return [f"{prefix}{known}" for prefix in self.prefixes for known in dict.fromkeys(names)]
+        return list(dict.fromkeys(f"{prefix}{known}" for prefix in self.prefixes for known in names))
 
     def of_stack(self, name: str) -> list[str]:
         """Return all names of the stack that holds a tensor; empty if no such stack is known."""
