@@ -129,3 +129,15 @@ def speaking_for_all(launch: Launch) -> Iterator[None]:
         contextlib.redirect_stderr(nowhere),
     ):
         yield
+
+
+@contextlib.contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Destroy the process groups that the block started; keep earlier ones."""
+    were_there = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not were_there:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()

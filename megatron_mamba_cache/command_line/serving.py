@@ -29,14 +29,18 @@ from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..server.traces import ExportedTraces, NoTraces, Traces
 from .arguments import cache_config, model_share
-from .card_settings import NUM_CUDA_GRAPHS, Card, card_settings, fills_card
-from .default_settings import default_settings
-from .draft_settings import card_draft_settings, default_draft_settings
-from .drafters import drafter_maker
 from .expected_memory import check_memory
-from .model_choice import ModelDirectory
-from .ready_model import engine_for, ready_model
+from .model_choice import ModelDirectory, fills_card
+from .ready_model import drafter_maker, engine_for, ready_model
 from .server_arguments import server_limits
+from .sizing import (
+    NUM_CUDA_GRAPHS,
+    Card,
+    card_draft_settings,
+    card_settings,
+    default_draft_settings,
+    default_settings,
+)
 from .usage_error import UsageError
 
 _JOIN_S = 60.0
@@ -175,8 +179,8 @@ def _draft_settings(
     """
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
-        return default_draft_settings(shape, max_length, _given_gb(arguments)) | graphs
-    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments)) | graphs
+        return default_draft_settings(shape, max_length, _given_gb(arguments), ranks_of_process()) | graphs
+    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments), ranks_of_process()) | graphs
 
 
 def _given_gb(arguments: Namespace) -> float | None:

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.command_line import card_settings as settings_of_cards
-from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card
-from megatron_mamba_cache.command_line.draft_settings import DRAFTER_STATES
+from megatron_mamba_cache.command_line import sizing as settings_of_cards
 from megatron_mamba_cache.command_line.serving import expert_width
+from megatron_mamba_cache.command_line.sizing import DRAFTER_SHARE, DRAFTER_STATES, Card
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError

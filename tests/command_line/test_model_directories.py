@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.command_line import drafters, model_choice
+from megatron_mamba_cache.command_line import model_choice, ready_model
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
@@ -326,7 +326,7 @@ def test_a_draft_model_is_captured_where_the_model_is(
         counts.append(config.num_cuda_graphs)
         return PromptLookupDrafter()
 
-    monkeypatch.setattr(drafters, "DraftModelDrafter", noted)
+    monkeypatch.setattr(ready_model, "DraftModelDrafter", noted)
     for count in (0, 3):
         flags = ("--hf-model", nemotron, *DRAFTS, nemotron, "--cuda-graphs", count)
         finished = run_here(capsys, *flags, "--prompts", lines_file, *GREEDY)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.command_line import generation
 from megatron_mamba_cache.command_line.arguments import command_parser
-from megatron_mamba_cache.command_line.comparison import Difference
+from megatron_mamba_cache.command_line.results import Difference
 from megatron_mamba_cache.config import CacheConfig
 from tests.command_line.command_runs import run_here
 

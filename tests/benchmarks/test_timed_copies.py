@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.planning.timed_copies import Clock, CopyRates, TimedCopies
+from benchmarks.loads.timed_copies import Clock, CopyRates, TimedCopies
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 

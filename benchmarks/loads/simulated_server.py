@@ -12,18 +12,57 @@ from math import ceil, inf
 
 import numpy as np
 
-from ..policy.admission import Refusal
-from ..policy.prefix_cache import PrefixCache
-from ..policy.request_settings import RequestSpec, SamplingSettings
-from ..policy.requests import Candidate, RunningRequest
-from ..policy.running_requests import RunningRequests
-from ..policy.scheduler import StepScheduler
-from ..policy.tiers.cache_tiers import HostTier
-from .block_texts import BlockText, RecordedKeys
+from megatron_mamba_cache.planning.block_texts import BlockText, RecordedKeys, block_texts
+from megatron_mamba_cache.planning.recorded_load import RecordedLoad
+from megatron_mamba_cache.policy.admission import Refusal
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
+from megatron_mamba_cache.policy.running_requests import RunningRequests
+from megatron_mamba_cache.policy.scheduler import StepScheduler
+from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
+
 from .timed_copies import Clock, TimedCopies
-from .timed_requests import TimedRequest
 
 _ANY_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request, and when it comes.
+
+    Args:
+        after: The request, by its place in the load, whose end it follows; None: it follows the start of the load.
+        delay_s: Seconds between the two.
+    """
+
+    text: BlockText
+    after: int | None
+    delay_s: float
+
+
+def open_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
+    """Let each request come when it was recorded, however long the server takes."""
+    texts = block_texts(load, block_size)
+    return [TimedRequest(text, None, request.arrival_s) for request, text in zip(load.requests, texts, strict=True)]
+
+
+def closed_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
+    """Let each agent's requests wait for its answers.
+
+    A request comes as long after the end of its agent's last one as it was recorded after that one came. The first of a
+    sub-agent follows the request of the session before it, and the first of a session comes when it was recorded.
+    """
+    last: dict[tuple[int, int], int] = {}  # by session and agent
+    timed = []
+    texts: Sequence[BlockText] = block_texts(load, block_size)
+    for place, (request, text) in enumerate(zip(load.requests, texts, strict=True)):
+        agent = request.session, request.agent
+        after = last.get(agent, last.get((request.session, 0)))
+        start = 0.0 if after is None else load.requests[after].arrival_s
+        timed.append(TimedRequest(text, after, request.arrival_s - start))
+        last[agent] = place
+    return timed
 
 
 @dataclass(frozen=True, slots=True)

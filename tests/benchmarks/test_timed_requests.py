@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from benchmarks.loads.simulated_server import closed_loop, open_loop
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
-from megatron_mamba_cache.planning.timed_requests import closed_loop, open_loop
 
 
 def asked(at: float, session: int, agent: int = 0) -> RecordedRequest:

@@ -4,11 +4,10 @@ import random
 
 import pytest
 
+from benchmarks.loads.simulated_server import ServedRequest, ServerSettings, SimulatedServer, TimedRequest
+from benchmarks.loads.timed_copies import Clock, CopyRates, TimedCopies
 from megatron_mamba_cache.planning.block_texts import BlockText
 from megatron_mamba_cache.planning.caches import CacheSizes, TieredCache, empty_cache, tiered_cache
-from megatron_mamba_cache.planning.simulated_server import ServedRequest, ServerSettings, SimulatedServer
-from megatron_mamba_cache.planning.timed_copies import Clock, CopyRates, TimedCopies
-from megatron_mamba_cache.planning.timed_requests import TimedRequest
 from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.places import SplitSpace
 from megatron_mamba_cache.policy.slabs import SlabSpace

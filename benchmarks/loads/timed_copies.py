@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
-from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from ..recurrences.slab_shape import UnitBytes
+from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
+from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 
 
 @dataclass(slots=True)
