@@ -22,6 +22,7 @@ from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import drafter_maker, engine_for, ready_model
 from .report import (
+    comparison_lines,
     compilation_line,
     drafts_line,
     graphs_line,
@@ -32,7 +33,7 @@ from .report import (
     text_lines,
 )
 from .request_runner import RequestRunner, SamplingFlags
-from .results import LaterTurns, RequestRecord, RunResult, comparison_lines, first_difference, write_output
+from .results import LaterTurns, RequestRecord, RunResult, first_difference, write_output
 from .sizing import default_draft_settings, default_settings
 
 EXIT_OUTPUTS_DIFFER = 1
