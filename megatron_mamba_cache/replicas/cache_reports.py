@@ -4,7 +4,7 @@ from typing import Protocol
 
 from ..mcore.context import MambaCacheContext
 from ..policy.boundary_journal import BoundaryChanges, BoundaryJournal
-from .salts import KeySalt
+from .prompt_keys import KeySalt
 
 
 class ReportTarget(Protocol):
@@ -53,3 +53,19 @@ class CacheReports:
             return None
         identity = cache.identity
         return KeySalt(identity.fingerprint, identity.weights_version, cache.epoch, cache.block_size)
+
+
+class NoReports:
+    """Takes the place of `CacheReports` and `ProgressReports` where no coordinator listens."""
+
+    def send(self, *_: object) -> None:
+        """Do nothing."""
+
+    def void(self) -> None:
+        """Do nothing."""
+
+    def watch(self) -> None:
+        """Do nothing."""
+
+    def send_state(self) -> None:
+        """Do nothing."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size, get_pg_src_rank
 
 from ..policy.routing import ReplicaName
-from .host_identity import host_identity
+from .coordinator_secrets import host_identity
 
 if TYPE_CHECKING:
     from .access import Access

@@ -13,7 +13,7 @@ import msgpack
 from ..policy.boundary_journal import BoundaryChanges
 from ..policy.identifiers import BlockKey
 from ..policy.routing import ReplicaName
-from .salts import KeySalt
+from .prompt_keys import KeySalt
 
 HELLO, KEYS, UNSENT = "hello", "keys", "unsent"
 WELCOME = msgpack.packb(["welcome"])

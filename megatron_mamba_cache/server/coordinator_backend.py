@@ -23,8 +23,8 @@ from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..policy.request_settings import ScoredToken
 from ..replicas.access import Access, LoopbackAccess
+from ..replicas.channels import set_heartbeats
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
-from ..replicas.heartbeats import set_heartbeats
 from ..replicas.progress_reports import progress_since
 from ..replicas.replica_link import COORDINATOR_SILENCE_S
 from .backend import BackendState, GenerationRequest, Progress, Ticket

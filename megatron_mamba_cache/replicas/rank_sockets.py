@@ -1,6 +1,7 @@
-"""Sockets between the ranks of a replica, and between ranks that share experts: restricts those that Megatron creates.
+"""Sockets between the ranks of a replica, and between ranks that share experts.
 
-Megatron binds them to the hostname's interface and sends every prompt over them to any subscriber.
+Megatron binds its own to the hostname's interface, sends every prompt over them to any subscriber, and waits forever
+for a rank that has ended.
 """
 
 import time
@@ -9,6 +10,7 @@ from typing import Any
 import zmq
 
 from .channels import Channel
+from .replica_link import ReplicaLink
 
 _LINGER_MS = 1000
 _POLL_MS = 100
@@ -93,3 +95,50 @@ class RankContext(zmq.Context[RankSocket]):
         made.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         made.setsockopt(zmq.LINGER, _LINGER_MS)
         return made
+
+
+class PeerSocket:
+    """Wraps a socket of Megatron's engine, which would wait forever for a rank that has ended.
+
+    The coordinator notices the death, whatever this rank is doing, and tells all ranks that cannot go on.
+
+    Args:
+        socket: The socket to read; closed with this one.
+        link: This rank's link to the coordinator; checked while no message arrives.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], link: ReplicaLink) -> None:
+        self._socket = socket
+        self._link = link
+
+    def recv(self, flags: int = 0) -> bytes:
+        """Return the next message.
+
+        Raises:
+            zmq.Again: If there is none, with `zmq.NOBLOCK`.
+            ReplicaFencedError: If the coordinator has declared this replica dead, or is gone.
+        """
+        self._wait(flags)
+        message: bytes = self._socket.recv(flags)
+        return message
+
+    def recv_multipart(self, flags: int = 0) -> list[bytes]:
+        """Return the parts of the next message; raises as `recv`."""
+        self._wait(flags)
+        parts: list[bytes] = self._socket.recv_multipart(flags)
+        return parts
+
+    def send(self, message: bytes) -> None:
+        """Send a message."""
+        self._socket.send(message)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _wait(self, flags: int) -> None:
+        """Return once there is a message, or at once with `zmq.NOBLOCK`."""
+        while not self._socket.poll(0 if flags & zmq.NOBLOCK else _POLL_MS):
+            self._link.check()
+            if flags & zmq.NOBLOCK:
+                return

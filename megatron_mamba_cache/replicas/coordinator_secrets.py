@@ -1,11 +1,9 @@
-"""The secret of a coordinator on loopback, readable only by processes of the same user.
-
-A client needs only the address, as with Megatron. A replica gets other clients' prompts, so it must know the secret.
-"""
+"""The secrets of a coordinator: a joining secret on one host, or a key file that all hosts share."""
 
 import hashlib
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from contextlib import suppress
@@ -13,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from .host_identity import host_identity
-
 _NUM_BYTES = 32
+_MAKE = "(umask 077; openssl rand -hex 32 > FILE)"
 
 
 @dataclass(frozen=True, slots=True)
 class JoiningSecret:
-    """A secret in a file of this user's temporary folder."""
+    """A secret in a file of this user's temporary folder, which only the user's processes can read.
+
+    A client needs only the address, as with Megatron. A replica gets other clients' prompts, so it must know the
+    secret.
+    """
 
     path: Path
     value: bytes
@@ -73,3 +74,39 @@ def _path_of(port: int) -> Path:
         raise PermissionError(f"{folder} is not a folder of this user alone; remove it, or set TMPDIR to another")
     host = hashlib.blake2b(host_identity().encode(), digest_size=8).hexdigest()
     return folder / f"coordinator-{host}-{port}"
+
+
+def read_key_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the secret of a key file: 32 bytes as 64 hexadecimal digits.
+
+    Raises:
+        ValueError: If the file cannot be read, holds something else, or other users can read or change it.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        text = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ValueError(f"key file {path}: {error.strerror or error}; make one with {_MAKE}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"key file {path} is not text; make one with {_MAKE}") from error
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise ValueError(f"key file {path} is open to other users (mode {mode & 0o777:03o}); run chmod 600 {path}")
+    if len(text) != 2 * _NUM_BYTES or not all(digit in "0123456789abcdefABCDEF" for digit in text):
+        raise ValueError(
+            f"key file {path} has {len(text)} characters that are not {2 * _NUM_BYTES} hexadecimal digits; make one "
+            f"with {_MAKE}"
+        )
+    return bytes.fromhex(text)
+
+
+def host_identity() -> str:
+    """Return a string that is equal in two processes only if they can reach each other over loopback.
+
+    The hostname alone is not enough: containers may share it, or share the host's kernel but not its network.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux, or a sandbox that hides them
+        boot = network = ""
+    return "/".join((socket.gethostname(), boot, network))
