@@ -112,9 +112,8 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._mailbox.close()
 
     def _is_abandoned(self) -> bool:
-        return not (self._members.identities or self._clients) and (
-            os.getppid() != self._parent or self._starter_has_left()
-        )
+        is_used = self._members.identities or self._clients
+        return not is_used and (os.getppid() != self._parent or self._starter_has_left())
 
     def _serve_round(self) -> None:
         """Handle incoming messages, at most until the next probe is due."""

@@ -322,11 +322,12 @@ def test_a_draft_model_is_captured_where_the_model_is(
 ) -> None:
     counts = []
 
-    def noted(model: Any, config: CacheConfig) -> PromptLookupDrafter:
-        counts.append(config.num_cuda_graphs)
-        return PromptLookupDrafter()
+    class NotedDrafter(PromptLookupDrafter):
+        def __init__(self, model: Any, config: CacheConfig) -> None:
+            super().__init__()
+            counts.append(config.num_cuda_graphs)
 
-    monkeypatch.setattr(ready_model, "DraftModelDrafter", noted)
+    monkeypatch.setattr(ready_model, "DraftModelDrafter", NotedDrafter)
     for count in (0, 3):
         flags = ("--hf-model", nemotron, *DRAFTS, nemotron, "--cuda-graphs", count)
         finished = run_here(capsys, *flags, "--prompts", lines_file, *GREEDY)
