@@ -22,9 +22,9 @@ from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.load_record import LoadFile, LoadRecord, NoLoadRecord
+from ..server.megatron_requests import RequestRules
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.prompts import template_of
-from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..server.traces import ExportedTraces, NoTraces, Traces

@@ -1,8 +1,9 @@
-"""Middleware in front of every route: API keys, readiness and limits on bodies."""
+"""Middleware in front of every route: other origins, API keys, readiness and limits on bodies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .backend import BackendState
@@ -18,6 +19,8 @@ _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
 """Need an administrator's key. Every API key opens all others."""
 _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
 """Wait for readiness, are refused while the server drains, and have limits on bodies. All others have none of it."""
+_METHODS = ("GET", "POST")
+_EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class AccessControl:
@@ -89,6 +92,33 @@ class AccessControl:
             raise unavailable("the server is warming up", "not_ready")
         if self._is_draining():
             raise unavailable("the server is shutting down", "shutting_down")
+
+
+class CrossOrigin:
+    """ASGI middleware in front of the API key check, because a browser's preflight request carries no key.
+
+    Admin paths are never open to other origins.
+
+    Args:
+        origins: Allowed origins, such as "https://chat.example"; "*" allows all. If empty, none is allowed.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._closed = app
+        self._open: ASGIApp = app
+        if origins:
+            self._open = CORSMiddleware(
+                app,
+                allow_origins=list(origins),
+                allow_methods=_METHODS,
+                allow_headers=["*"],
+                expose_headers=_EXPOSED,
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        is_closed = scope["type"] != "http" or is_for_admins(scope["path"])
+        await (self._closed if is_closed else self._open)(scope, receive, send)
 
 
 def is_for_admins(path: str) -> bool:

@@ -15,20 +15,18 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from .access import AccessControl
+from .access import AccessControl, CrossOrigin
 from .access_log import AccessLog
 from .anthropic.routes import messages_routes
 from .backend import Backend
 from .bodies import Bodies
-from .cross_origin import CrossOrigin
-from .dashboard import dashboard_routes
+from .dashboard import History, dashboard_routes
 from .documentation import add_documentation
-from .endpoints import openai_routes, seconds_now
+from .endpoints import openai_routes
 from .entrance import Entrance
-from .errors import ApiError, bad_request, unexpected
+from .errors import ApiError, bad_request, schema_error, unexpected
 from .exchange import Exchange, exchange_of
 from .fair_threads import FairThreads
-from .history import History
 from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
 from .load_record import LoadRecord, NoLoadRecord
@@ -40,7 +38,6 @@ from .reply import Reply
 from .responses import error_response
 from .responses_api.routes import responses_routes
 from .responses_api.stored import StoredResponses
-from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys, Tenant
 from .tokenizing import TokenizingRoutes
@@ -154,7 +151,7 @@ class Server:
             docs_url=None,
             redoc_url=None,
         )
-        model = ServedModel(settings.model_name, self._reader, seconds_now(), settings.syntax, settings.other_names)
+        model = ServedModel(settings.model_name, self._reader, int(time.time()), settings.syntax, settings.other_names)
         orders = OrderMaker(model, settings.limits, settings.tokenizer)
         app.include_router(openai_routes(model, self.rules, orders))
         app.include_router(messages_routes(model, self.rules, orders))

@@ -28,8 +28,7 @@ from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..replicas.progress_reports import progress_since
 from ..replicas.replica_link import COORDINATOR_SILENCE_S
 from .backend import BackendState, GenerationRequest, Progress, Ticket
-from .megatron_requests import Listener, by_id, ended, sampling_params
-from .request_faults import RequestRules
+from .megatron_requests import Listener, RequestRules, by_id, ended, sampling_params
 
 logger = logging.getLogger(__name__)
 

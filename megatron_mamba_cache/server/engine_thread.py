@@ -22,8 +22,7 @@ from ..metrics import CacheSnapshot
 from ..replicas.engine import MOST_FAILED_STEPS
 from .backend import BackendState, GenerationRequest, Progress, Ticket
 from .errors import engine_failed
-from .megatron_requests import Listener, by_id, ended, sampling_params
-from .request_faults import RequestRules
+from .megatron_requests import Listener, RequestRules, by_id, ended, sampling_params
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,13 @@ from .backend import Backend, GenerationRequest, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
+from .job_progress import JobTimes, Mail, NoTokenTimes, TokenTimes
 from .limits import Places, QueueGate
-from .mail import Mail
 from .prompt_scores import Entries, PromptScoring
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyPrompt, ReplyReading
 from .reply_forms import ReplyForm
 from .tenants import Tenant
-from .token_times import JobTimes, NoTokenTimes, TokenTimes
 from .usage import Usage, prompt_usage
 
 _UINT63 = 2**63

@@ -24,8 +24,10 @@ from ..ignored import note_ignored
 from ..schemas import ChatRequest
 from ..tool_schemas import own_tools
 from ..unsupported import LABELS, Table, Unsupported
-from .blocks import (
+from .message_parts import (
     Blocks,
+    MessagesToolChoice,
+    MessagesTools,
     RedactedThinkingBlock,
     TextBlock,
     Texts,
@@ -34,7 +36,6 @@ from .blocks import (
     ToolUseBlock,
     parts_of,
 )
-from .tools import MessagesToolChoice, MessagesTools
 
 _KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _UNSUPPORTED: Table = {

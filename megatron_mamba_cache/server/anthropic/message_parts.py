@@ -1,16 +1,18 @@
-"""Schemas of the content blocks of messages."""
+"""Schemas of content blocks, of tools and of the choice among them, as the messages API has them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from ..field_types import CacheControl, Flag, JsonObject, Name, Text
 from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
+from ..tool_schemas import MOST_TOOLS, ForeignTool, FunctionName, counted_foreign, own_or_foreign
 from ..unsupported import REFUSED
 
 _MOST_BLOCKS = 4096
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class TextBlock(BaseModel):
@@ -92,6 +94,50 @@ Block = Annotated[
 Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=_MOST_BLOCKS)]
 Texts = Annotated[list[TextOnly], Field(fail_fast=True, max_length=_MOST_BLOCKS)]
 ToolResultBlock.model_rebuild()
+
+
+class MessagesTool(BaseModel):
+    """A tool; `input_schema` is a JSON schema."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: JsonObject
+    strict: Flag | None = None
+    cache_control: CacheControl | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """Return the tool as chat completions have it."""
+        told = {"description": self.description, "strict": self.strict}
+        described = {key: value for key, value in told.items() if value is not None}
+        function = {"name": self.name, **described, "parameters": self.input_schema}
+        return {"type": "function", "function": function, "cache_control": self.cache_control}
+
+
+MessagesTools = Annotated[
+    list[
+        Annotated[
+            Annotated[MessagesTool, Tag("own-tool")] | Annotated[ForeignTool, Tag("foreign-tool")],
+            own_or_foreign("custom"),
+        ]
+    ],
+    Field(fail_fast=True, max_length=MOST_TOOLS),
+    AfterValidator(counted_foreign),
+]
+
+
+class MessagesToolChoice(BaseModel):
+    """Choice of tools: "any" asks for a call, "tool" for a call of the tool with this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: Flag | None = None
+
+    def as_chat(self) -> Any:
+        """Return the choice as chat completions have it."""
+        if self.type != "tool":
+            return _CHOICES[self.type]
+        return {"type": "function", "function": {"name": self.name or ""}}
 
 
 def parts_of(content: str | Sequence[Any] | None) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""A job's latencies: in the queue, to its first token, and from each token to the next."""
+"""A job's progress: what its reader has not read yet, and how long tokens take."""
 
+import asyncio
 import time
+from dataclasses import replace
 from typing import Protocol
 
 from .backend import Progress
@@ -67,3 +69,38 @@ class JobTimes:
         if self.first_token is None:
             self.first_token = now
             self._hears.note_first_token(now - self.started)
+
+
+class Mail:
+    """A queue that merges the waiting progress of each choice, so that a slow reader catches up at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Progress]] = {}
+        self._has_some = asyncio.Event()
+
+    def put(self, index: int, progress: Progress) -> None:
+        """Add a step's progress of a choice."""
+        self._waiting.setdefault(index, []).append(progress)
+        self._has_some.set()
+
+    async def take(self) -> tuple[int, Progress]:
+        """Return the choice that has waited longest, and all of its waiting progress."""
+        await self._has_some.wait()
+        index = next(iter(self._waiting))
+        progress = _joined(self._waiting.pop(index))
+        if not self._waiting:
+            self._has_some.clear()
+        return index, progress
+
+
+def _joined(parts: list[Progress]) -> Progress:
+    first, last = parts[0], parts[-1]
+    return replace(
+        last,
+        tokens=tuple(token for part in parts for token in part.tokens),
+        log_probs=tuple(value for part in parts for value in part.log_probs),
+        alternatives=tuple(best for part in parts for best in part.alternatives),
+        prompt_log_probs=first.prompt_log_probs,
+        prompt_alternatives=first.prompt_alternatives,
+        prompt_scores=first.prompt_scores,
+    )
