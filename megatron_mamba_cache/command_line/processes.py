@@ -40,19 +40,15 @@ class OneModel:
     """The only model, in this process; see `Replicas`."""
 
     def make(self, build: Callable[[], Made]) -> Made:
-        """Build."""
         return build()
 
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return all lines."""
         return list(lines)
 
     def any_continues(self, has_requests: bool) -> bool:
-        """Return whether there are requests."""
         return has_requests
 
     def gather(self, result: RunResult) -> RunResult:
-        """Return the result."""
         return result
 
 

@@ -21,13 +21,13 @@ from ..replicas.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
-from ..server.load_record import LoadFile, LoadRecord, NoLoadRecord
+from ..server.load_record import LoadFile, LoadRecord
 from ..server.megatron_requests import RequestRules
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.prompts import template_of
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
-from ..server.traces import ExportedTraces, NoTraces, Traces
+from ..server.traces import ExportedTraces, Traces
 from .arguments import cache_config, model_share
 from .expected_memory import check_memory
 from .model_choice import ModelDirectory, fills_card
@@ -231,13 +231,13 @@ def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
 
 def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:
     if arguments.record_load is None:
-        return NoLoadRecord()
+        return LoadRecord()
     return LoadFile(Path(arguments.record_load), config.block_size_tokens)
 
 
 def _traces_of(arguments: Namespace, model_name: str) -> Traces:
     endpoint = arguments.otlp_traces_endpoint
-    return NoTraces() if endpoint is None else ExportedTraces(endpoint, model_name)
+    return Traces() if endpoint is None else ExportedTraces(endpoint, model_name)
 
 
 def _name_of(directory: ModelDirectory | None) -> str:

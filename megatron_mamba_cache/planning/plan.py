@@ -79,14 +79,13 @@ class CopiesAtOnce:
     """`Copies` that take no time, as a load replayed one request at a time needs."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """See `Copies`."""
+        """Do nothing."""
 
     def status(self, number: int) -> CopyStatus:
-        """See `Copies`."""
         return CopyStatus.DONE
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """See `Copies`."""
+        """Do nothing."""
 
     def forget(self, number: int) -> None:
-        """See `Copies`."""
+        """Do nothing."""

@@ -80,7 +80,6 @@ class LoopbackAccess:
         self.channel: Channel = PlainChannel()
 
     def check_hosts(self, hosts: Collection[str]) -> None:
-        """See `Access`."""
         if len(set(hosts)) > 1:
             raise ValueError(
                 f"the ranks run on {len(set(hosts))} hosts, and without a key the coordinator listens on loopback "
@@ -88,7 +87,6 @@ class LoopbackAccess:
             )
 
     def check_address(self, address: str) -> None:
-        """See `Access`."""
         host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
         if not _is_loopback(host):
             raise ValueError(
@@ -97,12 +95,10 @@ class LoopbackAccess:
             )
 
     def open_for_replicas(self, port: int) -> Admission:
-        """See `Access`."""
         secret = JoiningSecret.create(port)
         return Admission(_proof_of(secret.value), secret.remove)
 
     def joining(self, port: int) -> Joining:
-        """See `Access`."""
         secret = JoiningSecret.read(port).value
         return Joining(_proof_of(secret), CurveChannel(secret) if zmq.has("curve") else PlainChannel())
 

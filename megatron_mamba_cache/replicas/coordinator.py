@@ -108,7 +108,6 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     @override
     def stop(self) -> None:
-        """Close all connections."""
         self._mailbox.close()
 
     def _is_abandoned(self) -> bool:

@@ -129,11 +129,9 @@ class PeerSocket:
         return parts
 
     def send(self, message: bytes) -> None:
-        """Send a message."""
         self._socket.send(message)
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _wait(self, flags: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,9 +68,9 @@ class AccessControl:
             await error_response(error, scope)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        path = scope["path"]
-        header = _header(scope, b"authorization")
-        if not header and (key := _header(scope, b"x-api-key")):
+        path, headers = scope["path"], Headers(scope=scope)
+        header = headers.get("authorization", "")
+        if not header and (key := headers.get("x-api-key")):
             header = f"Bearer {key}"  # as Anthropic's clients send it
         owner = self._keys.owner_of(header)
         if owner is None:
@@ -80,8 +81,8 @@ class AccessControl:
         exchange_of(scope).key_name = self._keys.name_of(owner)
         if is_for_admins(path) and not self._keys.may_administrate(owner):
             raise ApiError(403, "this API key may not administrate the server", "not_an_admin_key")
-        origin = _header(scope, b"origin")
-        if is_for_admins(path) and origin and urlsplit(origin).netloc != _header(scope, b"host"):
+        origin = headers.get("origin")
+        if is_for_admins(path) and origin and urlsplit(origin).netloc != headers.get("host", ""):
             raise ApiError(403, f"a page of {origin} may not administrate the server", "foreign_origin")
         if not _is_below(path, _SERVED_PATHS):
             return
@@ -116,7 +117,6 @@ class CrossOrigin:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         is_closed = scope["type"] != "http" or is_for_admins(scope["path"])
         await (self._closed if is_closed else self._open)(scope, receive, send)
 
@@ -124,12 +124,6 @@ class CrossOrigin:
 def is_for_admins(path: str) -> bool:
     """Return whether a path is for administrators only."""
     return _is_below(path, _ADMIN_PATHS)
-
-
-def _header(scope: Scope, wanted: bytes) -> str:
-    """Return a header's value, or "" if it is absent."""
-    value: bytes = next((value for name, value in scope["headers"] if name == wanted), b"")
-    return value.decode("latin-1")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

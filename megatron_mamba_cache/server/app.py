@@ -29,7 +29,7 @@ from .exchange import Exchange, exchange_of
 from .fair_threads import FairThreads
 from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
-from .load_record import LoadRecord, NoLoadRecord
+from .load_record import LoadRecord
 from .metrics import ServerMetrics
 from .orders import OrderMaker, ServedModel
 from .parsers.families import ReplySyntax
@@ -41,7 +41,7 @@ from .responses_api.stored import StoredResponses
 from .schemas import FlushRequest
 from .tenants import ApiKeys, Tenant
 from .tokenizing import TokenizingRoutes
-from .traces import NoTraces, Traces
+from .traces import Traces
 from .transcripts import Transcripts
 
 _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
@@ -77,9 +77,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
-    load_record: LoadRecord = field(default_factory=NoLoadRecord)
+    load_record: LoadRecord = field(default_factory=LoadRecord)
     tells_tokenizer: bool = False
-    traces: Traces = field(default_factory=NoTraces)
+    traces: Traces = field(default_factory=Traces)
     other_names: tuple[str, ...] = ()
 
 

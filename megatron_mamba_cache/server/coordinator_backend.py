@@ -78,7 +78,6 @@ class CoordinatorBackend:
         self._last_heard = time.monotonic()
 
     async def start(self) -> None:
-        """Connect and start listening."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_heartbeats(self._socket)
@@ -93,15 +92,12 @@ class CoordinatorBackend:
 
     @property
     def state(self) -> BackendState:
-        """See `Backend`."""
         return self._state
 
     def fault_of(self, request: GenerationRequest) -> str | None:
-        """See `Backend`."""
         return self._rules.fault_of(request)
 
     def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
-        """See `Backend`."""
         ticket = Ticket(next(self._tickets))
         params = sampling_params(request)
         params.add_attributes({"seed": request.seed, "tenant": request.tenant, STREAMS: True})
@@ -110,12 +106,10 @@ class CoordinatorBackend:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """See `Backend`."""
         if self._listeners.pop(ticket, None) is not None:
             self._send(CANCEL, ticket)
 
     def fail_all(self, reason: str) -> None:
-        """See `Backend`."""
         for ticket, listener in list(self._listeners.items()):
             self.cancel(Ticket(ticket))
             listener.deliver(Progress(end="error", error=reason))
@@ -200,12 +194,7 @@ class CoordinatorBackend:
             prompt_alternatives=by_id(news["prompt_alternatives"]) if tells_prompt else (),
             prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
-            cached_tokens_from_host=news["cached_tokens_from_host"],
-            cached_tokens_from_disk=news["cached_tokens_from_disk"],
-            written_tokens=news["written_tokens"],
-            draft_tokens=news["draft_tokens"],
-            accepted_tokens=news["accepted_tokens"],
-            running_s=news.get("running_s", 0.0),
+            **{name: news[name] for name in _COUNTS},
         )
 
     def _look(self) -> None:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from .errors import ApiError
@@ -14,7 +15,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 _PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # polled every few seconds
 _KEY_REFUSED = (401, 403)
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -93,8 +94,8 @@ def exchange_of(scope: Scope) -> Exchange:
 
 def _request_id(scope: Scope) -> str:
     """Return the client's `X-Request-Id` if it is safe in headers and log lines, else a new one."""
-    told: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return told.decode() if _SANE_ID.fullmatch(told) else uuid.uuid4().hex
+    told = Headers(scope=scope).get("x-request-id", "")
+    return told if _SANE_ID.fullmatch(told) else uuid.uuid4().hex
 
 
 def _printable(path: bytes) -> str:

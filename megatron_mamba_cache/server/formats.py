@@ -67,21 +67,17 @@ class _Envelope:
         self._settings = settings
 
     def opening(self, _job: Job) -> list[Event]:
-        """See `Format`."""
         return []
 
     def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
-        """See `Format`."""
         chunk = self.chunk(choice, piece)
         return [Event(chunk | {"usage": job.usage().body()} if self._settings.tells_usage_always else chunk)]
 
     def closing(self, job: Job) -> list[Event]:
-        """See `Format`."""
         usage = {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
         return [*([Event(usage)] if self._settings.includes_usage else []), Event("[DONE]")]
 
     def failure(self, error: ApiError) -> Event:
-        """See `Format`."""
         return Event(error.body())
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -108,12 +104,10 @@ class CompletionFormat(_Envelope):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `_Envelope`."""
         described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
         return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """See `Format`."""
         choices = [
             self._choice(choice, _text(pieces[choice.index]), _tokens(pieces[choice.index]), choice.reply.finish_reason)
             for choice in job.choices
@@ -185,7 +179,6 @@ class ChatFormat(_Envelope):
         self._tells_reasoning = tells_reasoning
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `_Envelope`."""
         described = {
             "index": choice.index,
             "delta": self._deltas[choice.index].delta(piece.parts),
@@ -195,7 +188,6 @@ class ChatFormat(_Envelope):
         return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """See `Format`."""
         choices = [
             {
                 "index": choice.index,

@@ -14,7 +14,7 @@ from .backend import Backend, GenerationRequest, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
-from .job_progress import JobTimes, Mail, NoTokenTimes, TokenTimes
+from .job_progress import JobTimes, Mail, TokenTimes
 from .limits import Places, QueueGate
 from .prompt_scores import Entries, PromptScoring
 from .prompts import Prompt
@@ -71,7 +71,7 @@ class JobRules:
     threads: FairThreads
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
-    token_times: TokenTimes = field(default_factory=NoTokenTimes)
+    token_times: TokenTimes = field(default_factory=TokenTimes)
     is_draining: bool = False
     is_over: bool = False
 

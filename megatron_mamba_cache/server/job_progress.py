@@ -3,13 +3,12 @@
 import asyncio
 import time
 from dataclasses import replace
-from typing import Protocol
 
 from .backend import Progress
 
 
-class TokenTimes(Protocol):
-    """Records how long the tokens of replies take, in seconds."""
+class TokenTimes:
+    """Records how long the tokens of replies take, in seconds; this class drops them."""
 
     def note_queued(self, seconds: float) -> None:
         """Record a reply's wait, from its request's arrival to the first step that ran it."""
@@ -19,19 +18,6 @@ class TokenTimes(Protocol):
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
         """Record that a reply grew by `num_tokens`, `seconds` after it last did."""
-
-
-class NoTokenTimes:
-    """Records nothing; see `TokenTimes`."""
-
-    def note_queued(self, seconds: float) -> None:
-        """Do nothing."""
-
-    def note_first_token(self, seconds: float) -> None:
-        """Do nothing."""
-
-    def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Do nothing."""
 
 
 class JobTimes:

@@ -13,6 +13,7 @@ from ..metrics import CacheCounters, CacheSnapshot
 from .backend import Backend
 from .exchange import Exchange
 from .job import Job
+from .job_progress import TokenTimes
 from .limits import QueueGate
 
 PREFIX = "mamba_cache_"
@@ -126,8 +127,8 @@ class SnapshotCollector(Collector):
             yield from _cache_metrics(state.cache)
 
 
-class ServerMetrics:
-    """A server's registry and its own counters; also the `TokenTimes` of all jobs.
+class ServerMetrics(TokenTimes):
+    """A server's registry and its own counters.
 
     Args:
         model_name: What clients call the model.
@@ -175,7 +176,6 @@ class ServerMetrics:
             self.duration.observe(job.times.ended - job.times.started)
 
     def note_queued(self, seconds: float) -> None:
-        """See `TokenTimes`."""
         self.queueing.observe(seconds)
 
     def note_exchange(self, exchange: Exchange) -> None:
@@ -186,7 +186,6 @@ class ServerMetrics:
             self.responses.labels(str(exchange.status)).inc()
 
     def note_first_token(self, seconds: float) -> None:
-        """See `TokenTimes`."""
         self.first_token.observe(seconds)
         self.recent_first_token.add(seconds)
 

@@ -283,7 +283,6 @@ class EmptyReply(Reply):
     """A reply without tokens: it ends once the prompt is computed; the token that signals this is dropped."""
 
     def take(self, progress: Progress) -> Piece:
-        """See `Reply`."""
         self._note(progress)
         self.finish_reason = "length"
         return Piece("", (), self.finish_reason)

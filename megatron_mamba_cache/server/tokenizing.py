@@ -52,7 +52,6 @@ class TokenizingRoutes:
     tells_tokenizer: bool = False
 
     def router(self) -> APIRouter:
-        """Return the routes."""
         router = APIRouter()
 
         @router.post("/tokenize")

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Tag
-from pydantic_core import PydanticCustomError
 
 from ..field_types import CacheControl, Flag, JsonObject, Name, Text
 from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
 from ..tool_schemas import MOST_TOOLS, ForeignTool, FunctionName, counted_foreign, own_or_foreign
-from ..unsupported import REFUSED
+from ..unsupported import REFUSED, schema_fault
 
 _MOST_BLOCKS = 4096
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -61,7 +60,7 @@ def _only(*kinds: str) -> BeforeValidator:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if isinstance(kind, str) and kind not in kinds:
             sentence = f"a block of type {kind!r:.50} is not supported by this server here; send {' or '.join(kinds)}"
-            raise PydanticCustomError(REFUSED, "{sentence}", {"field": "type", "sentence": sentence})
+            raise schema_fault(REFUSED, sentence, "type")
         return block
 
     return BeforeValidator(check)

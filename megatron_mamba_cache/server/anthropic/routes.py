@@ -65,20 +65,16 @@ class MessagesFormat:
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
-        """See `Format`."""
         return [*self._start(job), *(event for part in self._told(piece.parts) for event in self._blocks.of(part))]
 
     def closing(self, job: Job) -> list[Event]:
-        """See `Format`."""
         delta = _event("message_delta", delta=self._end(job), usage=_usage(job))
         return [*self._start(job), *self._blocks.end(), delta, _event("message_stop")]
 
     def failure(self, error: ApiError) -> Event:
-        """See `Format`."""
         return Event(error.anthropic_body(), "error")
 
     def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """See `Format`."""
         (choice,) = job.choices
         content = _content(self._told(merged(choice.reply.parts)))
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}

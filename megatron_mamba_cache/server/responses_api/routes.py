@@ -86,27 +86,22 @@ class ResponsesFormat:
         self._output = ResponseOutput(self._events, summarizes=summarizes)
 
     def opening(self, _job: Job) -> list[Event]:
-        """See `Format`."""
         response = self._response("in_progress", usage=None)
         kinds = ("response.created", "response.in_progress")
         return [self._events.event(kind, response=response) for kind in kinds]
 
     def events(self, _job: Job, _choice: Choice, piece: Piece) -> list[Event]:
-        """See `Format`."""
         return [event for part in piece.parts for event in self._output.add(part)]
 
     def closing(self, job: Job) -> list[Event]:
-        """See `Format`."""
         status = _status(job)
         ended = self._output.cut(status)
         return [*ended, self._events.event(f"response.{status}", response=self._complete(job))]
 
     def failure(self, error: ApiError) -> Event:
-        """See `Format`."""
         return self._events.event("error", code=error.code, message=error.message, param=error.param)
 
     def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """See `Format`."""
         for part in merged(job.choices[0].reply.parts):
             self._output.add(part)
         self._output.cut(_status(job))
