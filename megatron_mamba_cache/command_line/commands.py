@@ -1,13 +1,11 @@
-"""The commands, and the flags of each. Imports neither torch nor megatron."""
+"""The commands, the flags of each, and their completion in a shell. Imports neither torch nor megatron."""
 
-from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from argparse import Action, ArgumentParser
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..config import CACHED_STATE_DTYPES, CacheConfig
 from .chat_client import DEFAULT_URL
-from .completion import IN_WORDS as COMPLETION_IN_WORDS
-from .completion import SHELLS
 from .flag_parser import FlagParser
 from .flag_sources import variable_of
 from .model_choice import MODEL_FLAGS
@@ -18,6 +16,12 @@ from .sizing import DEFAULTS_IN_WORDS
 GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
 EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
 """For the built-in editing sessions: a small model that always takes the likeliest token soon repeats itself."""
+
+SHELLS = ("bash", "zsh", "fish")
+_COMPLETION_IN_WORDS = (
+    "Print a script that completes commands, flags and paths in a shell. bash: source <(mamba-cache completion bash); "
+    'zsh, after compinit: eval "$(mamba-cache completion zsh)"; fish: mamba-cache completion fish | source.'
+)
 
 _SAMPLING_IN_WORDS = (
     f"With no flag of temperature, top-k and top-p, the built-in editing sessions are sampled with temperature "
@@ -42,6 +46,28 @@ _SOURCES_IN_WORDS = (
     f"Each flag may be set by an environment variable too, as --max-model-len by {variable_of('--max-model-len')}, or "
     "in the file of --config. The command line overrides the environment, which overrides the file."
 )
+
+
+def print_completion(parser: ArgumentParser, shell: str) -> None:
+    """Print the script of a shell for a whole command line."""
+    import shtab  # not needed by any other command
+
+    for action in _actions_of(parser):
+        metavar = action.metavar if isinstance(action.metavar, str) else ""
+        if "FILE" in metavar:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif "DIR" in metavar:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    print(shtab.complete(parser, shell))
+
+
+def _actions_of(parser: ArgumentParser) -> Iterator[Action]:
+    """Yield the actions of a parser and of the commands below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action.choices, Mapping):
+            for command in action.choices.values():
+                yield from _actions_of(command)
 
 
 def _add_generate_arguments(parser: ArgumentParser) -> None:
@@ -198,7 +224,7 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
     ),
     "completion": (
         "print a script that completes commands, flags and paths in a shell",
-        COMPLETION_IN_WORDS,
+        _COMPLETION_IN_WORDS,
         _add_completion_arguments,
     ),
     "doctor": (

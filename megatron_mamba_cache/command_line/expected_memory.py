@@ -87,12 +87,7 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
 
 @contextmanager
 def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None]:
-    """Turn the errors of settings that do not fit the model or the machine into `UsageError`.
-
-    Args:
-        share: The model's share of one budget.
-        is_draft: Whether it is a draft model.
-    """
+    """Turn the errors of settings that do not fit the model or the machine into `UsageError`."""
     prefix = "the drafter's own cache: " if is_draft else ""
     try:
         yield

@@ -40,10 +40,10 @@ def generate(arguments: Namespace) -> int:
         # These import torch, which fixes the device.
         hide_stacks_of_signals()
         from .generation import Generation
-        from .processes import OneModel, SeveralProcesses, own_process_groups, speaking_for_all
+        from .processes import Replicas, SeveralProcesses, own_process_groups, speaking_for_all
 
         with own_process_groups(), speaking_for_all(launch):
-            replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+            replicas = Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
             if directory is not None and not generation.reads_text:  # a hub model, which was not on disk before
                 require_token_ids(lines, arguments.prompts, directory.path)

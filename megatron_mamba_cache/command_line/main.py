@@ -131,7 +131,7 @@ def _chat(arguments: Namespace) -> int:
 
 
 def _completion(arguments: Namespace) -> int:
-    from .completion import print_completion
+    from .commands import print_completion
 
     print_completion(command_parser(), arguments.shell)
     return 0

@@ -26,7 +26,6 @@ class RequestRecord:
         cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
         draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
         time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
-        error: Why it could not run.
     """
 
     request_id: int

@@ -18,9 +18,9 @@ from ..mcore.model_reading import model_shape_of
 from ..ranks.agreement import resolved_settings
 from ..recurrences.model_shape import HybridModelShape
 from ..replicas.settings import RoutingSettings
-from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
+from ..server.exchange import AccessLog, write_line
 from ..server.load_record import LoadFile, LoadRecord
 from ..server.megatron_requests import RequestRules
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
@@ -108,7 +108,6 @@ class Serving:
 
         Args:
             listener: Socket of the process that runs the front end; None in all others.
-            routing: Settings of the coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
@@ -172,11 +171,7 @@ def _settings(
 def _draft_settings(
     shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
 ) -> dict[str, Any]:
-    """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`.
-
-    Args:
-        engine: The engine's settings.
-    """
+    """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
         return default_draft_settings(shape, max_length, _given_gb(arguments), ranks_of_process()) | graphs

@@ -28,7 +28,6 @@ class CacheSizes:
     Args:
         kv_bytes_per_token: Keys and values of all attention layers.
         state_bytes: The state of all recurrent layers at one position.
-        block_size: Tokens of a KV block.
     """
 
     kv_bytes_per_token: int

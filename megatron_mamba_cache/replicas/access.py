@@ -36,7 +36,6 @@ class Access(Protocol):
 
     Args:
         host: Name or address of the interface on which sockets listen.
-        channel: Channel of connections to the coordinator.
         fingerprint: Equal in processes that can talk to each other; it does not reveal the secret.
     """
 

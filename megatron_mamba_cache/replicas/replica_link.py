@@ -35,7 +35,6 @@ class ReplicaLink:
     """Says hello, then passes Megatron's messages through; it consumes messages meant for the link itself.
 
     Args:
-        address: The coordinator's, such as "tcp://host:5555".
         max_message_bytes: Most bytes of a message to the coordinator; see `RoutingSettings`.
         channel: The channel that the coordinator requires.
     """

@@ -28,7 +28,6 @@ class AccessControl:
     """ASGI middleware: checks the API key, then readiness, then reads the whole body of a POST within its limits.
 
     Args:
-        state: Returns the backend's current state.
         is_draining: Returns whether the server refuses new requests.
     """
 

@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from .access import AccessControl, CrossOrigin
-from .access_log import AccessLog
 from .anthropic.routes import messages_routes
 from .backend import Backend
 from .bodies import Bodies
@@ -25,7 +24,7 @@ from .documentation import add_documentation
 from .endpoints import openai_routes
 from .entrance import Entrance
 from .errors import ApiError, bad_request, schema_error, unexpected
-from .exchange import Exchange, exchange_of
+from .exchange import AccessLog, Exchange, exchange_of
 from .fair_threads import FairThreads
 from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
@@ -58,14 +57,11 @@ class ServerSettings:
     Args:
         model_name: What clients call the model, and replies.
         other_names: What clients may call it too.
-        tokenizer: The model's tokenizer.
         end_ids: Tokens that end replies.
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
         syntax: How the model writes replies to messages.
-        load_record: Where served requests are recorded.
         tells_tokenizer: Whether `/tokenizer_info` is served.
-        traces: Where spans of requests go.
     """
 
     model_name: str

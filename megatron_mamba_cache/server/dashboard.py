@@ -38,12 +38,9 @@ class Sample:
 
     Args:
         time: End of the interval, in seconds since the epoch.
-        seconds: Length of the interval.
         first_token_p50, inter_token_p50 and so on: Quantiles in seconds; None if there was no token.
-        refused: Responses with status 429.
         client_errors: Responses with other statuses from 400 to 498.
         left: Responses whose client left (499).
-        server_errors: Responses with statuses from 500.
     """
 
     time: float
@@ -69,11 +66,7 @@ class Sample:
 
 
 class History:
-    """A ring of samples, and the quantiles of the last minute.
-
-    Args:
-        clock: Returns seconds that only increase.
-    """
+    """A ring of samples, and the quantiles of the last minute."""
 
     def __init__(
         self,

@@ -35,10 +35,8 @@ class ApiError(Exception):
     """An error that a request gets instead of a reply.
 
     Args:
-        status: HTTP status.
         message: What was found and what is allowed.
         code: Error code for programs.
-        param: The field that is wrong.
         retry_after_s: Whole seconds after which the same request may succeed.
     """
 
@@ -82,9 +80,6 @@ def too_long(fault: str, max_tokens: int) -> ApiError:
     """Return the error of a prompt and reply that do not fit.
 
     LangChain recognizes it by the code or by "prompt is too long", litellm by the first words of OpenAI's own message.
-
-    Args:
-        max_tokens: Limit for prompt and reply together.
     """
     message = f"This model's maximum context length is {max_tokens} tokens, and the prompt is too long: {fault}"
     return bad_request(message, "prompt", "context_length_exceeded")

@@ -32,7 +32,6 @@ class Choice:
 
     Args:
         index: Among the choices of all prompts.
-        prompt_index: Index of its prompt.
         ticket: Set while the engine has the request.
         echo: The prompt's echo until it is sent.
         prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
@@ -55,12 +54,9 @@ class JobRules:
     """What all jobs of a server share.
 
     Args:
-        end_ids: Tokens that end replies.
-        threads: Threads that read prompts.
         on_reply: Awaited with each reply that is complete, before its client has the end of it.
         on_end: Called with each job that has ended, complete or not.
         token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
-        is_draining: Whether new requests are refused.
         is_over: Whether accepted requests are no longer started either.
     """
 
@@ -85,7 +81,6 @@ class Order:
         num_choices: Replies to generate for each prompt.
         plain: The request of every choice, without its prompt; each choice of a prompt has its own seed.
         takes_all_room: Whether replies may be as long as fits after the prompt, whatever `plain` says.
-        stops: Stop strings.
         fits_room: Whether replies are as long as fits after the prompt where `plain` says more.
         is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.

@@ -24,7 +24,6 @@ class JobTimes:
     """Times of a job's events, in seconds of the monotonic clock; None until they happen.
 
     Args:
-        arrived: When it reached the gate.
         hears: Notified of tokens when the engine reports them, whether or not their client reads them.
 
     Attributes:

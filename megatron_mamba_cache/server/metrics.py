@@ -128,11 +128,7 @@ class SnapshotCollector(Collector):
 
 
 class ServerMetrics(TokenTimes):
-    """A server's registry and its own counters.
-
-    Args:
-        model_name: What clients call the model.
-    """
+    """A server's registry and its own counters."""
 
     def __init__(self, backend: Backend, gate: QueueGate, model_name: str) -> None:
         self.registry = CollectorRegistry()

@@ -42,7 +42,6 @@ class Piece:
 
     Args:
         finish_reason: "stop", "length" or "tool_calls" with the last piece, else None.
-        is_prompt: Whether this is the echoed prompt.
         parts: What the reply's parser made of the text.
     """
 

@@ -41,7 +41,6 @@ class ExportedTraces(Traces):
 
     Args:
         endpoint: URL that takes traces, with its path.
-        model_name: What clients call the model.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:

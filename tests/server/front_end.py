@@ -15,8 +15,8 @@ import httpx
 
 from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.server.access_log import AccessLog
 from megatron_mamba_cache.server.app import Server, ServerSettings
+from megatron_mamba_cache.server.exchange import AccessLog
 from megatron_mamba_cache.server.limits import ServerLimits
 from megatron_mamba_cache.server.load_record import LoadRecord
 from megatron_mamba_cache.server.parsers.families import reply_syntax
