@@ -28,8 +28,7 @@ from ..policy.request_settings import RequestSpec
 from ..policy.requests import Candidate, RunningRequest
 from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, settings_of_peers
 from ..ranks.digest import digest_of
-from ..ranks.group import OneRank, Ranks
-from ..ranks.peers import ExpertPeers, NoPeers
+from ..ranks.group import ExpertPeers, NoPeers, OneRank, Ranks
 from ..recurrences.interface import LayerStates
 from ..recurrences.mamba_slot_allocator import StateSlotAllocator, states_by_megatron
 from ..recurrences.model_shape import HybridModelShape

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
-from ..ranks.peers import ExpertPeers
+from ..ranks.group import ExpertPeers
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .shapes import StepShape, smallest_holding
 from .step import Step
