@@ -11,11 +11,11 @@ from torch import Tensor
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
+from .buffers import stream_of
 from .decode_steps import RowEnds
-from .host_copy import stream_of
 from .logits import Draws
+from .model import WeightPlaces
 from .shapes import StepShape
-from .weight_places import WeightPlaces
 
 
 class CapturedStep(Protocol):

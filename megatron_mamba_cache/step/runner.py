@@ -29,10 +29,10 @@ from ..ranks.group import ExpertPeers, NoPeers, Ranks
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
+from .buffers import HostCopy
 from .changed_logits import LogitsChanges
 from .early_step import Capture, CapturedStep, GraphsByShape
 from .grammar_masks import GrammarMasks
-from .host_copy import HostCopy
 from .log_probs import StepScorer
 from .memory import CacheMemory
 from .model import StepModel

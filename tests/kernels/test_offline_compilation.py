@@ -15,12 +15,11 @@ from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
-from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling import greedy_draws, sampling, token_cuts, verification
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
-from megatron_mamba_cache.kernels.sampling.matching import accept_matching
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
-from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
-from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
+from megatron_mamba_cache.kernels.sampling.sampling import draw_tokens
+from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits, accept_matching
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences import quantized_states, slot_copies
 from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
@@ -157,16 +156,16 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
     dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     reading = [
-        compile_for_hopper(token_draws, "_peaks_kernel"),
+        compile_for_hopper(sampling, "_peaks_kernel"),
         compile_for_hopper(token_cuts, "measure_kernel"),
         compile_for_hopper(token_cuts, "list_kernel"),
         compile_for_hopper(greedy_draws, "_best_of_tiles_kernel"),
     ]
     once = [
         compile_for_hopper(token_cuts, "_cut_kernel"),
-        compile_for_hopper(token_draws, "_pick_kernel"),
+        compile_for_hopper(sampling, "_pick_kernel"),
         compile_for_hopper(greedy_draws, "_best_of_row_kernel"),
-        compile_for_hopper(matching, "_accept_kernel"),
+        compile_for_hopper(verification, "_accept_kernel"),
         *reading,
     ]
     logits = torch.empty(40, 124928 if dtype is torch.float32 else 131072, dtype=dtype)  # 30.5 tiles, and 32

@@ -8,23 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
-from megatron_mamba_cache.kernels.attention.reference_attention import append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels.attention.reference import append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens, greedy_tokens_ref
-from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
 from megatron_mamba_cache.kernels.sampling.sampling import (
     sample_tokens,
     sample_tokens_ref,
     token_probabilities,
 )
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
+    accept_matching,
+    accept_matching_ref,
 )
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref

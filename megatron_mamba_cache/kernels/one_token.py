@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activations import Activation, activated_ref
-from ..kernel_launches import launches_kernel
-from ..overlap import await_written, let_next_begin, overlapping
+from .activations import Activation, activated_ref
+from .kernel_launches import launches_kernel
+from .overlap import await_written, let_next_begin, overlapping
 
 _AT_ONCE = 8192
 """Weights of an output that a program loads at once."""
