@@ -68,7 +68,7 @@ class Sizes:
 
         def groups_of(dtype: torch.dtype) -> list[StateGroup]:
             window = StateTensor("conv", (3, conv_dim), BF16, motion="window")
-            return [StateGroup(tuple(range(layers)), (window, StateTensor("ssm", ssm, dtype, is_matrix=True)), 8)]
+            return [StateGroup(tuple(range(layers)), (window, StateTensor("ssm", ssm, dtype, is_matrix=True)))]
 
         layouts = (
             SlotLayout.of(groups_of(FP32)),

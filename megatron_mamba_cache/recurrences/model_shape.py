@@ -90,10 +90,7 @@ class HybridModelShape:
     def state_groups(self, config: CacheConfig) -> tuple[StateGroup, ...]:
         """Return the groups of recurrent layers, with their tensors in the configured dtypes."""
         dtypes = self._dtypes(config)
-        return tuple(
-            StateGroup(layers.layers, layers.recurrence.tensors(dtypes), layers.recurrence.grain)
-            for layers in self.recurrent
-        )
+        return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
         """Return the layout of a live state's slot.

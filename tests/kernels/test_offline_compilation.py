@@ -35,7 +35,7 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling, scan_til
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, tile_shape
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.quantized_states import restore_states
-from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
@@ -193,22 +193,17 @@ SLOT_SHAPES = pytest.mark.parametrize(
 
 
 @SLOT_SHAPES
-@pytest.mark.parametrize("name", ["copy", "zero"])
 def test_slot_copies_compile_with_wide_accesses(
-    name: str,
     conv_shape: tuple[int, ...],
     ssm_shape: tuple[int, ...],
     dtype: torch.dtype,
     accesses: set[str],
     compile_for_hopper: Compile,
 ) -> None:
-    compiled = compile_for_hopper(slot_copies, f"_{name}_slots_kernel")
+    compiled = compile_for_hopper(slot_copies, "_copy_slots_kernel")
     pools = [torch.empty(2, 2, *shape, dtype=dtype) for shape in (conv_shape, ssm_shape)]
     slots = torch.zeros(3, dtype=torch.int32)
-    if name == "copy":
-        copy_slots(pools, slots, slots + 1)
-    else:
-        zero_slots(pools, slots)
+    copy_slots(pools, pools, slots, slots + 1)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == accesses | {"b32"}
 

@@ -38,8 +38,7 @@ from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_bounda
 from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.moves import align_copy_ref
-from megatron_mamba_cache.recurrences.reference_slots import copy_slots_ref, zero_slots_ref
-from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
@@ -118,7 +117,7 @@ def fold_boundaries_call(op: Callable[..., None] = fold_boundaries_ref) -> Calla
 
 def slot_copies_call() -> Callable[[], object]:
     pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
-    return lambda: (copy_slots(pools, src, dst), zero_slots(pools, dst))
+    return lambda: copy_slots(pools, pools, src, dst)
 
 
 def token_kernels_call() -> Callable[[], object]:
@@ -132,12 +131,7 @@ def token_kernels_call() -> Callable[[], object]:
 
 def copy_call() -> Callable[[], object]:
     pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
-    return lambda: copy_slots_ref(pools, src, dst)
-
-
-def zero_call() -> Callable[[], object]:
-    pools, slots = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1)
-    return lambda: zero_slots_ref(pools, slots)
+    return lambda: copy_slots_ref(pools, pools, src, dst)
 
 
 def align_call() -> Callable[[], object]:
@@ -214,7 +208,6 @@ CALLS = [
     slot_copies_call,
     token_kernels_call,
     copy_call,
-    zero_call,
     align_call,
     attention_call,
     append_call,
