@@ -4,7 +4,7 @@ from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..config import CACHED_STATE_DTYPES, CacheConfig
+from ..config import CacheConfig
 from .chat_client import DEFAULT_URL
 from .flag_parser import FlagParser
 from .flag_sources import variable_of
@@ -123,7 +123,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
     cache.add_argument(
         "--cached-state-dtype",
-        choices=CACHED_STATE_DTYPES,
+        choices=CacheConfig.RULES["cached_state_dtype"],
         default="live",
         help="with --model: cached states in float32, as live ones, or quantized to 8 bits (default: live)",
     )

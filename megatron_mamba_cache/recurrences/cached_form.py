@@ -53,7 +53,7 @@ CACHED_FORMS = {
     "int8": CachedForm(torch.int8),
     "fp8": CachedForm(torch.float8_e4m3fn),
 }
-"""Every form by its name; the settings offer those of `CACHED_STATE_DTYPES`."""
+"""Every form by its name; the settings offer those of `CacheConfig.RULES`."""
 
 
 class StoredStates:

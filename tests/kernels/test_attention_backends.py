@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.config import _ATTENTION_BACKENDS
+from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.kernels.attention import choice, flashinfer
 from megatron_mamba_cache.kernels.attention.choice import BACKENDS, BackendClass, choose_attention
 from megatron_mamba_cache.kernels.attention.flash_attn import cumulative_lengths
@@ -85,7 +85,7 @@ class Step:
 
 
 def test_every_setting_names_a_backend_and_every_backend_has_a_setting() -> None:
-    assert {"auto", *(backend.setting for backend in BACKENDS)} == set(_ATTENTION_BACKENDS)
+    assert {"auto", *(backend.setting for backend in BACKENDS)} == set(CacheConfig.RULES["attention_backend"])
 
 
 @pytest.mark.parametrize("setting", ["auto", "reference"])

@@ -11,7 +11,6 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache import config as config_module
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
@@ -186,7 +185,7 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
 
 def allow_every_cached_form(patch: pytest.MonkeyPatch) -> None:
     """Let settings name forms of cached states that are no public choice."""
-    patch.setattr(config_module, "CACHED_STATE_DTYPES", tuple(CACHED_FORMS))
+    patch.setitem(CacheConfig.RULES, "cached_state_dtype", tuple(CACHED_FORMS))
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:

@@ -39,8 +39,9 @@ def parts_of(states: StoredStates) -> tuple[torch.Tensor, ...]:
 def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: str) -> None:
     parts, kv = slab_tensors(LAYOUT, BLOCKS, slab, UNIT, 3, device)
     pool = StatePool([GROUP], state_tensors(LIVE, 1, device), parts).cached
-    assert pool.num_slots == 3 * slab.slots_per_slab and kv.shape[2] == 3 * slab.blocks_per_slab + 1
-    slots = [slot for slot in range(pool.num_slots) if slot // slab.slots_per_slab == 1]
+    num_slots = pool.parts[0].shape[1]
+    assert num_slots == 3 * slab.slots_per_slab and kv.shape[2] == 3 * slab.blocks_per_slab + 1
+    slots = [slot for slot in range(num_slots) if slot // slab.slots_per_slab == 1]
     for slot in slots:
         for number, part in enumerate(parts_of(pool)):
             part[:, slot] = 10 * slot + number
