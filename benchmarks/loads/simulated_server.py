@@ -281,7 +281,6 @@ class _ObservedRequests(RunningRequests):
     def admit(
         self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()
     ) -> RunningRequest | Refusal:
-        """See `RunningRequests`."""
         outcome = super().admit(candidate, budget, age, following)
         if outcome is Refusal.WAITS_FOR_COPY:
             self.waiting_for_copy.append(candidate.spec.request_id)

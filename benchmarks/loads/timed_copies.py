@@ -58,7 +58,6 @@ class TimedCopies:
         self._under_way: set[int] = set()
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """See `Copies`."""
         self._copy_until(self._clock.now)
         for order in orders:
             num_bytes = len(order.blocks) * self._sizes.block + len(order.states) * self._sizes.state
@@ -67,7 +66,6 @@ class TimedCopies:
             self.num_bytes[order.lane] += num_bytes
 
     def status(self, number: int) -> CopyStatus:
-        """See `Copies`."""
         self._copy_until(self._clock.now)
         return CopyStatus.UNDER_WAY if number in self._under_way else CopyStatus.DONE
 

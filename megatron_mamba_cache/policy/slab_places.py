@@ -73,7 +73,6 @@ class SlabPlaces(ABC):
 
     @property
     def num_available(self) -> int:
-        """See `Places`."""
         return self._slabs.num_open * self.per_slab + self.num_beside_fixed
 
     @abstractmethod
@@ -85,7 +84,6 @@ class SlabPlaces(ABC):
         """See `Places`."""
 
     def fix(self, *places: int) -> None:
-        """See `Places`."""
         slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
         for place in places:
             slab = place // per_slab
@@ -96,7 +94,6 @@ class SlabPlaces(ABC):
         self.num_beside_fixed -= len(places)
 
     def unfix(self, *places: int) -> None:
-        """See `Places`."""
         slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
         for place in places:
             slab = place // per_slab
@@ -155,7 +152,6 @@ class WholeSlabs(SlabPlaces):
     """Places of one slab each."""
 
     def take(self, num_places: int) -> list[int]:
-        """See `Places`."""
         num_fixed, taken = self._slabs.num_fixed, []
         for _ in range(num_places):
             slab = self._take_over()
@@ -166,7 +162,6 @@ class WholeSlabs(SlabPlaces):
         return taken
 
     def give_back(self, place: int) -> None:
-        """See `Places`."""
         self.num_free += 1
         self._give_up(place)
 
@@ -184,7 +179,6 @@ class PartsOfSlabs(SlabPlaces):
         self._partly: list[int] = []  # a heap that holds each slab with a place in `_free`, and given up ones
 
     def take(self, num_places: int) -> list[int]:
-        """See `Places`."""
         slabs, partly, num_fixed = self._slabs, self._partly, self._slabs.num_fixed
         taken: list[int] = []
         missing = num_places
@@ -205,7 +199,6 @@ class PartsOfSlabs(SlabPlaces):
         return taken
 
     def give_back(self, place: int) -> None:
-        """See `Places`."""
         slab = place // self.per_slab
         free = self._free[slab]
         self.num_free += 1

@@ -33,7 +33,6 @@ class SlabSpace:
     def fits(
         self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
     ) -> bool:
-        """See `CacheSpace`."""
         slabs, num_slabs, newly_fixed = self._slabs, 0, 0
         for places, wanted, beside in ((self.blocks, num_blocks, beside_blocks), (self.slots, num_slots, beside_slots)):
             fixed_now = {place // places.per_slab for place in beside}
@@ -63,7 +62,6 @@ class SlabSpace:
         return stale
 
     def check_integrity(self) -> None:
-        """See `CacheSpace`."""
         self._slabs.check_integrity()
         self.blocks.check_integrity()
         self.slots.check_integrity()

@@ -132,7 +132,6 @@ class CopyLanes:
             thread.start()
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """See `Copies`."""
         for order in orders:
             self._statuses[order.number] = CopyStatus.UNDER_WAY
             for note in self._before:
@@ -140,16 +139,13 @@ class CopyLanes:
             self._queues[order.lane].put(order)
 
     def status(self, number: int) -> CopyStatus:
-        """See `Copies`."""
         return self._statuses[number]
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """See `Copies`."""
         with self._changed:
             self._changed.wait_for(lambda: all(self._statuses[number] for number in numbers))
 
     def forget(self, number: int) -> None:
-        """See `Copies`."""
         del self._statuses[number]
 
     def close(self) -> None:
