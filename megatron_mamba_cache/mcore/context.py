@@ -39,9 +39,8 @@ from ..step.memory import CacheMemory, step_memory
 from ..step.memory_below import MemoryBelow
 from ..step.padding_steps import end_shared_steps
 from ..step.runner import StepRunner
-from ..step.runner_count import RunnerCount
 from ..step.step import Step
-from ..step.step_outcome import StepCounts
+from ..step.step_outcome import RunnerCount, StepCounts
 from .kv_block_allocator import KVBlockAllocator
 from .megatron_settings import megatron_settings
 from .request_spec import spec_of, valid_spec_of

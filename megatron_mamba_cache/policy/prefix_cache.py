@@ -17,11 +17,19 @@ import numpy.typing as npt
 
 from ..errors import CacheIntegrityError
 from ..metrics import CacheCounters
-from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, branch_points, has_room, plan_admission
+from .admission import (
+    AdmissionPlan,
+    AdmissionRules,
+    PromptView,
+    Refusal,
+    branch_points,
+    has_room,
+    plan_admission,
+    reason_for_no_hit,
+)
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
 from .draft_states import DraftStates
-from .hit_reasons import reason_for_no_hit
 from .pools import CachePools, check_rows_and_pools
 from .request_settings import RequestSpec
 from .requests import Candidate, RunningRequest

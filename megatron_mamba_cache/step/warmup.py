@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.compiling_ahead import compiling_ahead
+from ..kernels.compilation import compiling_ahead
 from ..kernels.kernel_launches import is_computed_in_fp32
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId

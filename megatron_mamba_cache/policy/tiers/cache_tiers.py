@@ -9,12 +9,11 @@ from ...metrics import CacheCounters
 from ..identifiers import BlockId, SlotId
 from ..pools import CachePools
 from ..slot_owners import SlotOwner
-from .copies import Agree, Copies, CopyLedger, Lane
+from .copies import Agree, Copies, CopyLedger, Lane, TierPair
 from .disk_index import DiskIndex
 from .disk_moves import DiskMoves
 from .host_writes import HostWrites
 from .restores import Restores, WaitingPrompt
-from .tier_pair import TierPair
 from .times import AgreedTimes, CopyTimes
 
 LOOK_AHEAD = 16
