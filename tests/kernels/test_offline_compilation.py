@@ -39,7 +39,7 @@ from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
-from tests.kernels.rounded_places import patterned
+from tests.kernels.quantized_places import patterned
 from tests.kernels.split_windows import cut_window
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
@@ -280,14 +280,14 @@ def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
     of_fp8 = replace(of_int8, values=of_int8.values.view(torch.float8_e4m3fn))
     for quantized in (None, of_int8, of_fp8):
         scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling, quantized)
-    exact, *rounding = scan.ptx
-    assert all("div.rn.f32" in ptx and "wgmma.mma_async" in ptx for ptx in rounding) and "div.rn.f32" not in exact
-    assert ["e4m3x2" in ptx for ptx in rounding] == [False, True]
+    exact, *quantizing = scan.ptx
+    assert all("div.rn.f32" in ptx and "wgmma.mma_async" in ptx for ptx in quantizing) and "div.rn.f32" not in exact
+    assert ["e4m3x2" in ptx for ptx in quantizing] == [False, True]
     assert max(scan.shared_bytes[1:]) <= scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
-def test_rounded_states_are_written_and_restored_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
+def test_quantized_states_move_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
     restore = compile_for_hopper(quantized_states, "_restore_kernel")
     align = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     ssm, places = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)

@@ -106,8 +106,8 @@ def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
     return sizes.pattern.count("M") * (conv_bytes + 4 * inner * sizes.mamba_state_dim)
 
 
-def rounded_bytes(sizes: RandomHybridConfig) -> int:
-    """Return the bytes of one cached state over all Mamba layers that is rounded to 8 bits."""
+def quantized_bytes(sizes: RandomHybridConfig) -> int:
+    """Return the bytes of one cached state over all Mamba layers that is quantized to 8 bits."""
     if isinstance(sizes, ToyHybridConfig):
         return toy_state_bytes(sizes, is_quantized=True)
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
@@ -126,7 +126,7 @@ def cache_config(
     """Return settings that buy exactly `kv_blocks` usable blocks and rows for `cached_states` cached states.
 
     Paused requests may keep `paused_blocks` of the blocks; None takes the package's default. Where cached states are
-    rounded, drafts have slots beside them.
+    quantized, drafts have slots beside them.
     """
     small = {
         "block_size_tokens": 2 * sizes.ssm_chunk_size,
@@ -140,7 +140,7 @@ def cache_config(
     states_bytes = cached_states * state_bytes(sizes, num_drafts)
     if small.get("cached_state_dtype", "live") != "live":
         of_drafts = small["max_requests"] * num_drafts * state_bytes(sizes, num_drafts)
-        states_bytes = cached_states * rounded_bytes(sizes) + of_drafts
+        states_bytes = cached_states * quantized_bytes(sizes) + of_drafts
     return CacheConfig(
         buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
         paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,

@@ -1,4 +1,4 @@
-"""Rounded places for kernel tests, filled with a pattern that shows every write."""
+"""Quantized places for kernel tests, filled with a pattern that shows every write."""
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ def cloned(places: QuantizedStates) -> QuantizedStates:
     return QuantizedStates(places.values.clone(), places.scales.clone())
 
 
-def holds_rounded(places: QuantizedStates, slot: int, state: Tensor) -> bool:
-    """Return whether a slot of one layer holds exactly what `state` is rounded to, computed on the CPU."""
+def holds_quantized(places: QuantizedStates, slot: int, state: Tensor) -> bool:
+    """Return whether a slot of one layer holds exactly what `state` is quantized to, computed on the CPU."""
     values, scales = by_the_formula(state.cpu())
     return same_bits(places.values[slot].cpu(), values) and same_bits(places.scales[slot].cpu(), scales)
 

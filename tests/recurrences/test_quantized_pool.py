@@ -1,4 +1,4 @@
-"""Cached states that are rounded: views that do not touch each other, and whole states in and out."""
+"""Cached states that are quantized: views that do not touch each other, and whole states in and out."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 from tests.kernels.packed_rows import same_bits
-from tests.kernels.rounded_places import by_the_formula
+from tests.kernels.quantized_places import by_the_formula
 from tests.recurrences.state_groups import window_and_matrix
 from tests.recurrences.test_mamba_slot_allocator import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 
@@ -57,12 +57,12 @@ def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: 
 
 
 def allocator_over(device: str) -> StateSlotAllocator:
-    """Return an allocator whose cached states are rounded, and whose live ones have slots of their own."""
+    """Return an allocator whose cached states are quantized, and whose live ones have slots of their own."""
     slots = SlotPool(4, running=FixedPlaces(5))
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 
 
-def test_states_are_stored_rounded_and_restored_as_their_product(device: str) -> None:
+def test_states_are_stored_quantized_and_restored_as_their_product(device: str) -> None:
     own = allocator_over(device)
     live, (conv, values_of, scales_of) = own.context, parts_of(own.state_pool.cached)
     slots = own.allocate_slots_batch([7, 8])

@@ -1,10 +1,10 @@
 """What do cached states of 8 bits change in what a model predicts after a hit, and how many more of them fit?
 
-    PYTHONPATH=. python benchmarks/rounded_states.py [--limit-bytes N] [--turn N] [--device cpu|cuda] [--json]
+    PYTHONPATH=. python benchmarks/quantized_states.py [--limit-bytes N] [--turn N] [--device cpu|cuda] [--json]
 
 Held-out files of Python's standard library are read by the shipped model as conversations: each turn adds `--turn`
 tokens to the text before, and starts from the state that the turn before has left, so that a text of n turns was
-rounded n - 1 times on the way. An engine that stores cached states as live ones, in float32, does the same. Bits are
+quantized n - 1 times on the way. An engine that stores cached states as live ones, in float32, does the same. Bits are
 those of all tokens that a hit precedes. Replies are greedy, one after each turn, and end where the two engines first
 differ. Sizes are those of published models' layers, conv windows and scales counted.
 """
@@ -202,18 +202,18 @@ def read_texts(limit_bytes: int, turn: int) -> tuple[list[list[int]], int]:
     return texts, num_bytes
 
 
-def compared(exact: Scores, rounded: Scores, num_bytes: int) -> dict[str, float]:
+def compared(exact: Scores, quantized: Scores, num_bytes: int) -> dict[str, float]:
     """Return the figures of both, and how often they chose differently."""
-    assert exact.num_hits == rounded.num_hits
-    same = [common(*pair) for pair in zip(exact.replies, rounded.replies, strict=True)]
-    num_changed = sum(mine != other for mine, other in zip(exact.best, rounded.best, strict=True))
+    assert exact.num_hits == quantized.num_hits
+    same = [common(*pair) for pair in zip(exact.replies, quantized.replies, strict=True)]
+    num_changed = sum(mine != other for mine, other in zip(exact.best, quantized.best, strict=True))
     num_left = sum(length < REPLY for length in same)
     return {
         "turns after a hit": exact.num_hits,
         "tokens after a hit": len(exact.best),
         "bits per byte, fp32": exact.bits / num_bytes,
-        "bits per byte, int8": rounded.bits / num_bytes,
-        "difference, %": 100 * (rounded.bits / exact.bits - 1),
+        "bits per byte, int8": quantized.bits / num_bytes,
+        "difference, %": 100 * (quantized.bits / exact.bits - 1),
         "likeliest token differs, per 1,000 tokens": 1000 * num_changed / len(exact.best),
         "reply tokens until the first difference": sum(same),
         "greedy replies that part, per 1,000 tokens": 1000 * num_left / max(sum(same), 1),

@@ -1,4 +1,4 @@
-"""Rounded states: every op that writes them writes what the formula says of the exact state, and restores read it back.
+"""Quantized states: ops that write them write what the formula says of the exact state, and restores read it back.
 
 Where kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
 """
@@ -35,18 +35,18 @@ from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots
-from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
-from tests.kernels.rounded_places import (
+from tests.kernels.quantized_places import (
     assert_only_written,
     by_the_formula,
     cloned,
-    holds_rounded,
+    holds_quantized,
     patterned,
 )
+from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
 from tests.kernels.split_windows import align_beside_rings
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
-rounded_align_copy, rounded_align_copy_ref = (
+quantized_align_copy, quantized_align_copy_ref = (
     quantizing(op) for op in (align_copy_module.align_copy, align_copy_module.align_copy_ref)
 )
 align_copy_ref = within_pools(align_copy_module.align_copy_ref)
@@ -65,7 +65,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=60)
-def test_a_rounded_state_is_within_half_a_step_of_the_state(
+def test_a_quantized_state_is_within_half_a_step_of_the_state(
     d_state: int, head_dim: int, size: float, seed: int
 ) -> None:
     state = torch.randn(2, d_state, head_dim, generator=torch.Generator().manual_seed(seed)) * size
@@ -157,11 +157,11 @@ def test_the_scan_rounds_states_at_boundaries_and_changes_nothing_else(
     before, pool_before = cloned(places), pool.clone()
     is_kernel = op is ssd_scan and shape is not ODD
     with launches_expected(scan_portable, "_scan_kernel", of_kernel=is_kernel, device=device):
-        rounded_y = op(steps.tokens, steps.weights, pool, rows, chunk, places)
-    assert same_bits(rounded_y, y)
+        quantized_y = op(steps.tokens, steps.weights, pool, rows, chunk, places)
+    assert same_bits(quantized_y, y)
     boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
     for slot in boundaries:
-        assert holds_rounded(places, slot, exact[slot])
+        assert holds_quantized(places, slot, exact[slot])
     assert_only_written(before, places, boundaries)
     finals = {spec.final for spec in specs} - {PAD_SLOT}
     assert written_slots(specs) == finals | boundaries
@@ -187,7 +187,7 @@ def test_the_scan_on_hopper_rounds_the_states_that_it_would_write(tiling: Hopper
     assert same_bits(scan_tiles(steps.tokens, steps.weights, pool, rows, tile, tiling, places), y)
     boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
     for slot in boundaries:
-        assert holds_rounded(places, slot, exact[slot])
+        assert holds_quantized(places, slot, exact[slot])
     assert_only_written(before, places, boundaries)
 
 
@@ -211,7 +211,7 @@ def test_a_fold_rounds_the_state_that_an_exact_one_writes(
         op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), 8, places)
     in_layer, untouched = (states.of_layer(0) for states in (places, before))
     for target, slot in ((4, 0), (0, 2)):
-        assert holds_rounded(in_layer, target, exact[0, slot])
+        assert holds_quantized(in_layer, target, exact[0, slot])
     assert_only_written(untouched, in_layer, {0, 4})
     assert same_bits(requests.pool, pool)
 
@@ -226,7 +226,7 @@ ALIGN_ROWS = [
 
 
 @BOTH_POOLS
-@pytest.mark.parametrize("op", [rounded_align_copy, rounded_align_copy_ref])
+@pytest.mark.parametrize("op", [quantized_align_copy, quantized_align_copy_ref])
 @pytest.mark.parametrize("places_of_drafts", ["in slots", "beside rings"])
 @pytest.mark.parametrize("conv_dim", [10, 8])
 def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
@@ -242,14 +242,14 @@ def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
     before, ends_before, pools = cloned(places), ends.clone(), (conv.clone(), ssm.clone())
     rows = device_rows(ALIGN_ROWS, device)
     run = op if places_of_drafts == "in slots" else align_beside_rings(op)
-    is_kernel = op is rounded_align_copy
+    is_kernel = op is quantized_align_copy
     with launches_expected(align_copy_module, "_align_copy_kernel", of_kernel=is_kernel, device=device):
         run(conv, ssm, rows, 16, 3, ends, places)
     assert all(same_bits(*pair) for pair in zip((conv, ssm), pools, strict=True))
     for layer in range(2):
         of_layer, untouched = (states.of_layer(layer) for states in (places, before))
         for target in (3, 10):
-            assert holds_rounded(of_layer, target, roomy[1][layer, target + 11])
+            assert holds_quantized(of_layer, target, roomy[1][layer, target + 11])
             assert same_bits(ends[layer, target], roomy[0][layer, target + 11, :3])
             ends_before[layer, target] = ends[layer, target]
         assert_only_written(untouched, of_layer, {3, 10})
@@ -284,7 +284,7 @@ def test_windows_at_chunk_ends_go_to_places_of_their_own(op: Callable[..., Tenso
     assert pool[list(boundaries)].isnan().all()
 
 
-def test_a_scan_without_boundaries_writes_no_rounded_state(device: str) -> None:
+def test_a_scan_without_boundaries_writes_no_quantized_state(device: str) -> None:
     steps, rows = random_steps(9, device, SCANNED), pack_rows([RowSpec(9, final=0)], 16, device)
     places = patterned(2, SCANNED.state, device)
     before = cloned(places)

@@ -24,7 +24,7 @@ def test_the_flag_sets_the_field() -> None:
 
 @pytest.mark.parametrize("drafts", [[], ["--num-speculative-tokens", "2"]])
 @pytest.mark.parametrize("memory", [[], MEMORY])
-def test_generate_hits_rounded_states_with_tiers_and_drafts(
+def test_generate_hits_quantized_states_with_tiers_and_drafts(
     memory: list[str], drafts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {name: tmp_path / name for name in ("prompts.jsonl", "out.json")}

@@ -1,4 +1,4 @@
-"""Random workloads whose cached states are rounded: what is restored is what was published, and little else changes."""
+"""Random workloads with quantized cached states: what is restored was published, and little else changes."""
 
 import random
 from collections import defaultdict
@@ -97,21 +97,21 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
 
     def published_state(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
-        rounded = memory.state_pool.cached
-        assert not rounded.is_live
-        published[memory.blocks.key_of(block)].add(digest_of(rounded, state.slot))
+        quantized = memory.state_pool.cached
+        assert not quantized.is_live
+        published[memory.blocks.key_of(block)].add(digest_of(quantized, state.slot))
         publish(pool, row, state, block)
 
     def checked(memory: CacheMemory, rows: Sequence[RunningRequest]) -> None:
         prepare(memory, rows)
-        pool, rounded = memory.state_pool, memory.state_pool.cached
-        assert not rounded.is_live
+        pool, quantized = memory.state_pool, memory.state_pool.cached
+        assert not quantized.is_live
         for row in rows:
             if row.source_block is not None and row.cursor.live_slot != PAD_SLOT:
                 source = row.source_slot
-                assert digest_of(rounded, source) in published[memory.blocks.key_of(row.source_block)]
+                assert digest_of(quantized, source) in published[memory.blocks.key_of(row.source_block)]
                 for index, tensor in enumerate(tensor for group in pool.groups for tensor in group.tensors):
-                    live, stored = pool.tensors[index][:, row.cursor.live_slot], rounded.place(index)
+                    live, stored = pool.tensors[index][:, row.cursor.live_slot], quantized.place(index)
                     if isinstance(stored, QuantizedStates):
                         restored = stored.values[:, source].float() * stored.scales[:, source, ..., None, :]
                     else:
@@ -156,7 +156,7 @@ def test_what_is_restored_was_published_and_all_is_returned(
 
 
 @contextmanager
-def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
+def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let engines that store cached states as live ones round them when they publish them."""
     memories: list[CacheMemory] = []
     publish, begin = StateReservations._publish_state, CacheMemory.__init__
@@ -165,7 +165,7 @@ def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
         begin(memory, *arguments, **settings)
         memories.append(memory)
 
-    def rounded(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
+    def quantized(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
         for number, group in enumerate(memory.state_pool.groups):
             for tensor in (tensor for tensor in group.tensors if tensor.is_matrix):
@@ -175,7 +175,7 @@ def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
         publish(pool, row, state, block)
 
     patch.setattr(CacheMemory, "__init__", noted)
-    patch.setattr(StateReservations, "_publish_state", rounded)
+    patch.setattr(StateReservations, "_publish_state", quantized)
     yield
 
 
@@ -183,7 +183,7 @@ def rounding_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "seeds", [pytest.param(range(2), id="few"), pytest.param(range(2, 30), id="more", marks=pytest.mark.slow)]
 )
-def test_tokens_are_those_of_an_exact_cache_whose_states_are_rounded_when_published(form: str, seeds: range) -> None:
+def test_tokens_are_those_of_an_exact_cache_whose_states_are_quantized_when_published(form: str, seeds: range) -> None:
     """Both engines have room for everything, so that they decide alike."""
     skipped = 0
     for seed in seeds:
@@ -193,8 +193,8 @@ def test_tokens_are_those_of_an_exact_cache_whose_states_are_rounded_when_publis
         work = replace(work, config=replace(work.config, **roomy))
         outcome = run_workload(work, drafter)
         exact = replace(work, config=replace(work.config, cached_state_dtype="live"))
-        with pytest.MonkeyPatch.context() as patch, rounding_when_published(patch):
-            patch.setattr(EngineRun, "assert_matches_oracle", lambda *_: OracleTally())  # it knows of no rounding
+        with pytest.MonkeyPatch.context() as patch, quantizing_when_published(patch):
+            patch.setattr(EngineRun, "assert_matches_oracle", lambda *_: OracleTally())  # it does not quantize
             other = run_workload(exact, drafter)
         assert outcome.texts == other.texts
         assert not (outcome.seen["states_evicted"] or other.seen["states_evicted"])
