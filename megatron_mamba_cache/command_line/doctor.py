@@ -111,9 +111,9 @@ def _needs(directory: Path) -> str:
     architecture, shape = described_shape(directory)
     state = shape.cached_layout(CacheConfig().resolved())
     return (
-        f"{directory}: layers {architecture.pattern}, {architecture.max_sequence_length:,} positions, SSM chunk of "
-        f"{shape.grain} tokens; {shape.block_bytes(1):,} bytes of KV a token and {state.slot_bytes:,} bytes a "
-        "state, all ranks together"
+        f"{directory}: layers {architecture.pattern}, {architecture.max_sequence_length:,} positions, "
+        f"recurrence's chunk of {shape.grain} tokens; {shape.block_bytes(1):,} bytes of KV a token and "
+        f"{state.slot_bytes:,} bytes a state, all ranks together"
     )
 
 

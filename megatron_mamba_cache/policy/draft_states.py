@@ -1,7 +1,7 @@
 """Where the states after a request's drafts are kept: in slots of the shared pool, or in a buffer per request.
 
-The setting `draft_states` chooses. `DraftSlots` are the policy of `recurrences.window`, and serve every recurrence;
-`DraftBuffers` are that of a recurrence's own replay.
+The setting `draft_states` chooses. `WindowStates` are the policy of `recurrences.window`, and serve every recurrence;
+`ReplayStates` are that of a recurrence's own replay.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ class DraftStates(Protocol):
         """Raise `CacheIntegrityError` unless cursors and free room agree."""
 
 
-class DraftSlots:
+class WindowStates:
     """The `DraftStates` that store a state after each draft, in slots of the shared pool.
 
     Drafts never take slots that are needed for requests not admitted yet or for checkpoints of running ones.
@@ -99,7 +99,7 @@ class DraftSlots:
         """Do nothing: the slot pool knows the owner of every column."""
 
 
-class DraftBuffers:
+class ReplayStates:
     """The `DraftStates` that store no state after a draft but the inputs of tokens, in a buffer for each request.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .cached_form import StoredStates
 from .interface import DraftStorage, LayerStates, StateGroup
 from .layout import SlotLayout, state_tensors
-from .window import SlotStorage
+from .window import WindowStorage
 
 
 class _Place(NamedTuple):
@@ -44,7 +44,7 @@ class StatePool:
         self.live = StoredStates(self.groups, self.tensors, None)
         self.cached = self.live if cached is None else StoredStates(self.groups, self.tensors, cached)
         self._places = _places(self.groups)
-        self.drafts: DraftStorage = SlotStorage(self.live)
+        self.drafts: DraftStorage = WindowStorage(self.live)
         self._layers = self._views()
 
     @staticmethod

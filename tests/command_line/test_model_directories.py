@@ -154,7 +154,7 @@ def test_bf16_another_block_and_no_cache_run(
     assert run_here(capsys, *flags, "--dtype", "bf16", BLOCK, 32).status == 0
     finished = run_here(capsys, *flags, "--no-prefix-caching")
     assert finished.status == 0 and "prefix caching is off" in finished.stdout
-    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "SSM chunk of 16")
+    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk of 16")
 
 
 def test_a_megatron_checkpoint_gives_the_tokens_of_the_directory_it_came_from(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
-from megatron_mamba_cache.policy.draft_states import DraftSlots
+from megatron_mamba_cache.policy.draft_states import WindowStates
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
@@ -38,7 +38,7 @@ def num_drafts(slots: SlotPool) -> int:
 def test_row_gets_a_column_for_each_draft() -> None:
     slots = SlotPool(9)
     row = live_row(slots)
-    assert DraftSlots(slots, 1, keeps_checkpoints=False).widen(row.cursor, 3) == 3
+    assert WindowStates(slots, 1, keeps_checkpoints=False).widen(row.cursor, 3) == 3
     assert len({row.cursor.live_slot, *row.cursor.draft_slots}) == 4
     assert all(slots.owner_of(slot) is SlotOwner.DRAFT for slot in row.cursor.draft_slots)
 
@@ -48,7 +48,7 @@ def test_row_gets_a_column_for_each_draft() -> None:
 def test_drafts_leave_a_slot_to_each_request_that_may_still_come(max_requests: int, num_cached: int) -> None:
     slots = SlotPool(7)
     cache_states(slots, num_cached)
-    windows, rows = DraftSlots(slots, max_requests, keeps_checkpoints=False), [live_row(slots)]
+    windows, rows = WindowStates(slots, max_requests, keeps_checkpoints=False), [live_row(slots)]
     given = windows.widen(rows[0].cursor, 8)
     assert given == len(rows[0].cursor.draft_slots) == 7 - max_requests
     for _ in range(max_requests - 1):
@@ -62,13 +62,13 @@ def test_drafts_evict_cached_states_but_not_those_that_are_about_to_be_read() ->
     cache_states(slots, 3)
     slots.pin(BlockId(0))
     row = live_row(slots)
-    assert DraftSlots(slots, 1, keeps_checkpoints=False).widen(row.cursor, 8) == 2
+    assert WindowStates(slots, 1, keeps_checkpoints=False).widen(row.cursor, 8) == 2
     assert slots.cached_blocks() == [0]
 
 
 def test_window_is_widened_by_what_it_lacks_and_never_narrowed() -> None:
     slots = SlotPool(9)
-    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows, row = WindowStates(slots, 1, keeps_checkpoints=False), live_row(slots)
     windows.widen(row.cursor, 2)
     first = list(row.cursor.draft_slots)
     assert windows.widen(row.cursor, 5) == 5
@@ -79,7 +79,7 @@ def test_window_is_widened_by_what_it_lacks_and_never_narrowed() -> None:
 
 def test_row_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> None:
     slots = SlotPool(4)
-    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows, row = WindowStates(slots, 1, keeps_checkpoints=False), live_row(slots)
     windows.widen(row.cursor, 2)
     other = slots.take_live()
     assert windows.widen(row.cursor, 8) == 2
@@ -90,7 +90,7 @@ def test_row_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> None:
 def test_more_requests_than_were_announced_get_no_slots_that_are_not_there() -> None:
     slots = SlotPool(4)
     rows = [live_row(slots) for _ in range(3)]
-    windows = DraftSlots(slots, 1, keeps_checkpoints=False)
+    windows = WindowStates(slots, 1, keeps_checkpoints=False)
     assert windows.widen(rows[0].cursor, 3) == 1
     assert windows.widen(rows[1].cursor, 3) == 0
     slots.check_integrity()
@@ -99,7 +99,7 @@ def test_more_requests_than_were_announced_get_no_slots_that_are_not_there() -> 
 @pytest.mark.parametrize("accepted", range(1, 6))
 def test_columns_up_to_the_accepted_one_survive_and_the_others_are_free(accepted: int) -> None:
     slots = SlotPool(9)
-    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows, row = WindowStates(slots, 1, keeps_checkpoints=False), live_row(slots)
     windows.widen(row.cursor, 4)
     columns = [row.cursor.live_slot, *row.cursor.draft_slots]
     row.cursor.accepted = accepted
@@ -114,7 +114,7 @@ def test_columns_up_to_the_accepted_one_survive_and_the_others_are_free(accepted
 
 def test_window_stays_whole_while_nothing_is_trimmed() -> None:
     slots = SlotPool(9)
-    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows, row = WindowStates(slots, 1, keeps_checkpoints=False), live_row(slots)
     windows.widen(row.cursor, 4)
     row.cursor.accepted = 5
     windows.trim(row.cursor)
@@ -124,7 +124,7 @@ def test_window_stays_whole_while_nothing_is_trimmed() -> None:
 
 def test_release_returns_every_column_but_the_live_slot() -> None:
     slots = SlotPool(9)
-    windows, row = DraftSlots(slots, 1, keeps_checkpoints=False), live_row(slots)
+    windows, row = WindowStates(slots, 1, keeps_checkpoints=False), live_row(slots)
     windows.widen(row.cursor, 4)
     row.cursor.accepted = 5
     windows.close(row.cursor, row.computed)
