@@ -22,10 +22,9 @@ from measuring.ceilings import copy_us
 from measuring.graph_timing import MEMCPY_NOTE, launch_us
 from measuring.machine import describe_machine
 
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.choice import BACKENDS
 from megatron_mamba_cache.kernels.attention.flashinfer import FlashInferAttention
-from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionShape
+from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionRows, AttentionShape
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 

@@ -18,8 +18,8 @@ from measuring.graph_timing import launch_us
 from measuring.machine import describe_machine
 
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
 from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, sample_tokens_ref
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 
 SETTINGS = {"all tokens": (0, 0.0), "top-p": (0, 0.95), "top-k": (50, 0.0), "both": (50, 0.95)}
 """Top-k and top-p."""

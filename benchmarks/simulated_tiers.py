@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/simulated_tiers.py --trace FILE ... [--sessions N] [--models NAME ...]
 
-No model and no GPU: requests go through the real scheduler, cache and tiers (`planning/simulated_server.py`). Sizes are
+No model and no GPU: requests go through the real scheduler, cache and tiers (`loads/simulated_server.py`). Sizes are
 in GB of 10^9 bytes. Steps take the times that were measured for Nemotron 3 Nano on an H200, whatever the model's sizes:
 2.75, 6.5, 15.6 and 20.7 ms where 1, 8, 64 and 256 rows decode, straight lines in between, and 1 s more for each 74,500
 prompt tokens. Copies between the card and the host take 1 s for each 55 GB, and 100 GB while both ways copy; those to
@@ -41,15 +41,14 @@ from pathlib import Path
 
 import numpy as np
 from loads.concurrent_sessions import with_repeats, without_replies
+from loads.simulated_server import ServedRequest, ServerSettings, SimulatedServer, TimedRequest, closed_loop, open_loop
 from loads.sized_cache import BLOCK_SIZE, MODELS, ModelSizes
+from loads.timed_copies import Clock, CopyRates, TimedCopies
 from measuring.load_reports import append, command, document
 
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
 from megatron_mamba_cache.planning.plan import unlimited_space
 from megatron_mamba_cache.planning.recorded_load import read_load
-from megatron_mamba_cache.planning.simulated_server import ServedRequest, ServerSettings, SimulatedServer
-from megatron_mamba_cache.planning.timed_copies import Clock, CopyRates, TimedCopies
-from megatron_mamba_cache.planning.timed_requests import TimedRequest, closed_loop, open_loop
 from megatron_mamba_cache.policy.tiers.copies import Lane
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
 

@@ -1,4 +1,4 @@
-"""How close do whole-slot copies and clears come to plain copies of the same bytes, and what do loops over slots cost?
+"""How close do whole-slot copies come to plain copies of the same bytes, and what do loops over slots cost?
 
     PYTHONPATH=. python3 benchmarks/slot_copies.py [--json FILE] [--sweep]
 
@@ -20,7 +20,7 @@ from measuring.machine import describe_machine
 from measuring.slot_sizes import MODELS, SlotModel
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.slot_copies import TILING, copy_slots, zero_slots
+from megatron_mamba_cache.recurrences.slot_copies import TILING, copy_slots
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 NUM_SOURCES = 64
@@ -39,7 +39,7 @@ TILINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One way to copy or clear `slots` slots of a model; times in microseconds."""
+    """One way to copy `slots` slots of a model; times in microseconds."""
 
     model: str
     slots: int
@@ -73,11 +73,7 @@ class Bench:
     def copies(self, count: int, tiling: CopyTiling = TILING) -> list[Launch]:
         """Return the op's copies."""
         lists = [(src, src + NUM_SOURCES) for src in slot_numbers(count, "cuda")]
-        return [lambda src=src, dst=dst: copy_slots(self.pools, src, dst, tiling) for src, dst in lists]
-
-    def clears(self, count: int) -> list[Launch]:
-        """Return the op's clears."""
-        return [lambda slots=src + NUM_SOURCES: zero_slots(self.pools, slots) for src in slot_numbers(count, "cuda")]
+        return [lambda src=src, dst=dst: copy_slots(self.pools, self.pools, src, dst, tiling) for src, dst in lists]
 
     def request_copies(self, count: int) -> list[Launch]:
         """Return copies in a loop over requests and state types."""
@@ -104,7 +100,7 @@ class Bench:
         return memcpy_us(self.pools[1], count * self.model.slot_bytes)
 
     def check(self) -> None:
-        """Copy and clear some slots once.
+        """Copy some slots once.
 
         Raises:
             RuntimeError: If the result is wrong.
@@ -114,9 +110,6 @@ class Bench:
         targets = slice(16 + NUM_SOURCES, 32 + NUM_SOURCES)
         if not all(torch.equal(pool[:, targets], pool[:, slots]) for pool in self.pools):
             raise RuntimeError(f"{self.model.name}: slots were not copied")
-        self.clears(16)[1]()
-        if any(pool[:, targets].any() for pool in self.pools):
-            raise RuntimeError(f"{self.model.name}: slots were not cleared")
 
 
 def measure(bench: Bench, counts: Sequence[int] = COUNTS) -> list[Figure]:
@@ -125,7 +118,7 @@ def measure(bench: Bench, counts: Sequence[int] = COUNTS) -> list[Figure]:
     for count in counts:
         expected_us = 2 * count * bench.model.slot_bytes / BYTES_PER_US
         plain_us = bench.memcpy_us(count)
-        ways = {"copy_slots": bench.copies, "copy_ a request": bench.request_copies, "zero_slots": bench.clears}
+        ways = {"copy_slots": bench.copies, "copy_ a request": bench.request_copies}
         times = {way: launch_us(launches(count), expected_us) for way, launches in ways.items()}
         times["fancy indexing"] = launch_us(bench.fancy_copies(count), FANCY_SLOWDOWN * expected_us)
         figures += [Figure(bench.model.name, count, way, us, plain_us) for way, us in times.items()]

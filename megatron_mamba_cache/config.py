@@ -5,27 +5,15 @@ from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 _MOST_GB = 2**20
-_MOST_REQUESTS = 2**20
-_MOST_TOKENS = 2**31
 _MOST_TABLE_ENTRIES = 2**28
-_MOST_DRAFTS = 8
-_MOST_GRAPHS = 512
-_CHECKPOINTS = ("rolling", "all", "none")
-_EVICTIONS = ("cost", "lru")
-_ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
-_STATE_DTYPES = ("model", "fp32", "bf16")
-_DRAFT_STATES = ("auto", "replay", "window")
 _FOLD_LENGTHS = (4, 8, 16, 32)
 _LONGEST_USUAL_FOLD = 16
 _USUAL_GRAPH_TOKENS = 4096
 _MOST_USUAL_GRAPH_TOKENS = 8192
 _PREFIX = "--inference-dynamic-batching-"
-
-CACHED_STATE_DTYPES = ("live", "int8")
-"""How cached states may be stored: as live ones are, or quantized to 8 bits."""
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -58,66 +46,51 @@ SPLIT = ("buffer_size_gb", "prefix_caching_mamba_gb")
 class CacheConfig:
     """Settings of a `MambaCacheContext`; every value is checked on construction.
 
-    Sizes are GiB (2**30 bytes) of one rank. `FLAGS` names the command-line flags.
+    Sizes are GiB (2**30 bytes) of one rank. `FLAGS` names the flags; docs/settings.md has more about each field.
 
     Args:
-        block_size_tokens: Tokens in a KV block; a multiple of the model's SSM chunk.
+        block_size_tokens: Tokens in a KV block; a multiple of the recurrences' grain.
         cache_gb: One memory for KV blocks and for live, draft and cached states, which take room from each other by
-            what they are worth. None: the memory is split by the two sizes below.
-        host_cache_gb: The host's memory for prefixes that have no room on the device, of all processes of the host
-            together; needs cache_gb. None: there is none.
-        disk_cache_dir: Directory in which prefixes outlive the process; needs host_cache_gb. None: there is none.
+            priority. None: the memory is split by buffer_size_gb and prefix_caching_mamba_gb.
+        host_cache_gb: The host's memory for prefixes without room on the device, of all processes of the host together;
+            needs cache_gb. None: no host tier.
+        disk_cache_dir: Directory in which prefixes outlive the process; needs host_cache_gb. None: no disk tier.
         disk_cache_gb: What each rank may keep there; None: 100.
         buffer_size_gb: Memory for KV blocks; None: 4, unless cache_gb is set.
-        paused_buffer_size_gb: The part of the KV blocks that paused requests may keep; None: a quarter.
-        prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
-        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state per request; None: 1, unless
-            cache_gb is set.
-        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary; "all",
-            like 1, adds every one.
-        decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
-            ("rolling"), "all" or "none". With one, a conversation's next turn resumes after its last reply.
-        eviction: "cost" evicts the state expected to save the fewest tokens for the bytes that it and its KV keep,
-            "lru" the least recently used one.
-        num_speculative_tokens: Most draft tokens that a step verifies per request, 0 to 8.
-        adaptive_drafts: Whether steps have only those drafts that are likely to bring more tokens a second, by how many
-            were accepted lately and by what a step of the model reads [--no-adaptive-drafts turns it off].
-        draft_states: How a decode step keeps states, with drafts or without. "replay": a step reads each state once
-            and writes none; the inputs of the tokens since then wait in a ring of the request. "window": a step writes
-            the state after each of its tokens; those after drafts take slots of `prefix_caching_mamba_gb` or of
-            `cache_gb`. "auto": "replay" on a Hopper GPU for more than 2 requests, or if a rank's part of a layer's
-            states after all drafts takes more than 8 MiB, else "window".
-        ring_len: With "replay", tokens after which a state is written; a divisor of the block size. None: 16, or the
-            largest divisor below.
-        align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
-        max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
-            numbers for max_sequence_length tokens must have fewer than 2**28 entries.
-        max_prompt_tokens_beside_decode: Most prompt tokens of a step in which requests decode, so that a long prompt
-            does not hold their tokens up; a multiple of the block size is best; needs chunked_prefill. None: what
-            max_tokens leaves.
-        chunked_prefill: Whether a prompt may be prefilled over several steps.
+        paused_buffer_size_gb: The share of the KV blocks that paused requests may keep; None: a quarter.
+        prefix_caching: True if prompts reuse cached prefixes.
+        prefix_caching_mamba_gb: Memory for cached states; None: 1, unless cache_gb is set.
+        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, "all"
+            every one.
+        decode_checkpoints: Block boundaries inside a reply that keep a state: the newest ("rolling"), "all" or "none".
+        eviction: "cost" evicts the state expected to save the fewest tokens for its bytes, "lru" the least recently
+            used one.
+        num_speculative_tokens: Most drafts that a step verifies per request, 0 to 8.
+        adaptive_drafts: True if steps have only drafts that are likely to bring more tokens a second.
+        draft_states: How a decode step keeps states. "replay": it reads each state once and writes none; inputs of the
+            newest tokens are in a ring of the request. "window": it writes the state after each token into a slot.
+            "auto": "replay" on a Hopper GPU for more than 2 requests, or if a rank's part of a layer's states after all
+            drafts takes more than 8 MiB, else "window".
+        ring_len: With "replay", tokens after which a state is written; None: 16, or the largest divisor of the block
+            size below.
+        align_prefill_chunks: True to end a prefill chunk on the last block boundary inside the step's token budget.
+        max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; the block tables of
+            max_requests requests must have fewer than 2**28 entries.
+        max_prompt_tokens_beside_decode: Most prompt tokens of a step in which requests decode; needs chunked_prefill.
+            None: what max_tokens leaves.
+        chunked_prefill: True if a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
         cached_state_dtype: How cached states are stored, on the device, the host and the disk. "live": as live ones
-            are, so that a hit changes no token. "int8": quantized to 8 bits, with a scale for each channel of a head; a
-            hit, and a request that was preempted, then continue from a quantized state. Live states and those after
-            drafts stay exact, and have memory of their own for max_requests requests: in `cache_gb`, or where the
-            memory is split beside it for live states and in `prefix_caching_mamba_gb` for those after drafts.
-        attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
-            "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that supports the model.
-        num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs, with and
-            without drafts; 0 captures none.
-        cuda_graph_prefill_tokens: With CUDA graphs, steps with up to four prompts and this many of their tokens are
-            captured too, and with up to 32 as far as the host takes longer to launch a step than a GPU to compute it.
-            None: 4096, and up to 8192 and `max_tokens` for a model so small that this holds for such steps. A draft
-            model captures rounds of few tokens a row besides.
-        run_ahead: Whether a captured step that depends only on the tokens of the step before is launched before they
-            are read, or with drafts before they are reported, so that the GPU waits less for the host; live states
-            are then ahead of the rows.
-        resident_pools: Whether a suspended engine keeps its device memory: KV blocks, states, step buffers and CUDA
-            graphs. The cache then stays valid after a resume, unless the weights' version has changed.
-        rank_digest_steps: Every this many steps, the ranks that share a model compare a hash of all their decisions so
-            far; if the hashes differ, each rank raises with the first decision that differs. 0: never; 1 detects it
-            before any forward of the differing steps.
+            are, so that a hit changes no token. "int8": quantized to 8 bits, with a scale for each channel of a head;
+            hits and preempted requests continue from a quantized state. Live states and those after drafts stay exact.
+        attention_backend: Library that computes attention; "auto" takes the first that supports the model.
+        num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs.
+        cuda_graph_prefill_tokens: With CUDA graphs, most prompt tokens of a captured step; None: 4096, and up to 8192
+            and max_tokens for a model whose steps the host takes longer to launch than the GPU to compute.
+        run_ahead: True to launch a captured step before the tokens of the step before are read, where it depends on
+            nothing else.
+        resident_pools: True if a suspended engine keeps its device memory and CUDA graphs.
+        rank_digest_steps: Steps between comparisons of all ranks' decisions, which raise if they differ; 0: never.
         weights_version: Part of every block key; states of other weights are never found.
 
     Raises:
@@ -157,44 +130,49 @@ class CacheConfig:
     rank_digest_steps: int = 0
     weights_version: str = "0"
 
+    RULES: ClassVar[dict[str, Any]] = {
+        "block_size_tokens": range(1, 2**31),
+        "max_requests": range(1, 2**20),
+        "max_tokens": range(1, 2**31),
+        "max_sequence_length": range(1, 2**31),
+        "num_speculative_tokens": range(9),
+        "num_cuda_graphs": range(513),
+        "rank_digest_steps": range(2**31),
+        **dict.fromkeys(("cache_gb", "host_cache_gb", "disk_cache_gb", "buffer_size_gb"), "more than 0 and"),
+        "prefix_caching_mamba_gb": "from 0 to",
+        "decode_checkpoints": ("rolling", "all", "none"),
+        "eviction": ("cost", "lru"),
+        "draft_states": ("auto", "replay", "window"),
+        **dict.fromkeys(("ssm_state_dtype", "conv_state_dtype"), ("model", "fp32", "bf16")),
+        "cached_state_dtype": ("live", "int8"),
+        "attention_backend": ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference"),
+        **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks", "chunked_prefill"), bool),
+        **dict.fromkeys(("run_ahead", "resident_pools"), bool),
+    }
+    """What fields may be, whatever the others are: some ints, some words, a bool, GiB from a least value, or None."""
+
     def __post_init__(self) -> None:
-        for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
+        if self.cache_gb is None:
+            for name, default in (("buffer_size_gb", 4.0), ("prefix_caching_mamba_gb", 1.0)):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, default)
+        for name, rule in self.RULES.items():
             value = getattr(self, name)
-            _require(type(value) is int and value >= 1, name, value, "an int of at least 1")
-        for name in ("prefix_caching", "align_prefill_chunks", "chunked_prefill", "run_ahead", "resident_pools"):
-            _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
-        self._check_memory()
-        stride = self.boundary_stride
-        is_count = type(stride) is int and stride >= 1
-        _require(stride in (None, "all") or is_count, "boundary_stride", stride, "None, 'all' or an int of at least 1")
-        _require(is_encodable(self.weights_version), "weights_version", self.weights_version, "Unicode text")
-        self._check_limits()
-        backend = self.attention_backend
-        _require(backend in _ATTENTION_BACKENDS, "attention_backend", backend, f"one of {_ATTENTION_BACKENDS}")
-        kept = self.decode_checkpoints
-        _require(kept in _CHECKPOINTS, "decode_checkpoints", kept, f"one of {_CHECKPOINTS}")
-        graphs = self.num_cuda_graphs
-        are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
-        _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
-        _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
-        tokens, steps = self.cuda_graph_prefill_tokens, self.rank_digest_steps
+            _require(_follows(rule, value), name, value, _text_of(rule))
+        stride, tokens, directory = self.boundary_stride, self.cuda_graph_prefill_tokens, self.disk_cache_dir
+        is_stride = stride in (None, "all") or (type(stride) is int and stride >= 1)
+        _require(is_stride, "boundary_stride", stride, "None, 'all' or an int of at least 1")
         is_limit = tokens is None or (type(tokens) is int and tokens >= 0)
         _require(is_limit, "cuda_graph_prefill_tokens", tokens, "None or an int of at least 0")
-        _require(type(steps) is int and steps >= 0, "rank_digest_steps", steps, "an int of at least 0")
-        drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
-        bound = f", below block_size_tokens={self.block_size_tokens}" if most < _MOST_DRAFTS else ""
-        allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}{bound}"
-        is_in_range = type(drafts) is int and 0 <= drafts <= most
-        _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
-        for name in ("ssm_state_dtype", "conv_state_dtype"):
-            _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
-        cached = self.cached_state_dtype
-        _require(cached in CACHED_STATE_DTYPES, "cached_state_dtype", cached, f"one of {CACHED_STATE_DTYPES}")
+        is_path = directory is None or (directory != "" and is_encodable(directory))
+        _require(is_path, "disk_cache_dir", directory, "a path")
+        _require(is_encodable(self.weights_version), "weights_version", self.weights_version, "Unicode text")
+        self._check_memory()
+        self._check_limits()
         self._check_draft_states()
 
     def _check_draft_states(self) -> None:
         form, length, block = self.draft_states, self.ring_len, self.block_size_tokens
-        _require(form in _DRAFT_STATES, "draft_states", form, f"one of {_DRAFT_STATES}")
         allowed = f"None or one of {_FOLD_LENGTHS} that divides block_size_tokens={block}"
         is_length = type(length) is int and length in _FOLD_LENGTHS and block % length == 0
         _require(length is None or is_length, "ring_len", length, allowed)
@@ -262,36 +240,20 @@ class CacheConfig:
         return 1 if self.quantizes_states else 2 + self.num_draft_slots
 
     def _check_memory(self) -> None:
-        if self.cache_gb is None:
-            for name, default in (("buffer_size_gb", 4.0), ("prefix_caching_mamba_gb", 1.0)):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, default)
-        else:
-            for name in SPLIT:
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"cache_gb is {self.cache_gb!r} and {name} is {getattr(self, name)!r}: set the one budget or "
-                        f"the split, not both; leave {FLAGS[name][0]} out"
-                    )
-        for name in ("cache_gb", "host_cache_gb", "disk_cache_gb", *SPLIT, "paused_buffer_size_gb"):
-            size = getattr(self, name)
-            is_size = size is None or (isinstance(size, int | float) and type(size) is not bool)
-            _require(is_size, name, size, "a number of GiB")
-        states, paused = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb
-        for name in ("cache_gb", "host_cache_gb", "disk_cache_gb", "buffer_size_gb"):
-            size = getattr(self, name)
-            _require(size is None or 0 < size < _MOST_GB, name, size, f"more than 0 and below {_MOST_GB}")
+        for name in SPLIT if self.cache_gb is not None else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"cache_gb is {self.cache_gb!r} and {name} is {getattr(self, name)!r}: set the one budget or the "
+                    f"split, not both; leave {FLAGS[name][0]} out"
+                )
         self._check_tiers()
-        allowed_states = f"from 0 to below {_MOST_GB}"
-        _require(states is None or 0 <= states < _MOST_GB, "prefix_caching_mamba_gb", states, allowed_states)
+        paused = self.paused_buffer_size_gb
+        _require(paused is None or _is_number(paused), "paused_buffer_size_gb", paused, "a number of GiB")
         total = self.buffer_size_gb if self.cache_gb is None else self.cache_gb
         is_part = paused is None or total is None or 0 <= paused < total
         _require(is_part, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
 
     def _check_tiers(self) -> None:
-        directory = self.disk_cache_dir
-        is_path = directory is None or (directory != "" and is_encodable(directory))
-        _require(is_path, "disk_cache_dir", directory, "a path")
         for name, above in (("disk_cache_gb", "disk_cache_dir"), ("disk_cache_dir", "host_cache_gb")):
             if getattr(self, name) is not None and getattr(self, above) is None:
                 raise ValueError(
@@ -306,22 +268,19 @@ class CacheConfig:
 
     def _check_limits(self) -> None:
         requests, tokens, length = self.max_requests, self.max_tokens, self.max_sequence_length
-        _require(requests < _MOST_REQUESTS, "max_requests", requests, f"below {_MOST_REQUESTS}")
-        allowed_tokens = f"at least max_requests={requests} and below {_MOST_TOKENS}"
-        _require(requests <= tokens < _MOST_TOKENS, "max_tokens", tokens, allowed_tokens)
+        drafts, block = self.num_speculative_tokens, self.block_size_tokens
+        _require(drafts < block, "num_speculative_tokens", drafts, f"below block_size_tokens={block}")
+        _require(requests <= tokens, "max_tokens", tokens, f"at least max_requests={requests}")
         beside = self.max_prompt_tokens_beside_decode
         is_count = type(beside) is int and 1 <= beside <= tokens
         allowed_beside = f"an int from 1 to max_tokens={tokens}, or left out"
         _require(beside is None or is_count, "max_prompt_tokens_beside_decode", beside, allowed_beside)
         in_chunks = beside is None or self.chunked_prefill
         _require(in_chunks, "chunked_prefill", False, "True where max_prompt_tokens_beside_decode is set")
-        num_entries = requests * -(-length // self.block_size_tokens)
-        allowed_length = (
-            f"below {_MOST_TOKENS}, and the {num_entries} KV blocks of max_requests={requests} at "
-            f"block_size_tokens={self.block_size_tokens} below {_MOST_TABLE_ENTRIES}"
-        )
-        is_in_range = length < _MOST_TOKENS and num_entries < _MOST_TABLE_ENTRIES
-        _require(is_in_range, "max_sequence_length", length, allowed_length)
+        num_entries = requests * -(-length // block)
+        entries = f"the {num_entries} KV blocks of max_requests={requests} at block_size_tokens={block}"
+        allowed_length = f"so short that it has {entries} below {_MOST_TABLE_ENTRIES}"
+        _require(num_entries < _MOST_TABLE_ENTRIES, "max_sequence_length", length, allowed_length)
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -342,15 +301,19 @@ class CacheConfig:
         beside = "prompt tokens of a step in which requests decode at most (default: as many as fit)"
         add("max_prompt_tokens_beside_decode", beside, type=int, metavar="N")
         add("max_sequence_length", "prompt and generated tokens of a request at most", type=int, metavar="N")
-        add("eviction", "what makes room (default: cost)", choices=_EVICTIONS)
+        add("eviction", "what makes room (default: cost)", choices=CacheConfig.RULES["eviction"])
         kept = "block boundaries inside a reply that keep a state: the newest, all or none (default: rolling)"
-        add("decode_checkpoints", kept, choices=_CHECKPOINTS)
+        add("decode_checkpoints", kept, choices=CacheConfig.RULES["decode_checkpoints"])
         add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
         kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
-        add("draft_states", kept_states, choices=_DRAFT_STATES)
+        add("draft_states", kept_states, choices=CacheConfig.RULES["draft_states"])
         stored = "how cached states are stored: as live ones, or quantized to 8 bits (default: live)"
-        add("cached_state_dtype", stored, choices=CACHED_STATE_DTYPES)
-        add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
+        add("cached_state_dtype", stored, choices=CacheConfig.RULES["cached_state_dtype"])
+        add(
+            "attention_backend",
+            "what computes attention (default: auto)",
+            choices=CacheConfig.RULES["attention_backend"],
+        )
         for flag, text in (
             ("--adaptive-drafts", "draft only where it pays, or in every step (default: where it pays)"),
             ("--prefix-caching", "reuse cached prefixes, or compute every prompt from its start (default: reuse)"),
@@ -390,6 +353,26 @@ def is_encodable(text: object) -> bool:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:
         return False
+
+
+def _follows(rule: Any, value: Any) -> bool:
+    if isinstance(rule, str):
+        return value is None or (_is_number(value) and 0 <= value < _MOST_GB and (value > 0 or rule == "from 0 to"))
+    if isinstance(rule, range):
+        return type(value) is int and value in rule
+    return type(value) is bool if rule is bool else value in rule
+
+
+def _text_of(rule: Any) -> str:
+    if isinstance(rule, str):
+        return f"{rule} below {_MOST_GB}, a number of GiB"
+    if isinstance(rule, range):
+        return f"an int of at least 1 and below {rule.stop}" if rule.start else f"an int from 0 to {rule.stop - 1}"
+    return "True or False" if rule is bool else f"one of {rule}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -117,7 +117,7 @@ def test_a_step_s_drafts_never_reach_past_a_whole_block(block_size: int) -> None
         CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
 
 
-def test_states_are_rounded_only_where_any_are_cached() -> None:
+def test_states_are_quantized_only_where_any_are_cached() -> None:
     config = CacheConfig(cached_state_dtype="int8", num_speculative_tokens=3, max_requests=5)
     window, replay = config.resolved(), dataclasses.replace(config, draft_states="replay").resolved()
     assert window.quantizes_states and replay.quantizes_states

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from megatron_mamba_cache.step.host_copy import HostCopy
+from megatron_mamba_cache.step.buffers import HostCopy
 
 _WAITS = (
     "cudaStreamSynchronize",

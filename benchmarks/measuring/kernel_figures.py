@@ -93,7 +93,7 @@ def beside_peers(measured: Iterable[state_kernels.Figure]) -> Iterator[Figure]:
 
 
 def slot_figures(models: Iterable[str], counts: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield copies of whole slots, with other ways to copy them as peers, and clears, which only write."""
+    """Yield copies of whole slots, with other ways to copy them as peers."""
     for model in (model for model in slot_copies.MODELS if model.name in models):
         bench = slot_copies.Bench(model)
         bench.check()
@@ -102,10 +102,9 @@ def slot_figures(models: Iterable[str], counts: tuple[int, ...]) -> Iterator[Fig
         torch.cuda.empty_cache()
         for count in counts:
             ways = {figure.way: figure for figure in measured if figure.slots == count}
-            copied, cleared = ways.pop("copy_slots"), ways.pop("zero_slots")
+            copied = ways.pop("copy_slots")
             peers = {way: figure.us for way, figure in ways.items()}
             yield Figure("copy_slots", model.name, f"{count} slots", copied.us, copied.memcpy_us, peers)
-            yield Figure("zero_slots", model.name, f"{count} slots", cleared.us, cleared.memcpy_us / 2)
 
 
 def align_figures(models: Iterable[str], cases: Iterable[tuple[int, int]], num_drafts: int = 3) -> Iterator[Figure]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from .. import __version__
 from ..config import FLAGS, SPLIT, CacheConfig, argument_of
-from .card_settings import DRAFTER_SHARE
 from .commands import COMMANDS, GREEDY, add_common_arguments
 from .flag_parser import FlagParser
 from .model_choice import MODEL_FLAGS, draft_directory
+from .sizing import DRAFTER_SHARE
 from .usage_error import UsageError
 
 _INT32_MAX = 2**31 - 1

@@ -1,25 +1,27 @@
-"""The commands, and the flags of each. Imports neither torch nor megatron."""
+"""The commands, the flags of each, and their completion in a shell. Imports neither torch nor megatron."""
 
-from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from argparse import Action, ArgumentParser
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..config import CacheConfig
 from .chat_client import DEFAULT_URL
-from .completion import IN_WORDS as COMPLETION_IN_WORDS
-from .completion import SHELLS
-from .coordinator_access import add_coordinator_arguments
-from .default_settings import DEFAULTS_IN_WORDS
 from .flag_parser import FlagParser
 from .flag_sources import variable_of
 from .model_choice import MODEL_FLAGS
-from .plan_arguments import add_plan_arguments
 from .quiet import LEVELS
-from .server_arguments import add_server_arguments
+from .server_arguments import add_coordinator_arguments, add_server_arguments
+from .sizing import DEFAULTS_IN_WORDS
 
 GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
 EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
 """For the built-in editing sessions: a small model that always takes the likeliest token soon repeats itself."""
+
+SHELLS = ("bash", "zsh", "fish")
+_COMPLETION_IN_WORDS = (
+    "Print a script that completes commands, flags and paths in a shell. bash: source <(mamba-cache completion bash); "
+    'zsh, after compinit: eval "$(mamba-cache completion zsh)"; fish: mamba-cache completion fish | source.'
+)
 
 _SAMPLING_IN_WORDS = (
     f"With no flag of temperature, top-k and top-p, the built-in editing sessions are sampled with temperature "
@@ -38,11 +40,34 @@ _REPLICAS_IN_WORDS = (
 )
 
 DRAFTERS = ("prompt-lookup", "draft-model")
+DEFAULT_GB = (10.0, 20.0, 40.0, 80.0)
 
 _SOURCES_IN_WORDS = (
     f"Each flag may be set by an environment variable too, as --max-model-len by {variable_of('--max-model-len')}, or "
     "in the file of --config. The command line overrides the environment, which overrides the file."
 )
+
+
+def print_completion(parser: ArgumentParser, shell: str) -> None:
+    """Print the script of a shell for a whole command line."""
+    import shtab  # not needed by any other command
+
+    for action in _actions_of(parser):
+        metavar = action.metavar if isinstance(action.metavar, str) else ""
+        if "FILE" in metavar:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif "DIR" in metavar:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    print(shtab.complete(parser, shell))
+
+
+def _actions_of(parser: ArgumentParser) -> Iterator[Action]:
+    """Yield the actions of a parser and of the commands below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action.choices, Mapping):
+            for command in action.choices.values():
+                yield from _actions_of(command)
 
 
 def _add_generate_arguments(parser: ArgumentParser) -> None:
@@ -85,6 +110,36 @@ def _add_chat_arguments(parser: ArgumentParser) -> None:
 
 def _add_completion_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="whose script is printed")
+
+
+def _add_plan_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--trace", required=True, metavar="FILE", help="recorded load, .jsonl or .jsonl.gz")
+    model = parser.add_argument_group("model", "Either a model, or the two sizes; all ranks together.")
+    model.add_argument(
+        "--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its configuration is read"
+    )
+    model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="keys and values of all attention layers")
+    model.add_argument("--state-bytes", type=int, metavar="N", help="a state of all recurrent layers")
+    cache = parser.add_argument_group("cache")
+    cache.add_argument(
+        "--cached-state-dtype",
+        choices=CacheConfig.RULES["cached_state_dtype"],
+        default="live",
+        help="with --model: cached states in float32, as live ones, or quantized to 8 bits (default: live)",
+    )
+    sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
+    cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"GiB of the cache (default: {sizes})")
+    cache.add_argument(
+        "--host-cache-gb",
+        type=float,
+        nargs="+",
+        metavar="G",
+        help="GiB of the host's memory below it, each with each --cache-gb; 0: none (default: 0)",
+    )
+    cache.add_argument(
+        "--block-size", type=int, default=CacheConfig().block_size_tokens, metavar="N", help="tokens (default: 256)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def add_common_arguments(parser: FlagParser) -> None:
@@ -169,7 +224,7 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
     ),
     "completion": (
         "print a script that completes commands, flags and paths in a shell",
-        COMPLETION_IN_WORDS,
+        _COMPLETION_IN_WORDS,
         _add_completion_arguments,
     ),
     "doctor": (
@@ -181,7 +236,7 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
         "print what caches of several sizes would save on a recorded load",
         "Replay a recorded load through the cache's policy, without a model and a GPU, and print the prompt tokens "
         "that a cache of each size would have skipped.",
-        add_plan_arguments,
+        _add_plan_arguments,
     ),
 }
 """Each command: its line in the help, its description and what adds its flags."""

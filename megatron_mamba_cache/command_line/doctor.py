@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..config import CacheConfig
 from ..installation import EXTRAS, install_command, unmet_requirements
-from .model_choice import has_shipped_model
+from .model_choice import described_shape, has_shipped_model
 from .quiet import quiet_libraries
 
 _RECURRENCE = "recurrences.mamba2.recurrence"
@@ -100,9 +101,20 @@ class _Model:
 
 def _model(directory: Path) -> _Model:
     try:
-        return _Model(import_module(".diagnosed_model", __package__).model_needs(directory), True)
+        return _Model(_needs(directory), True)
     except Exception as error:  # a broken installation raises anything
         return _Model(f"cannot be used: {_one_line(error)}", False)
+
+
+def _needs(directory: Path) -> str:
+    """Return layers, positions, and the bytes of a token and of a state."""
+    architecture, shape = described_shape(directory)
+    state = shape.cached_layout(CacheConfig().resolved())
+    return (
+        f"{directory}: layers {architecture.pattern}, {architecture.max_sequence_length:,} positions, "
+        f"recurrence's chunk of {shape.grain} tokens; {shape.block_bytes(1):,} bytes of KV a token and "
+        f"{state.slot_bytes:,} bytes a state, all ranks together"
+    )
 
 
 def _diagnosis(obstacle: str | None) -> Iterator[str]:

@@ -18,10 +18,9 @@ from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
 from ..recurrences.model_shape import HybridModelShape
 from .arguments import cache_config, model_share, name_flag
-from .card_settings import DRAFTER_SHARE
-from .draft_settings import DRAFTER_STATES, DraftSettings
-from .model_choice import ModelDirectory, ModelFormat, draft_directory
+from .model_choice import ModelDirectory, ModelFormat, draft_directory, fills_card
 from .quiet import own_warnings_hidden
+from .sizing import DRAFTER_SHARE, DRAFTER_STATES
 from .usage_error import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,6 +28,9 @@ _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGAT
 
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
 """Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
+
+DraftSettings = Callable[[HybridModelShape, int, CacheConfig], Mapping[str, Any]]
+"""Returns them for a draft model, given the engine's settings too; all ranks of the model call it."""
 
 
 def check_memory(
@@ -78,19 +80,14 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
     Args:
         dtype: What the flags say; None: the checkpoint's own on a GPU, and fp32 on a CPU and for built-in models.
     """
-    if directory is not None and not directory.is_shipped and device == "cuda":
+    if fills_card(directory, device):
         return dtype
     return dtype or "fp32"
 
 
 @contextmanager
 def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None]:
-    """Turn the errors of settings that do not fit the model or the machine into `UsageError`.
-
-    Args:
-        share: The model's share of one budget.
-        is_draft: Whether it is a draft model.
-    """
+    """Turn the errors of settings that do not fit the model or the machine into `UsageError`."""
     prefix = "the drafter's own cache: " if is_draft else ""
     try:
         yield

@@ -88,7 +88,6 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
 
     @override
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`."""
         raise UsageError(placed(message.removeprefix("argument "), self._in_effect()))
 
     def _read_file(self, path: Path) -> dict[str, Value]:

@@ -28,7 +28,6 @@ class SetFlag:
 
     Args:
         flag: As it is spelled there, such as "--block-size".
-        names: All names of the flag.
         value: As argparse reads it; "true" or "false" of a flag without a value.
         place: Names the variable, or the file, line and key.
     """

@@ -4,16 +4,14 @@ import sys
 from argparse import Namespace
 
 from .arguments import check_generate_arguments, with_sampling
-from .built_in_prompts import built_in_lines
+from .built_in_prompts import built_in_lines, editing_lines
 from .commands import EDITING, GREEDY
-from .device import select_device
-from .editing_sessions import editing_lines
 from .launch import Launch
+from .machine import check_tiers, select_device
 from .model_choice import chosen_directory, require_token_ids
-from .output_file import check_writable
 from .prompts import read_prompts
 from .quiet import hide_stacks_of_signals, quiet_libraries
-from .tier_arguments import check_tiers
+from .results import check_writable
 
 
 def generate(arguments: Namespace) -> int:
@@ -42,11 +40,10 @@ def generate(arguments: Namespace) -> int:
         # These import torch, which fixes the device.
         hide_stacks_of_signals()
         from .generation import Generation
-        from .own_process_groups import own_process_groups
-        from .processes import OneModel, SeveralProcesses, speaking_for_all
+        from .processes import Replicas, SeveralProcesses, own_process_groups, speaking_for_all
 
         with own_process_groups(), speaking_for_all(launch):
-            replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+            replicas = Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
             if directory is not None and not generation.reads_text:  # a hub model, which was not on disk before
                 require_token_ids(lines, arguments.prompts, directory.path)

@@ -14,31 +14,27 @@ from ..config import CacheConfig, argument_of
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from .arguments import cache_config
-from .comparison import comparison_lines, first_difference
-from .default_settings import default_settings
-from .draft_settings import default_draft_settings
-from .drafters import drafter_maker
 from .expected_memory import check_memory
-from .later_turns import LaterTurns
 from .launch import Launch
 from .model_choice import ModelDirectory
-from .output_file import write_output
 from .processes import Replicas
 from .prompts import PromptLine
 from .quiet import own_warnings_hidden
-from .ready_model import engine_for, ready_model
-from .replies import reply_lines
+from .ready_model import drafter_maker, engine_for, ready_model
 from .report import (
+    comparison_lines,
     compilation_line,
     drafts_line,
     graphs_line,
     reason_for_no_skip,
+    reply_lines,
     summary_line,
     table_lines,
     text_lines,
 )
 from .request_runner import RequestRunner, SamplingFlags
-from .results import RequestRecord, RunResult
+from .results import LaterTurns, RequestRecord, RunResult, first_difference, write_output
+from .sizing import default_draft_settings, default_settings
 
 EXIT_OUTPUTS_DIFFER = 1
 
@@ -58,7 +54,7 @@ class Generation:
             directory,
             device,
             default_settings,
-            lambda shape, length, _: default_draft_settings(shape, length, given_gb),
+            lambda shape, length, _: default_draft_settings(shape, length, given_gb, ranks_of_process()),
         )
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
@@ -69,7 +65,8 @@ class Generation:
             arguments,
             self._model,
             lambda shape, length: (
-                default_draft_settings(shape, length, given_gb) | {"num_cuda_graphs": config.num_cuda_graphs}
+                default_draft_settings(shape, length, given_gb, ranks_of_process())
+                | {"num_cuda_graphs": config.num_cuda_graphs}
             ),
         )
         self._seed = arguments.seed

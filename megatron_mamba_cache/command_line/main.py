@@ -1,15 +1,16 @@
-"""Parse a command and run it. torch and megatron are imported only once the flags are known to be good."""
+"""Parse a command, run it, and end. torch and megatron are imported only once the flags are known to be good."""
 
+import atexit
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .arguments import as_typed, command_parser
 from .flag_parser import FlagParser, flags_of, placed
 from .flag_sources import SetFlag, misspelled_variables
 from .launch import Launch
-from .quick_end import QuickEnd
 from .quiet import quiet_libraries
 from .usage_error import UsageError
 
@@ -54,6 +55,30 @@ def _status_of(argv: Sequence[str] | None) -> int:
         # The reader of stdout has closed it, as `head` does; buffered output must not fail once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+class QuickEnd:
+    """Ends the process after all exit handlers, without the seconds that Python takes to tear down torch and megatron.
+
+    Make it before torch is imported: exit handlers run in the reverse order of their registration. Until `arm` is
+    called, the process ends like any other.
+    """
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        atexit.register(self._end)
+
+    def arm(self, status: int) -> None:
+        """Let the process end with a status once its main thread is done."""
+        self._status = status
+
+    def _end(self) -> None:
+        if self._status is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(self._status)
 
 
 def _note_misspelled_variables(parser: FlagParser) -> None:
@@ -106,7 +131,7 @@ def _chat(arguments: Namespace) -> int:
 
 
 def _completion(arguments: Namespace) -> int:
-    from .completion import print_completion
+    from .commands import print_completion
 
     print_completion(command_parser(), arguments.shell)
     return 0

@@ -1,13 +1,18 @@
-"""Which model a run uses, as the flags choose it. Imports neither torch nor megatron."""
+"""The model that flags choose, and what its configuration says. Imports neither torch nor megatron."""
 
 from argparse import Namespace
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..models.tokenizers.hugging_face_tokenizer import has_tokenizer
 from .prompts import PromptLine
 from .usage_error import UsageError
+
+if TYPE_CHECKING:
+    from ..models.architecture import HybridArchitecture
+    from ..recurrences.model_shape import HybridModelShape
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "small_python_model"
 MODEL_FLAGS = ("--hf-model", "--model")
@@ -69,6 +74,27 @@ def draft_directory(arguments: Namespace) -> ModelDirectory | None:
 def has_shipped_model() -> bool:
     """Return whether the files of the trained model came with this installation."""
     return all((SHIPPED_MODEL / name).is_file() for name in _SHIPPED_FILES)
+
+
+def fills_card(directory: ModelDirectory | None, device: str) -> bool:
+    """Return True for a user's model on a GPU: a server fills the GPU, and weights keep their dtype."""
+    return device == "cuda" and directory is not None and not directory.is_shipped
+
+
+def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelShape]":
+    """Return the architecture of a directory's configuration, and the shape of the whole model; imports torch.
+
+    Raises:
+        ValueError, OSError: If the configuration cannot be read, or describes no model that is served.
+    """
+    from ..models.checkpoints.hugging_face import read_sizes
+    from ..models.part_shape import part_shape
+
+    architecture, dtype = read_sizes(directory)
+    pattern = architecture.pattern
+    if not ("M" in pattern and "*" in pattern):
+        raise ValueError(f"layer pattern {pattern} has no Mamba or no attention layer")
+    return architecture, part_shape(architecture, dtype)
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:

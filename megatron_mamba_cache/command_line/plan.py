@@ -10,7 +10,8 @@ from ..planning.caches import CacheSizes
 from ..planning.plan import plan
 from ..planning.recorded_load import read_load
 from ..planning.replay import ReplayedLoad
-from .plan_arguments import DEFAULT_GB
+from .commands import DEFAULT_GB
+from .model_choice import described_shape
 from .quiet import quiet_libraries
 from .usage_error import UsageError
 
@@ -85,9 +86,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     if arguments.model is not None:
         if len(missing) < len(given):
             raise UsageError("--model: give a model or the sizes of one, not both")
-        return _sizes_of(
-            Path(arguments.model), arguments.block_size, arguments.cached_state_dtype, arguments.log_level
-        )
+        return _sizes_of(Path(arguments.model), arguments.block_size, arguments.cached_state_dtype, arguments.log_level)
     if arguments.cached_state_dtype != "live":
         raise UsageError("--cached-state-dtype needs --model; --state-bytes says how large a cached state is")
     if missing:
@@ -102,16 +101,10 @@ def _sizes_of(
     directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
 ) -> CacheSizes:
     """Return what a model stores under an engine's default dtypes but for cached states; imports torch."""
-    with quiet_libraries(log_level):
-        from ..models.checkpoints.hugging_face import read_sizes
-        from ..models.part_shape import part_shape
     try:
-        architecture, dtype = read_sizes(directory)
+        with quiet_libraries(log_level):
+            _, shape = described_shape(directory)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {directory}: {error}") from error
-    pattern = architecture.pattern
-    if not ("M" in pattern and "*" in pattern):
-        raise UsageError(f"--model {directory}: layer pattern {pattern} has no Mamba or no attention layer")
-    shape = part_shape(architecture, dtype)
     state = shape.cached_layout(CacheConfig(cached_state_dtype=cached_state_dtype).resolved())
     return CacheSizes(shape.block_bytes(1), state.slot_bytes, block_size)

@@ -4,11 +4,12 @@ import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from typing_extensions import override
 
 from ..mcore.model_ranks import expert_peers_of_process
 from ..mcore.process_groups import initialize_several_processes
@@ -20,44 +21,28 @@ from .usage_error import UsageError
 Made = TypeVar("Made")
 
 
-class Replicas(Protocol):
-    """The models of a command's processes."""
+class Replicas:
+    """The models of a command's processes; this class has one, in this process."""
 
     def make(self, build: Callable[[], Made]) -> Made:
         """Return what each process builds; if one fails, all do."""
-
-    def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return the lines that this process's model runs."""
-
-    def any_continues(self, has_requests: bool) -> bool:
-        """Return whether this process has to step, for its own requests or for ranks that share its experts."""
-
-    def gather(self, result: RunResult) -> RunResult:
-        """Return the results of all models, in the order of their lines."""
-
-
-class OneModel:
-    """The only model, in this process; see `Replicas`."""
-
-    def make(self, build: Callable[[], Made]) -> Made:
-        """Build."""
         return build()
 
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return all lines."""
+        """Return the lines that this process's model runs."""
         return list(lines)
 
     def any_continues(self, has_requests: bool) -> bool:
-        """Return whether there are requests."""
+        """Return whether this process has to step, for its own requests or for ranks that share its experts."""
         return has_requests
 
     def gather(self, result: RunResult) -> RunResult:
-        """Return the result."""
+        """Return the results of all models, in the order of their lines."""
         return result
 
 
-class SeveralProcesses:
-    """Processes that hold one model or several; see `Replicas`.
+class SeveralProcesses(Replicas):
+    """Processes that hold one model or several.
 
     Raises:
         UsageError: If there are fewer CUDA devices than processes on this machine.
@@ -79,6 +64,7 @@ class SeveralProcesses:
         self._num_replicas = launch.num_replicas(arguments)
         self._peers = expert_peers_of_process()
 
+    @override
     def make(self, build: Callable[[], Made]) -> Made:
         """Return what each process builds; if one fails, all do.
 
@@ -97,16 +83,16 @@ class SeveralProcesses:
                 raise UsageError(text)
         return found  # type: ignore[return-value]
 
+    @override
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return the lines that this process's model runs."""
         return deal_lines(lines, self._num_replicas)[parallel_state.get_data_parallel_rank()]
 
+    @override
     def any_continues(self, has_requests: bool) -> bool:
-        """Return whether this process has to step, for its own requests or for ranks that share its experts."""
         return bool(self._peers.greatest([has_requests])[0])  # not by the device, where an early step may wait for them
 
+    @override
     def gather(self, result: RunResult) -> RunResult:
-        """Return the results of all models, in the order of their lines."""
         found: list[RunResult | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, result if _is_first_of_model() else None)
         return together([one for one in found if one is not None])
@@ -129,3 +115,15 @@ def speaking_for_all(launch: Launch) -> Iterator[None]:
         contextlib.redirect_stderr(nowhere),
     ):
         yield
+
+
+@contextlib.contextmanager
+def own_process_groups() -> Iterator[None]:
+    """Destroy the process groups that the block started; keep earlier ones."""
+    were_there = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not were_there:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()

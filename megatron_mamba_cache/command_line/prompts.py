@@ -15,7 +15,6 @@ class PromptLine:
 
     Args:
         request_id: The line's number, from 0.
-        prompt: Text, or token ids.
         num_tokens: Tokens to generate; None leaves it to the command line.
         session: Lines of one session run one after another; None if the line is on its own.
     """

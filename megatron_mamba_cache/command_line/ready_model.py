@@ -1,6 +1,7 @@
-"""A model with its weights and tokenizer, and the engine around it."""
+"""A model with its weights and tokenizer, its drafter, and the engine around it."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
 from ..mcore.engine import MambaCacheEngine
+from ..mcore.model_ranks import ranks_of_process
+from ..mcore.model_reading import model_shape_of
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.drafting.draft_model import DraftModelDrafter
 from ..models.parameter_shapes import parameters_of
@@ -17,11 +20,13 @@ from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..speculation.drafter import Drafter
-from .card_settings import DRAFTER_SHARE
-from .expected_memory import DTYPES, dtype_of_weights, errors_of_settings
-from .model_choice import ModelDirectory, ModelFormat
+from ..speculation.prompt_lookup import PromptLookupDrafter
+from .expected_memory import DTYPES, Settings, dtype_of_weights, errors_of_settings
+from .model_choice import ModelDirectory, ModelFormat, draft_directory
+from .sizing import DRAFTER_SHARE
 from .usage_error import UsageError
 
+_DRAFT_FLAG = "--draft-hf-model"
 _SYMBOLS = {"M": "Mamba", "*": "attention", "-": "MLP", "E": "experts"}
 
 
@@ -100,6 +105,34 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
             raise
         sizes = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
         raise UsageError(f"{flag} {directory.path}: {dtype or 'its'} weights do not fit in memory{sizes}") from error
+
+
+def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
+    """Return a function that makes a drafter, since each engine needs its own. A draft model is loaded once, here.
+
+    Args:
+        model: The model that verifies the drafts; a draft model's weights get its dtype.
+        settings: Gives the sizes of a draft model's own cache; called for each drafter.
+
+    Raises:
+        UsageError: If the draft model cannot be loaded or has another vocabulary.
+    """
+    directory = draft_directory(arguments)
+    if directory is None:
+        return PromptLookupDrafter
+    draft_model = load_weights(directory, model.dtype, flag=_DRAFT_FLAG).model
+    vocab_size = model_shape_of(model.model, ranks_of_process()).vocab_size
+    if draft_model.vocab_size != vocab_size:
+        raise UsageError(
+            f"{_DRAFT_FLAG} {directory.path}: it has a vocabulary of {draft_model.vocab_size} tokens and the model one "
+            f"of {vocab_size}; a draft model needs the same"
+        )
+    shape = model_shape_of(draft_model, ranks_of_process())
+
+    def drafter() -> Drafter:
+        return DraftModelDrafter(draft_model, CacheConfig(**settings(shape, draft_model.max_sequence_length)))
+
+    return drafter
 
 
 def _random(dtype: str) -> ReadyModel:

@@ -1,14 +1,55 @@
-"""What a run prints: a line of text and a table row for each request, a summary, and why nothing was skipped."""
+"""The lines that a run prints: replies, a table of requests, a summary, and the gain over a run without cache."""
 
 from collections.abc import Iterator, Sequence
 
 from ..config import CacheConfig
+from .prompts import PromptLine
 from .results import RequestRecord, RunResult
 
+_MAX_REPLIES = 6
+_PROMPT_LINES = 3
+_REPLY_LINES = 12
+_WIDTH = 110
 _MAX_ROWS = 50
 _PROMPT_EXCERPT = 44
 _REPLY_EXCERPT = 16
 _HEADER = ("request", "prompt tokens", "cached", "generated", "first token", "tokens/s")
+
+
+def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
+    """Yield a small table of what the cache saved."""
+    rows = (
+        ("", "with cache", "without"),
+        ("prompt tokens computed", str(cached.computed_tokens), str(uncached.computed_tokens)),
+        (
+            "mean time to first token",
+            f"{cached.mean_time_to_first_token_s:.3f} s",
+            f"{uncached.mean_time_to_first_token_s:.3f} s",
+        ),
+        ("whole run", f"{cached.seconds:.2f} s", f"{uncached.seconds:.2f} s"),
+    )
+    for name, ours, theirs in rows:
+        yield f"{name:<24}  {ours:>10}  {theirs:>10}"
+
+
+def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
+    """Yield the end of each prompt, marked "|", and its reply, marked ">"; of a session only those of the last turn.
+
+    All characters are printable ASCII. A prompt that ends inside a line is continued on it.
+
+    Args:
+        records, prompts: One for each line, in the same order; prompts are text.
+    """
+    last_turns = {line.session: index for index, line in enumerate(lines)}
+    is_shown = [line.session is None or last_turns[line.session] == index for index, line in enumerate(lines)]
+    shown = [index for index, shows in enumerate(is_shown) if shows][:_MAX_REPLIES]
+    for index in shown:
+        record = records[index]
+        yield f"request {record.request_id}" + ("" if record.error is None else f" failed: {record.error}")
+        if record.error is None:
+            yield from _continued(prompts[index], record.text)
+    if len(shown) < len(lines):
+        yield f"... and {len(lines) - len(shown)} more; --output-path writes them all"
 
 
 def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
@@ -124,3 +165,26 @@ def _start_of(text: str) -> str:
     """Return the first characters of the text, safe to print in one line."""
     shown = ascii(text[:_REPLY_EXCERPT])
     return f"{shown}..." if len(text) > _REPLY_EXCERPT else shown
+
+
+def _continued(prompt: str, reply: str) -> Iterator[str]:
+    *before, unfinished = prompt.split("\n")
+    first, *rest = (unfinished + reply).split("\n")
+    if first == unfinished and rest:  # the reply begins with a line of its own
+        before.append(first)
+    else:
+        rest.insert(0, first)
+    yield from (f"  | {_printable(line)}" for line in before[-_PROMPT_LINES:])
+    yield from (f"  > {_printable(line)}" for line in rest[:_REPLY_LINES])
+    if len(rest) > _REPLY_LINES:
+        yield f"  > ... {len(rest) - _REPLY_LINES} lines more"
+
+
+def _printable(line: str) -> str:
+    """Escape whatever could move a terminal's cursor or is not ASCII, and cut what is too long."""
+    shown = "".join(map(_printable_character, line.expandtabs(4)))
+    return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]}..."
+
+
+def _printable_character(character: str) -> str:
+    return character if character.isascii() and character.isprintable() else ascii(character)[1:-1]

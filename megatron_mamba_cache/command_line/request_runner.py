@@ -1,6 +1,7 @@
 """Run lines through an engine, sessions in order, and time their tokens."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from ..mcore.request_states import tokens_after
 from ..server.text_stream import text_after
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult
-from .session_queue import SessionQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,32 @@ class SamplingFlags:
             top_p=self.top_p,
             num_tokens_to_generate=self.num_tokens if line.num_tokens is None else line.num_tokens,
         )
+
+
+class SessionQueue:
+    """Hands out lines so that each session's run in order; nothing else delays a line."""
+
+    def __init__(self, lines: Iterable[PromptLine]) -> None:
+        self._first: list[PromptLine] = []
+        self._later: dict[str | int, deque[PromptLine]] = {}
+        for line in lines:
+            if line.session is None:
+                self._first.append(line)
+            elif line.session in self._later:
+                self._later[line.session].append(line)
+            else:
+                self._later[line.session] = deque()
+                self._first.append(line)
+
+    def initial_lines(self) -> list[PromptLine]:
+        """Return the lines that wait for no other, in the file's order."""
+        return list(self._first)
+
+    def line_after(self, finished: PromptLine) -> PromptLine | None:
+        """Remove and return the line that waited only for `finished`; None if there is none."""
+        if finished.session is None or not self._later[finished.session]:
+            return None
+        return self._later[finished.session].popleft()
 
 
 class RequestRunner:

@@ -1,9 +1,20 @@
-"""The results of a run: one record for each request, and a summary."""
+"""The results of a run: records, a summary, what later turns skipped, a comparison of two runs, and their file."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from pathlib import Path
 
 from ..metrics import CacheSnapshot
+from .prompts import PromptLine
+from .usage_error import UsageError
+
+_TOTALS = (
+    *("prompt_tokens", "cached_tokens", "cached_tokens_from_host", "cached_tokens_from_disk", "computed_tokens"),
+    *("generated_tokens", "seconds", "tokens_per_second", "mean_time_to_first_token_s"),
+)
+_RATES = ("acceptance_rate", "acceptance_at", "tokens_per_decode_row")
 
 
 @dataclass(slots=True)
@@ -15,7 +26,6 @@ class RequestRecord:
         cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
         draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
         time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
-        error: Why it could not run.
     """
 
     request_id: int
@@ -32,22 +42,10 @@ class RequestRecord:
     error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain JSON types; what came back from tiers and "error" are there only if there is any."""
-        described: dict[str, object] = {
-            "request_id": self.request_id,
-            "prompt_tokens": self.prompt_tokens,
-            "generated_tokens": self.generated_tokens,
-            "text": self.text,
-            "cached_tokens": self.cached_tokens,
-            "draft_tokens": self.draft_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "time_to_first_token_s": self.time_to_first_token_s,
-            "latency_s": self.latency_s,
-        }
-        for name in ("cached_tokens_from_host", "cached_tokens_from_disk"):
-            if getattr(self, name):
-                described[name] = getattr(self, name)
-        return described if self.error is None else {**described, "error": self.error}
+        """Return plain JSON types; tokens from tiers and "error" only if there are any."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        optional = ("cached_tokens_from_host", "cached_tokens_from_disk", "error")
+        return {name: value for name, value in found.items() if name not in optional or value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +107,9 @@ class RunResult:
         return {
             "requests": len(self.records),
             "failed_requests": len(self.records) - len(self.completed),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "cached_tokens_from_host": self.cached_tokens_from_host,
-            "cached_tokens_from_disk": self.cached_tokens_from_disk,
-            "computed_tokens": self.computed_tokens,
-            "generated_tokens": self.generated_tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "mean_time_to_first_token_s": self.mean_time_to_first_token_s,
+            **{name: getattr(self, name) for name in _TOTALS},
             **self.cache.as_dict(),
-            "acceptance_rate": self.cache.counters.acceptance_rate,
-            "acceptance_at": self.cache.counters.acceptance_at,
-            "tokens_per_decode_row": self.cache.counters.tokens_per_decode_row,
+            **{name: getattr(self.cache.counters, name) for name in _RATES},
         }
 
 
@@ -132,3 +120,94 @@ def together(results: Sequence[RunResult]) -> RunResult:
     records = sorted((record for result in results for record in result.records), key=lambda record: record.request_id)
     cache = CacheSnapshot.summed([result.cache for result in results])
     return RunResult(records, cache, max(result.seconds for result in results))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first request whose outputs differ, and where."""
+
+    request_id: int
+    position: int
+    cached: int | None
+    uncached: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id} is the first that differs: generated token {self.position} is {self.cached} "
+            f"with the cache and {self.uncached} without"
+        )
+
+
+def first_difference(cached: RunResult, uncached: RunResult) -> Difference | None:
+    """Return the first difference between the generated tokens of two runs of the same lines; None if there is none."""
+    for ours, theirs in zip(cached.records, uncached.records, strict=True):
+        if ours.generated_tokens != theirs.generated_tokens:
+            return _difference(ours, theirs)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LaterTurns:
+    """Prompt tokens of the turns that ran after the first of their session, and how many of them were skipped."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+    @staticmethod
+    def of(lines: Sequence[PromptLine], records: Sequence[RequestRecord]) -> "LaterTurns":
+        """Sum over the lines that have an earlier one of their session; `records` are theirs, in the same order."""
+        seen: set[str | int] = set()
+        prompt_tokens = cached_tokens = 0
+        for line, record in zip(lines, records, strict=True):
+            if line.session in seen and record.error is None:
+                prompt_tokens += len(record.prompt_tokens)
+                cached_tokens += record.cached_tokens
+            if line.session is not None:
+                seen.add(line.session)
+        return LaterTurns(prompt_tokens, cached_tokens)
+
+    def __str__(self) -> str:
+        share = 100 * self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return (
+            f"from the second turn of a session on: skipped {self.cached_tokens} of {self.prompt_tokens} prompt tokens "
+            f"({share:.1f} %)"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain JSON types."""
+        return {"later_turns": {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}}
+
+
+def check_writable(path: str) -> None:
+    """Raise `UsageError` unless a file can be written there; leave an existing file unchanged."""
+    target = Path(path)
+    try:
+        existed = target.exists()
+        with target.open("ab"):
+            pass
+        if not existed:
+            target.unlink()
+    except OSError as error:
+        raise UsageError(f"--output-path {path}: {error.strerror or error}") from error
+
+
+def write_output(path: str, result: RunResult, **more_summary: object) -> None:
+    """Write records and summary as JSON, `more_summary` added to the summary.
+
+    Raises:
+        UsageError: If the file cannot be written.
+    """
+    document = {
+        "requests": [record.as_dict() for record in result.records],
+        "summary": {**result.summary(), **more_summary},
+    }
+    try:
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output-path {path}: {error.strerror or error}") from error
+
+
+def _difference(ours: RequestRecord, theirs: RequestRecord) -> Difference:
+    pairs = enumerate(zip_longest(ours.generated_tokens, theirs.generated_tokens))
+    position, (cached, uncached) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    return Difference(ours.request_id, position, cached, uncached)

@@ -6,16 +6,12 @@ from argparse import Namespace
 from contextlib import closing
 
 from ..installation import MissingExtraError, require_extra
-from .api_keys import api_keys_of
 from .arguments import check_arguments_for_card, check_engine_arguments
-from .card_settings import fills_card
-from .coordinator_access import routing_settings
-from .device import select_device
 from .launch import Launch
-from .model_choice import chosen_directory
+from .machine import check_tiers, select_device
+from .model_choice import chosen_directory, fills_card
 from .quiet import hide_stacks_of_signals, quiet_libraries
-from .server_arguments import check_server_arguments
-from .tier_arguments import check_tiers
+from .server_arguments import api_keys_of, check_server_arguments, routing_settings
 from .usage_error import UsageError
 
 
@@ -44,12 +40,11 @@ def serve(arguments: Namespace) -> int:
             check_engine_arguments(arguments)
         # These import torch, which fixes the device.
         hide_stacks_of_signals()
-        from .own_process_groups import own_process_groups
-        from .processes import OneModel, SeveralProcesses, speaking_for_all
+        from .processes import Replicas, SeveralProcesses, own_process_groups, speaking_for_all
         from .serving import Serving
 
         with own_process_groups(), speaking_for_all(launch):
-            replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+            replicas = Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
             gc.freeze()  # modules and weights stay; no later collection, the one in `close` included, has to scan them
             with closing(replicas.make(serving.engine)) as engine:

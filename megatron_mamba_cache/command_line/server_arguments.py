@@ -1,15 +1,22 @@
-"""The flags of the server itself, and the checks of their values."""
+"""The flags of the server, its API keys and its coordinator, and the checks of their values."""
 
+import re
 from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..installation import MissingExtraError, require_extra
+from ..replicas.settings import RoutingSettings
 from ..server.limits import ServerLimits
 from ..server.parsers.families import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
+from ..server.tenants import ApiKeys
+from .launch import Launch
 from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
 _MIB = 2**20
+_NAMED_KEY = re.compile(r"([A-Za-z0-9._-]{1,64}):\s+(\S.*)")
 _FLAGS_OF_LIMITS = {
     "max_running": "--max-running-requests",
     "max_queued": "--max-queued-requests",
@@ -206,3 +213,85 @@ def _check_origin(origin: str) -> None:
         raise UsageError(
             f"--cors-origin is {origin!r}; it must be SCHEME://HOST or SCHEME://HOST:PORT without a path, or * for all"
         )
+
+
+def add_coordinator_arguments(parser: ArgumentParser) -> None:
+    """Add the flags that `routing_settings` reads."""
+    group = parser.add_argument_group(
+        "several processes", "Without these flags the coordinator of the processes listens on loopback only."
+    )
+    access = group.add_mutually_exclusive_group()
+    access.add_argument(
+        "--coordinator-key-file",
+        metavar="FILE",
+        help="64 hexadecimal digits that the processes of all hosts share; make it with: "
+        "(umask 077; openssl rand -hex 32 > FILE)",
+    )
+    access.add_argument(
+        "--insecure-coordinator",
+        action="store_true",
+        help="listen to other hosts without a key: whatever reaches the port is served, and may stop the engines",
+    )
+
+
+def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
+    """Return the settings of the launch's coordinator.
+
+    Raises:
+        UsageError: If the key file is not valid, or the processes are on several hosts and neither flag is given.
+    """
+    key_file, insecure = arguments.coordinator_key_file, arguments.insecure_coordinator
+    if launch.is_on_several_machines and key_file is None and not insecure:
+        raise UsageError(
+            f"{launch.num_processes} processes on several hosts need --coordinator-key-file FILE, the same on each "
+            "(made with: (umask 077; openssl rand -hex 32 > FILE)), or --insecure-coordinator on a network that you "
+            "trust"
+        )
+    try:
+        settings = RoutingSettings(key_file=key_file, insecure=insecure)
+        settings.access()
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UsageError(f"--coordinator-key-file: {error}") from error
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyFile:
+    keys: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)  # by key
+
+
+def api_keys_of(arguments: Namespace) -> ApiKeys:
+    """Return the keys of all flags.
+
+    Raises:
+        UsageError: If a file cannot be read or has no key, or a key is not valid.
+    """
+    users = _read_keys("--api-key-file", arguments.api_key_file)
+    admins = _read_keys("--admin-api-key-file", arguments.admin_api_key_file)
+    try:
+        return ApiKeys(
+            [*arguments.api_key, *users.keys], [*arguments.admin_api_key, *admins.keys], users.names | admins.names
+        )
+    except ValueError as error:
+        raise UsageError(f"--api-key: {error}") from error
+
+
+def _read_keys(flag: str, path: str | None) -> _KeyFile:
+    """Return the keys of a file whose lines are KEY or NAME: KEY; none without a file."""
+    found = _KeyFile()
+    if path is None:
+        return found
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path}: {error}") from error
+    for line in filter(None, map(str.strip, lines)):
+        named = _NAMED_KEY.fullmatch(line)
+        key = line if named is None else named[2]
+        found.keys.append(key)
+        if named is not None:
+            found.names[key] = named[1]
+    if not found.keys:
+        raise UsageError(f"{flag} {path}: it has no key; write one a line")
+    return found

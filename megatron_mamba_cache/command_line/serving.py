@@ -18,25 +18,29 @@ from ..mcore.model_reading import model_shape_of
 from ..ranks.agreement import resolved_settings
 from ..recurrences.model_shape import HybridModelShape
 from ..replicas.settings import RoutingSettings
-from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
-from ..server.load_record import LoadFile, LoadRecord, NoLoadRecord
+from ..server.exchange import AccessLog, write_line
+from ..server.load_record import LoadFile, LoadRecord
+from ..server.megatron_requests import RequestRules
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.prompts import template_of
-from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
-from ..server.traces import ExportedTraces, NoTraces, Traces
+from ..server.traces import ExportedTraces, Traces
 from .arguments import cache_config, model_share
-from .card_settings import NUM_CUDA_GRAPHS, Card, card_settings, fills_card
-from .default_settings import default_settings
-from .draft_settings import card_draft_settings, default_draft_settings
-from .drafters import drafter_maker
 from .expected_memory import check_memory
-from .model_choice import ModelDirectory
-from .ready_model import engine_for, ready_model
+from .model_choice import ModelDirectory, fills_card
+from .ready_model import drafter_maker, engine_for, ready_model
 from .server_arguments import server_limits
+from .sizing import (
+    NUM_CUDA_GRAPHS,
+    Card,
+    card_draft_settings,
+    card_settings,
+    default_draft_settings,
+    default_settings,
+)
 from .usage_error import UsageError
 
 _JOIN_S = 60.0
@@ -104,7 +108,6 @@ class Serving:
 
         Args:
             listener: Socket of the process that runs the front end; None in all others.
-            routing: Settings of the coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
@@ -168,15 +171,11 @@ def _settings(
 def _draft_settings(
     shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
 ) -> dict[str, Any]:
-    """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`.
-
-    Args:
-        engine: The engine's settings.
-    """
+    """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
-        return default_draft_settings(shape, max_length, _given_gb(arguments)) | graphs
-    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments)) | graphs
+        return default_draft_settings(shape, max_length, _given_gb(arguments), ranks_of_process()) | graphs
+    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments), ranks_of_process()) | graphs
 
 
 def _given_gb(arguments: Namespace) -> float | None:
@@ -227,13 +226,13 @@ def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
 
 def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:
     if arguments.record_load is None:
-        return NoLoadRecord()
+        return LoadRecord()
     return LoadFile(Path(arguments.record_load), config.block_size_tokens)
 
 
 def _traces_of(arguments: Namespace, model_name: str) -> Traces:
     endpoint = arguments.otlp_traces_endpoint
-    return NoTraces() if endpoint is None else ExportedTraces(endpoint, model_name)
+    return Traces() if endpoint is None else ExportedTraces(endpoint, model_name)
 
 
 def _name_of(directory: ModelDirectory | None) -> str:

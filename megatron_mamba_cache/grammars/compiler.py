@@ -2,6 +2,7 @@
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from itertools import islice
@@ -11,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
-from .forms import PLACE
-from .prepared_schemas import prepared
+from .endless_schemas import close_endless
+from .exclusive_branches import exclude_branches
+from .forms import GUIDANCE, PLACE
+from .held_words import Fault, hold_words
+from .narrowed_schemas import check_escapes, guidance_for, narrow
+from .property_names import close_names
 from .schema_faults import explained
 from .schema_words import at_place, list_of, mapping_of, values_in
 
@@ -205,3 +210,29 @@ def _llguidance() -> ModuleType:
     from . import matching
 
     return matching
+
+
+GoesOn = Callable[[dict[str, Any], str], bool]
+"""Returns whether a reply of a schema may go on with a quote after some text."""
+
+
+def prepared(schema: dict[str, Any], goes_on: GoesOn, fault: Fault) -> dict[str, Any]:
+    """Return a schema whose replies are valid by the given one, which is used up, and can always come to an end.
+
+    Raises:
+        GrammarError: If the schema cannot be held to; it says where and why.
+    """
+    settings = schema.get(GUIDANCE, {})
+    try:
+        held = {word: value for word, value in schema.items() if word != GUIDANCE}
+        hold_words(held, fault)
+        exclude_branches(held)
+        close_endless(held)
+        settings = {**settings, **guidance_for(held)}
+        close_names(held, lambda found: goes_on({**found, GUIDANCE: settings}, "{"))
+        narrow(held)
+        settings = {**settings, **guidance_for(held)}
+        check_escapes(held, lambda found: goes_on({**found, GUIDANCE: settings}, ""))
+    except RecursionError as error:
+        raise GrammarError("the schema is nested too deeply") from error
+    return {**held, GUIDANCE: settings}

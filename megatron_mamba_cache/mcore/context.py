@@ -28,8 +28,7 @@ from ..policy.request_settings import RequestSpec
 from ..policy.requests import Candidate, RunningRequest
 from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, settings_of_peers
 from ..ranks.digest import digest_of
-from ..ranks.group import OneRank, Ranks
-from ..ranks.peers import ExpertPeers, NoPeers
+from ..ranks.group import ExpertPeers, NoPeers, OneRank, Ranks
 from ..recurrences.interface import LayerStates
 from ..recurrences.mamba_slot_allocator import StateSlotAllocator, states_by_megatron
 from ..recurrences.model_shape import HybridModelShape
@@ -40,9 +39,8 @@ from ..step.memory import CacheMemory, step_memory
 from ..step.memory_below import MemoryBelow
 from ..step.padding_steps import end_shared_steps
 from ..step.runner import StepRunner
-from ..step.runner_count import RunnerCount
 from ..step.step import Step
-from ..step.step_outcome import StepCounts
+from ..step.step_outcome import RunnerCount, StepCounts
 from .kv_block_allocator import KVBlockAllocator
 from .megatron_settings import megatron_settings
 from .request_spec import spec_of, valid_spec_of

@@ -8,11 +8,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..kernels.activations import Activation
+from ..kernels.activations import Activation, gated_silu
 from ..kernels.experts.routed_experts import SharedExpert
-from ..kernels.feed_forward.gated_silu import gated_silu
 from ..kernels.kernel_launches import wants_gradient
-from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
+from ..kernels.one_token import can_multiply_one_token, multiply_one_token
 from .linear import OneTokenColumnLinear
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..kernels.kernel_launches import wants_gradient
-from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
+from ..kernels.one_token import can_multiply_one_token, multiply_one_token
 
 
 class OneTokenColumnLinear(ColumnParallelLinear):

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ..ranks.group import OneRank, Ranks
-from ..ranks.peers import ExpertPeers, NoPeers
+from ..ranks.group import ExpertPeers, NoPeers, OneRank, Ranks
 
 
 class ModelRanks:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from ..kernels.compilation import WATCH
 from ..ranks.group import Ranks, on_all_ranks
 from ..recurrences.model_shape import HybridModelShape
-from ..step.weight_places import WeightPlaces
+from ..step.model import WeightPlaces
 from .context import MambaCacheContext
 from .expert_layer import check_expert_layers, exchange_of
 from .local_spec import LocalHybridStack

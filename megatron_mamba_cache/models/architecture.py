@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch.nn.functional as F
 
+from ..kernels.activations import squared_relu
 from ..kernels.experts.routing_rule import RoutingRule
-from ..kernels.feed_forward.squared_relu import squared_relu
 from ..mcore.specs import check_layer_pattern
 
 ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}

@@ -90,15 +90,12 @@ class RecordedKeys:
 
     @property
     def keys(self) -> list[BlockKey]:
-        """See `KeyChain`."""
         return self._keys
 
     @property
     def num_tokens(self) -> int:
-        """See `KeyChain`."""
         return self._num_tokens
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append tokens."""
         self._num_tokens += len(tokens)
         self._keys += self._text.keys[len(self._keys) : self._num_tokens // self._block_size]

@@ -7,7 +7,7 @@ from ..config import CacheConfig
 from ..metrics import CacheCounters
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
-from ..policy.draft_states import DraftSlots
+from ..policy.draft_states import WindowStates
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.places import CacheSpace
 from ..policy.pools import CachePools
@@ -28,7 +28,6 @@ class CacheSizes:
     Args:
         kv_bytes_per_token: Keys and values of all attention layers.
         state_bytes: The state of all recurrent layers at one position.
-        block_size: Tokens of a KV block.
     """
 
     kv_bytes_per_token: int
@@ -88,7 +87,7 @@ def _cache(
         AdmissionRules(BoundaryRule(sizes.block_size), align_prefill_chunks=True, chunked_prefill=True),
         CacheIdentity("recorded load", "0"),
         counters,
-        draft_states=DraftSlots(pools.slots, max_requests),
+        draft_states=WindowStates(pools.slots, max_requests),
         tiers=tiers,
     )
 

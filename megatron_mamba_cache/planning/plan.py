@@ -6,10 +6,10 @@ from itertools import product
 
 from ..config import CacheConfig
 from ..policy.places import SplitSpace
+from ..policy.tiers.copies import CopyOrder, CopyStatus
 from ..policy.tiers.times import CopyTimes
 from .block_texts import BlockText, block_texts
 from .caches import CacheSizes, empty_cache, tiered_cache
-from .copies_at_once import CopiesAtOnce
 from .recorded_load import RecordedLoad
 from .replay import ReplayedLoad, replay
 
@@ -73,3 +73,19 @@ def _replayed(texts: Sequence[BlockText], sizes: CacheSizes, budget: float, host
     free_copies = CopyTimes(block=0, state=0, token=1)
     tiered = tiered_cache(sizes.space(budget), sizes.space(host_budget), sizes, CopiesAtOnce(), free_copies)
     return replay(texts, tiered.cache, _MAX_TOKENS, tiered.tier.drain)
+
+
+class CopiesAtOnce:
+    """`Copies` that take no time, as a load replayed one request at a time needs."""
+
+    def start(self, orders: Sequence[CopyOrder]) -> None:
+        """Do nothing."""
+
+    def status(self, number: int) -> CopyStatus:
+        return CopyStatus.DONE
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def forget(self, number: int) -> None:
+        """Do nothing."""

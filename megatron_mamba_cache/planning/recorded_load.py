@@ -35,7 +35,6 @@ class RecordedRequest:
     Args:
         arrival_s: From the start of the load.
         session: Number of its session; every request is one of its own where none is recorded.
-        prompt_len, reply_len: Tokens.
         content: What each run of prompt tokens contains, the last one perhaps incomplete.
         agent: Which of the session's agents sent it: 0 for its own, another number for each sub-agent.
     """

@@ -1,13 +1,16 @@
-"""Match a prompt against the cache and plan its admission. Nothing here mutates."""
+"""Match a prompt against the cache and other prompts, and plan its admission. Nothing here mutates."""
 
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nlargest
 
 from .boundaries import BoundaryRule, prefill_chunk_end
 from .identifiers import BlockId, BlockKey
 from .kv_block_pool import KVBlockPool
 from .pools import CachePools
+from .requests import RunningRequest
 from .slot_pool import SlotPool
 
 
@@ -124,3 +127,58 @@ def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_s
     slot = None if source is None or pools.slots.is_pinned(source) else pools.slots.slot_of(source)
     kept = pools.kv.unreferenced(match.blocks)
     return pools.fits(num_new_blocks, 0, kept, () if slot is None else (slot,))
+
+
+LOOK_AHEAD = 32
+"""How many requests after one in the queue are compared with it."""
+MOST_BRANCH_POINTS = 4
+"""States that one prompt keeps for waiting requests, besides those for itself."""
+
+
+def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: int) -> tuple[int, ...]:
+    """Return the boundaries of a prompt, ascending, from which others can start once their states are cached.
+
+    Of more than `MOST_BRANCH_POINTS`, those that the most requests share are taken, the deepest first.
+    """
+    num_sharing: Counter[int] = Counter()
+    for other in others:
+        num_shared = num_common(prompt.keys, other.keys) if other.may_skip else 0
+        if num_blocks := min(num_shared, (other.prompt_len - 1) // block_size):
+            num_sharing[num_blocks * block_size] += 1
+    most_shared = nlargest(MOST_BRANCH_POINTS, num_sharing, key=lambda position: (num_sharing[position], position))
+    return tuple(sorted(most_shared))
+
+
+def num_common(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
+    """Return how many leading blocks two prompts share; since keys are chained, one equal key means equal prefixes."""
+    low, high = 0, min(len(keys), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if keys[middle - 1] == others[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+REASONS = ("caching_off", "prompt_log_probs", "short_prompt", "copy_failed", "new_prefix", "no_state")
+
+
+def reason_for_no_hit(row: RunningRequest, block_size: int, *, enabled: bool, awaited_copy: bool) -> str | None:
+    """Return why a newly admitted request computes its prompt from the first token, one of `REASONS`; None on a hit.
+
+    "copy_failed": it waited for what it starts from to come back from a tier below; that failed, or was gone again by
+    the time it was admitted. "new_prefix": no cached prompt begins with its first block, or none does any more.
+    "no_state": its first blocks are cached, but no state is cached at the end of any of them.
+    """
+    if row.computed:
+        return None
+    if not enabled:
+        return "caching_off"
+    if not row.spec.may_skip:
+        return "prompt_log_probs"
+    if row.spec.prompt_len <= block_size:
+        return "short_prompt"
+    if awaited_copy:
+        return "copy_failed"
+    return "no_state" if row.num_shared_blocks else "new_prefix"

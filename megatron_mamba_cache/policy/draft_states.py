@@ -1,7 +1,7 @@
 """Where the states after a request's drafts are kept: in slots of the shared pool, or in a buffer per request.
 
-The setting `draft_states` chooses. `DraftSlots` are the policy of `recurrences.window`, and serve every recurrence;
-`DraftBuffers` are that of a recurrence's own replay.
+The setting `draft_states` chooses. `WindowStates` are the policy of `recurrences.window`, and serve every recurrence;
+`ReplayStates` are that of a recurrence's own replay.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ class DraftStates(Protocol):
         """Raise `CacheIntegrityError` unless cursors and free room agree."""
 
 
-class DraftSlots:
+class WindowStates:
     """The `DraftStates` that store a state after each draft, in slots of the shared pool.
 
     Drafts never take slots that are needed for requests not admitted yet or for checkpoints of running ones.
@@ -62,7 +62,6 @@ class DraftSlots:
         self._num_checkpoints = int(keeps_checkpoints and slots.shares_slots)  # of each request
 
     def begin(self, live_slot: SlotId) -> StateCursor:
-        """See `DraftStates`."""
         return StateCursor(live_slot)
 
     def most_drafts(self, computed: int, limit: int) -> int:
@@ -70,7 +69,6 @@ class DraftSlots:
         return limit
 
     def widen(self, cursor: StateCursor, num_drafts: int) -> int:
-        """See `DraftStates`."""
         missing = num_drafts - len(cursor.draft_slots)
         if missing <= 0:
             return num_drafts
@@ -82,7 +80,6 @@ class DraftSlots:
         return min(num_drafts, len(cursor.draft_slots))
 
     def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        """See `DraftStates`."""
         cursor.accept(num_tokens)
         self.trim(cursor)
 
@@ -93,18 +90,16 @@ class DraftSlots:
             cursor.remove_last_slot()
 
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
-        """See `DraftStates`."""
         self.accept(cursor, 1)
 
     def end(self, cursor: StateCursor) -> None:
-        """See `DraftStates`."""
         self.accept(cursor, 1)
 
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
         """Do nothing: the slot pool knows the owner of every column."""
 
 
-class DraftBuffers:
+class ReplayStates:
     """The `DraftStates` that store no state after a draft but the inputs of tokens, in a buffer for each request.
 
     Args:
@@ -118,7 +113,6 @@ class DraftBuffers:
         self._free = [DraftBufferId(number) for number in reversed(range(max_requests))]
 
     def begin(self, live_slot: SlotId) -> StateCursor:
-        """See `DraftStates`."""
         if not self._free:
             raise CacheIntegrityError(f"all {self._num_buffers} draft buffers belong to running requests")
         return StateCursor(live_slot, self._free.pop())
@@ -138,7 +132,6 @@ class DraftBuffers:
         return num_drafts
 
     def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        """See `DraftStates`."""
         cursor.accept(num_tokens)
 
     def trim(self, cursor: StateCursor) -> None:
@@ -149,7 +142,6 @@ class DraftBuffers:
         cursor.settle(num_tokens)
 
     def end(self, cursor: StateCursor) -> None:
-        """See `DraftStates`."""
         if cursor.draft_buffer is not None:
             self._free.append(cursor.draft_buffer)
             cursor.release_buffer()

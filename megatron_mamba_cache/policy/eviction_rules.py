@@ -47,11 +47,9 @@ class LeastRecentlyUsed:
         pass
 
     def weigh(self, entry: CachedEntry) -> Weight:
-        """See `EvictionRule`."""
         return _END if entry.is_end else _INNER
 
     def likelihood(self, kind: int) -> float:
-        """See `EvictionRule`."""
         return 1.0
 
     def count_state(self, kind: int) -> None:
@@ -74,7 +72,6 @@ class RecomputeCost:
         self._num_hits = [0.0] * len(_PRIORS)
 
     def weigh(self, entry: CachedEntry) -> Weight:
-        """See `EvictionRule`."""
         kind = _kind_of(entry)
         num_kept = self._state_len + entry.lost_tokens if kind in ENDS else self._state_len
         return Weight(kind, entry.lost_tokens / max(num_kept, 1.0))
@@ -85,14 +82,12 @@ class RecomputeCost:
         return known / (self._num_states[kind] + _PRIOR_STATES)
 
     def count_state(self, kind: int) -> None:
-        """See `EvictionRule`."""
         self._num_states[kind] += 1
         if self._num_states[kind] >= _MOST_COUNTED:
             self._num_states[kind] /= 2
             self._num_hits[kind] /= 2
 
     def count_hit(self, kind: int) -> None:
-        """See `EvictionRule`."""
         self._num_hits[kind] += 1
 
 

@@ -75,7 +75,6 @@ class FixedPlaces:
         self._free = list(reversed(range(num_places)))  # a stack: lowest number on top
 
     def take(self, num_places: int) -> list[int]:
-        """See `Places`."""
         self.num_free -= num_places
         self.num_available -= num_places
         taken = self._free[self.num_free :]
@@ -84,15 +83,12 @@ class FixedPlaces:
         return taken
 
     def fix(self, *places: int) -> None:
-        """See `Places`."""
         self.num_available -= len(places)
 
     def unfix(self, *places: int) -> None:
-        """See `Places`."""
         self.num_available += len(places)
 
     def give_back(self, place: int) -> None:
-        """See `Places`."""
         self.num_free += 1
         self._free.append(place)
 
@@ -124,11 +120,9 @@ class SplitSpace:
     def fits(
         self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
     ) -> bool:
-        """See `CacheSpace`."""
         has_blocks = self.blocks.num_available - len(beside_blocks) >= num_blocks
         return has_blocks and self.slots.num_available - len(beside_slots) >= num_slots
 
     def check_integrity(self) -> None:
-        """See `CacheSpace`."""
         self.blocks.check_integrity()
         self.slots.check_integrity()

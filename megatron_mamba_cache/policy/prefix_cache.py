@@ -17,14 +17,20 @@ import numpy.typing as npt
 
 from ..errors import CacheIntegrityError
 from ..metrics import CacheCounters
-from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_room, plan_admission
+from .admission import (
+    AdmissionPlan,
+    AdmissionRules,
+    PromptView,
+    Refusal,
+    branch_points,
+    has_room,
+    plan_admission,
+    reason_for_no_hit,
+)
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
-from .branch_points import branch_points
-from .cache_integrity import check_rows_and_pools
 from .draft_states import DraftStates
-from .hit_reasons import reason_for_no_hit
-from .pools import CachePools
+from .pools import CachePools, check_rows_and_pools
 from .request_settings import RequestSpec
 from .requests import Candidate, RunningRequest
 from .slot_owners import SlotOwner

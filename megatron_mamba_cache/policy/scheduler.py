@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .admission import Refusal
-from .branch_points import LOOK_AHEAD
+from .admission import LOOK_AHEAD, Refusal
 from .requests import Candidate, RunningRequest
 from .running_requests import RunningRequests
 from .tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD

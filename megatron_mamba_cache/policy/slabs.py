@@ -1,25 +1,252 @@
 """One memory for KV blocks and states: slabs that hold either, changing hands when they are empty."""
 
+from abc import ABC, abstractmethod
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
+from enum import IntEnum
+from heapq import heappop, heappush
 
-from .slab_places import PartsOfSlabs, SlabPlaces, Slabs, SlabUse, WholeSlabs
+from ..errors import CacheIntegrityError
+
+
+class SlabUse(IntEnum):
+    """Whose places a slab holds; the uses that have some are numbered as in `Slabs.places`."""
+
+    UNUSED = -1
+    KV = 0
+    STATES = 1
+
+
+class Slabs:
+    """What both uses know of the slabs.
+
+    Attributes:
+        use: Whose places each slab holds.
+        num_fixed: How many of them cannot be evicted.
+        num_open: Slabs without a fixed place: the most that can become unused.
+        unused: In order: KV takes the first and states the last, so that they keep apart and few slabs change hands.
+        held_states: Whether each has held states since it was last cleared.
+        taken_over: Slabs that KV blocks have taken over from states, perhaps more than once, perhaps given up again.
+        places: Those of each use. Both count the places of an unused slab as free, and of an open one as available.
+    """
+
+    def __init__(self, num_slabs: int) -> None:
+        self.use: list[int] = [SlabUse.UNUSED] * num_slabs
+        self.num_fixed = [0] * num_slabs
+        self.num_open = num_slabs
+        self.unused = list(range(num_slabs))
+        self.held_states = [False] * num_slabs
+        self.taken_over: list[int] = []
+        self.places: list[SlabPlaces] = []
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
+        unused = [slab for slab, use in enumerate(self.use) if use == SlabUse.UNUSED]
+        if self.unused != unused:
+            raise CacheIntegrityError(f"slabs listed as unused {self.unused} != slabs used for nothing {unused}")
+        num_open = self.num_fixed.count(0)
+        if self.num_open != num_open:
+            raise CacheIntegrityError(f"{self.num_open} open slabs counted, {num_open} found")
+        fixed = [slab for slab in unused if self.num_fixed[slab]]
+        if fixed:
+            raise CacheIntegrityError(f"unused slabs {fixed} have fixed places")
+
+
+class SlabPlaces(ABC):
+    """The places of one use; an unused slab is taken from the low end by KV and from the high one by states.
+
+    Attributes:
+        num_beside_fixed: Places that are not fixed, in slabs where another place of this use is.
+    """
+
+    is_shared = True
+
+    def __init__(self, slabs: Slabs, use: SlabUse, per_slab: int) -> None:
+        self.per_slab = per_slab
+        self.num_places = self.num_free = len(slabs.use) * per_slab
+        self.num_beside_fixed = 0
+        self._slabs = slabs
+        self._use = int(use)
+        self._other_use = 1 - self._use
+        slabs.places.append(self)
+
+    @property
+    def num_available(self) -> int:
+        return self._slabs.num_open * self.per_slab + self.num_beside_fixed
+
+    @abstractmethod
+    def take(self, num_places: int) -> list[int]:
+        """See `Places`."""
+
+    @abstractmethod
+    def give_back(self, place: int) -> None:
+        """See `Places`."""
+
+    def fix(self, *places: int) -> None:
+        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
+        for place in places:
+            slab = place // per_slab
+            if not num_fixed[slab]:
+                slabs.num_open -= 1
+                self.num_beside_fixed += per_slab
+            num_fixed[slab] += 1
+        self.num_beside_fixed -= len(places)
+
+    def unfix(self, *places: int) -> None:
+        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
+        for place in places:
+            slab = place // per_slab
+            num_fixed[slab] -= 1
+            if not num_fixed[slab]:
+                slabs.num_open += 1
+                self.num_beside_fixed -= per_slab
+        self.num_beside_fixed += len(places)
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless the counts agree with the slabs of this use. O(n)."""
+        slabs, per_slab = self._slabs, self.per_slab
+        mine = self._own_slabs()
+        num_fixed = [slabs.num_fixed[slab] for slab in mine]
+        for slab, count in zip(mine, num_fixed, strict=True):
+            if self._num_free_in(slab) + count > per_slab:
+                raise CacheIntegrityError(f"slab {slab} of {per_slab} places has {count} fixed ones beside free ones")
+        num_free = sum(map(self._num_free_in, mine)) + len(slabs.unused) * per_slab
+        num_beside_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
+        if (self.num_free, self.num_beside_fixed) != (num_free, num_beside_fixed):
+            raise CacheIntegrityError(
+                f"{self.num_free} free places and {self.num_beside_fixed} beside fixed ones counted, {num_free} and "
+                f"{num_beside_fixed} found"
+            )
+
+    def _num_free_in(self, slab: int) -> int:
+        """Return how many places of a slab of this use are free."""
+        return 0
+
+    def _own_slabs(self) -> list[int]:
+        return [slab for slab, use in enumerate(self._slabs.use) if use == self._use]
+
+    def _take_over(self) -> int:
+        """Give this use an unused slab."""
+        slabs = self._slabs
+        slab = slabs.unused.pop(-self._use)
+        slabs.use[slab] = self._use
+        if self._use:
+            slabs.held_states[slab] = True
+        elif slabs.held_states[slab]:
+            slabs.taken_over.append(slab)
+        other = slabs.places[self._other_use]
+        other.num_free -= other.per_slab
+        return slab
+
+    def _give_up(self, slab: int) -> None:
+        """Let a slab without a taken place become unused."""
+        slabs = self._slabs
+        slabs.use[slab] = SlabUse.UNUSED
+        insort(slabs.unused, slab)
+        other = slabs.places[self._other_use]
+        other.num_free += other.per_slab
+
+
+class WholeSlabs(SlabPlaces):
+    """Places of one slab each."""
+
+    def take(self, num_places: int) -> list[int]:
+        num_fixed, taken = self._slabs.num_fixed, []
+        for _ in range(num_places):
+            slab = self._take_over()
+            num_fixed[slab] = 1
+            taken.append(slab)
+        self._slabs.num_open -= num_places
+        self.num_free -= num_places
+        return taken
+
+    def give_back(self, place: int) -> None:
+        self.num_free += 1
+        self._give_up(place)
+
+
+class PartsOfSlabs(SlabPlaces):
+    """Places of which a slab holds several.
+
+    Partly used slabs are filled first, that of the lowest number before others, so that some slabs fall empty; then an
+    unused one.
+    """
+
+    def __init__(self, slabs: Slabs, use: SlabUse, per_slab: int) -> None:
+        super().__init__(slabs, use, per_slab)
+        self._free: list[list[int]] = [[] for _ in slabs.use]  # by slab of this use, the next one last
+        self._partly: list[int] = []  # a heap that holds each slab with a place in `_free`, and given up ones
+
+    def take(self, num_places: int) -> list[int]:
+        slabs, partly, num_fixed = self._slabs, self._partly, self._slabs.num_fixed
+        taken: list[int] = []
+        missing = num_places
+        while missing:
+            slab = partly[0] if partly else self._open_slab()
+            free = self._free[slab]
+            if free and not num_fixed[slab]:
+                slabs.num_open -= 1
+                self.num_beside_fixed += self.per_slab
+            while free and missing:
+                taken.append(free.pop())
+                num_fixed[slab] += 1
+                missing -= 1
+            if not free:  # full now, or given up long ago
+                heappop(partly)
+        self.num_free -= num_places
+        self.num_beside_fixed -= num_places
+        return taken
+
+    def give_back(self, place: int) -> None:
+        slab = place // self.per_slab
+        free = self._free[slab]
+        self.num_free += 1
+        if len(free) + 1 == self.per_slab:
+            free.clear()
+            self._give_up(slab)
+            return
+        if not free:
+            heappush(self._partly, slab)
+        free.append(place)
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
+        mine = self._own_slabs()
+        for slab in mine:
+            self._check_free(slab, self._free[slab])
+        partly = [slab for slab, free in enumerate(self._free) if free]
+        if not set(partly) <= set(mine):
+            raise CacheIntegrityError(f"slabs {partly} have free places of a use that has slabs {mine}")
+        listed = Counter(self._partly)
+        if not set(partly) <= listed.keys() or any(count > 1 for count in listed.values()):
+            raise CacheIntegrityError(f"slabs {sorted(self._partly)} listed as partly used, {partly} found")
+        super().check_integrity()
+
+    def _num_free_in(self, slab: int) -> int:
+        return len(self._free[slab])
+
+    def _check_free(self, slab: int, free: Sequence[int]) -> None:
+        if len(set(free)) != len(free) or any(place // self.per_slab != slab for place in free):
+            raise CacheIntegrityError(f"slab {slab} lists places {sorted(free)} as free")
+
+    def _open_slab(self) -> int:
+        """Take over a slab, which then is the only one in the heap."""
+        slab = self._take_over()
+        first = slab * self.per_slab
+        self._free[slab].extend(range(first + self.per_slab - 1, first - 1, -1))
+        self._partly.append(slab)
+        return slab
 
 
 class SlabSpace:
-    """`num_slabs` slabs, each with room for `blocks_per_slab` KV blocks or for `slots_per_slab` states.
+    """Slabs with room for KV blocks or for states, one use at a time until the last place of a slab is free.
 
-    Block b lies in slab b // blocks_per_slab, slot s in slab s // slots_per_slab, so that every place has a fixed
-    address whatever its slab is used for at the time. A slab belongs to one use from its first place taken to its last
-    given back.
+    Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab: each place has a fixed address.
     """
 
     def __init__(self, num_slabs: int, blocks_per_slab: int, slots_per_slab: int) -> None:
-        """Start with every slab unused.
-
-        Raises:
-            ValueError: If a number is out of range.
-        """
+        """Start with every slab unused; raise ValueError if a number is out of range."""
         if num_slabs < 0 or blocks_per_slab < 1 or slots_per_slab < 1:
             raise ValueError(
                 f"need num_slabs >= 0 and a block and a slot a slab, found {num_slabs}, {blocks_per_slab} and "
@@ -33,7 +260,6 @@ class SlabSpace:
     def fits(
         self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
     ) -> bool:
-        """See `CacheSpace`."""
         slabs, num_slabs, newly_fixed = self._slabs, 0, 0
         for places, wanted, beside in ((self.blocks, num_blocks, beside_blocks), (self.slots, num_slots, beside_slots)):
             fixed_now = {place // places.per_slab for place in beside}
@@ -63,7 +289,6 @@ class SlabSpace:
         return stale
 
     def check_integrity(self) -> None:
-        """See `CacheSpace`."""
         self._slabs.check_integrity()
         self.blocks.check_integrity()
         self.slots.check_integrity()

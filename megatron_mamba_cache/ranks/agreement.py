@@ -10,8 +10,7 @@ from ..errors import CacheBudgetError, HostBudgetError
 from ..recurrences.model_shape import HybridModelShape
 from ..recurrences.slab_shape import SlabShape
 from ..tiers.host_budget import available_bytes, processes_of_host
-from .group import Ranks, on_all_ranks
-from .peers import ExpertPeers
+from .group import ExpertPeers, Ranks, on_all_ranks
 
 _LOG = logging.getLogger(__name__)
 _LARGE_LOSS = 0.05

@@ -1,4 +1,4 @@
-"""The ranks that hold one model together: tensor parallel times pipeline parallel, one replica of it.
+"""The ranks that hold one model together, tensor parallel times pipeline parallel, and those that share its experts.
 
 Each rank reaches every decision by itself, so ranks exchange little: what memory allows, once; the sampled tokens, once
 a step; and whether drafting failed, where there are drafts. Every method is collective: all ranks call it, in the same
@@ -104,3 +104,25 @@ def _shared_error(ranks: Ranks, failed: int, raised: RaisedError, mine: Exceptio
         else:
             shared.__cause__ = mine
     return shared
+
+
+class ExpertPeers(Protocol):
+    """One rank's link to the ranks that it shares experts with.
+
+    Each has requests of its own; all compute each step together and make the same calls in the same order.
+    """
+
+    num_ranks: int
+
+    def greatest(self, values: Sequence[int]) -> list[int]:
+        """Return the greatest of each value over all ranks; 64 bits each. Waits for the ranks, not for the device."""
+
+
+class NoPeers:
+    """The `ExpertPeers` of a rank that has all experts."""
+
+    num_ranks = 1
+
+    def greatest(self, values: Sequence[int]) -> list[int]:
+        """Return the values."""
+        return list(values)

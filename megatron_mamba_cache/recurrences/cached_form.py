@@ -14,7 +14,7 @@ from .layout import SlotLayout, SlotPart
 from .moves import StateMove
 from .quantized_states import QuantizedStates, restore_states, store_quantized_ref
 from .rows import AlignRows
-from .slot_copies import copy_slots_between
+from .slot_copies import copy_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ CACHED_FORMS = {
     "int8": CachedForm(torch.int8),
     "fp8": CachedForm(torch.float8_e4m3fn),
 }
-"""Every form by its name; the settings offer those of `CACHED_STATE_DTYPES`."""
+"""Every form by its name; the settings offer those of `CacheConfig.RULES`."""
 
 
 class StoredStates:
@@ -70,11 +70,6 @@ class StoredStates:
         self._tensors = [tensor for group in groups for tensor in group.tensors]
         self._live = live
         self._places = list(self.parts) if parts is None else _paired(self._tensors, parts)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of cached states; live ones are among them if `is_live`."""
-        return self.parts[0].shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -128,16 +123,11 @@ class StoredStates:
 
     def restore_to(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
         """Write stored slots into slots of other tensors like the live ones, all tensors; arguments as in `restore`."""
-        copies = []
-        for index, states in enumerate(live):
-            place = self._places[index]
-            if isinstance(place, QuantizedStates):
-                restore_states(place, states, src, dst)
-            else:
-                copies.append((place, self._kept(index, states)))
-        if copies:
-            places, targets = zip(*copies, strict=True)
-            copy_slots_between(places, targets, src, dst)
+        quantized, others = self._pairs(live)
+        for place, states in quantized:
+            restore_states(place, states, src, dst)
+        if others:
+            copy_slots([place for place, _ in others], [states for _, states in others], src, dst)
 
     def store_from(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
         """Store slots of tensors like the live ones, which may be these: `restore_to`, the other way.
@@ -145,17 +135,12 @@ class StoredStates:
         Args:
             dst: Pairwise distinct; no slot of `src` if both are slots of the same tensors.
         """
-        copies = []
-        for index, states in enumerate(live):
-            place = self._places[index]
-            if isinstance(place, QuantizedStates):
-                for layer in range(states.shape[0]):
-                    store_quantized_ref(place.of_layer(layer), dst, states[layer].index_select(0, src.long()))
-            else:
-                copies.append((self._kept(index, states), place))
-        if copies:
-            sources, places = zip(*copies, strict=True)
-            copy_slots_between(sources, places, src, dst)
+        quantized, others = self._pairs(live)
+        for place, states in quantized:
+            for layer in range(states.shape[0]):
+                store_quantized_ref(place.of_layer(layer), dst, states[layer].index_select(0, src.long()))
+        if others:
+            copy_slots([states for _, states in others], [place for place, _ in others], src, dst)
 
     def store_layer(self, index: int, layer: int, slot: int, state: Tensor) -> None:
         """Store one layer's state of one tensor.
@@ -170,10 +155,18 @@ class StoredStates:
         else:
             place[layer, slot].copy_(state)
 
-    def _kept(self, index: int, states: Tensor) -> Tensor:
-        """Return what a cached state keeps of a live tensor."""
-        tensor = self._tensors[index]
-        return states[:, :, : tensor.shape[0]] if tensor.motion == "window" and not self.is_live else states
+    def _pairs(
+        self, live: Sequence[Tensor]
+    ) -> tuple[list[tuple[QuantizedStates, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Return the places of quantized tensors, and of the others, each with what it keeps of a live tensor."""
+        quantized, others = [], []
+        for tensor, place, states in zip(self._tensors, self._places, live, strict=True):
+            if isinstance(place, QuantizedStates):
+                quantized.append((place, states))
+            else:
+                is_cut = tensor.motion == "window" and not self.is_live
+                others.append((place, states[:, :, : tensor.shape[0]] if is_cut else states))
+        return quantized, others
 
 
 def _paired(tensors: Sequence[StateTensor], parts: Sequence[Tensor]) -> list[Any]:

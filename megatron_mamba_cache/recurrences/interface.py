@@ -41,12 +41,10 @@ class StateGroup:
 
     Args:
         layers: Which of the recurrent layers of this rank, counted from 0.
-        grain: Tokens; a boundary lies at a multiple of it.
     """
 
     layers: tuple[int, ...]
     tensors: tuple[StateTensor, ...]
-    grain: int
 
     def num_layers_of(self, tensor: StateTensor) -> int:
         """Return how many layers of a tensor a slot holds."""

@@ -268,7 +268,7 @@ class MambaSlotAllocator(StateSlotAllocator):
             StateTensor("conv", tuple(conv_states_shape), conv_states_dtype),
             StateTensor("ssm", tuple(ssm_states_shape), ssm_states_dtype),
         )
-        group = StateGroup(tuple(range(num_mamba_layers)), tensors, grain=1)
+        group = StateGroup(tuple(range(num_mamba_layers)), tensors)
         pool = StatePool.zeros([group], max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())
 

@@ -90,10 +90,7 @@ class HybridModelShape:
     def state_groups(self, config: CacheConfig) -> tuple[StateGroup, ...]:
         """Return the groups of recurrent layers, with their tensors in the configured dtypes."""
         dtypes = self._dtypes(config)
-        return tuple(
-            StateGroup(layers.layers, layers.recurrence.tensors(dtypes), layers.recurrence.grain)
-            for layers in self.recurrent
-        )
+        return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
         """Return the layout of a live state's slot.
@@ -215,8 +212,8 @@ class HybridModelShape:
         """Raise `ValueError` if the settings do not fit the model."""
         if config.prefix_caching and config.block_size_tokens % self.grain:
             raise ValueError(
-                f"block_size_tokens is {config.block_size_tokens}, which is not a multiple of the model's SSM chunk of "
-                f"{self.grain}: set --inference-dynamic-batching-block-size to a multiple of it, or "
+                f"block_size_tokens is {config.block_size_tokens}, which is not a multiple of the recurrence's chunk "
+                f"of {self.grain}: set --inference-dynamic-batching-block-size to a multiple of it, or "
                 "--no-prefix-caching"
             )
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from .cached_form import StoredStates
 from .interface import DraftStorage, LayerStates, StateGroup
 from .layout import SlotLayout, state_tensors
-from .slot_copies import copy_slots, zero_slots
-from .window import SlotStorage
+from .window import WindowStorage
 
 
 class _Place(NamedTuple):
@@ -45,7 +44,7 @@ class StatePool:
         self.live = StoredStates(self.groups, self.tensors, None)
         self.cached = self.live if cached is None else StoredStates(self.groups, self.tensors, cached)
         self._places = _places(self.groups)
-        self.drafts: DraftStorage = SlotStorage(self.live)
+        self.drafts: DraftStorage = WindowStorage(self.live)
         self._layers = self._views()
 
     @staticmethod
@@ -57,11 +56,6 @@ class StatePool:
         """Keep states after drafts otherwise than in slots."""
         self.drafts = drafts
         self._layers = self._views()
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of live states."""
-        return self.live.num_slots
 
     @property
     def device(self) -> torch.device:
@@ -82,18 +76,6 @@ class StatePool:
         if name not in names:
             raise ValueError(f"the model's states have no tensor {name!r}; they have {names}")
         return self.tensors[sum(len(before.tensors) for before in self.groups[:group]) + names.index(name)]
-
-    def copy(self, src: Tensor, dst: Tensor) -> None:
-        """Copy whole slots, all tensors, in place.
-
-        Args:
-            src, dst: [n] int32 slot numbers on the pool's device; see `copy_slots`.
-        """
-        copy_slots(self.tensors, src, dst)
-
-    def zero(self, slots: Tensor) -> None:
-        """Zero whole slots, all tensors, in place."""
-        zero_slots(self.tensors, slots)
 
     def _views(self) -> list[LayerStates]:
         return [self._view(layer, places) for layer, places in enumerate(self._places)]

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
-from .reference_slots import copy_slots_between_ref, store_slots
 from .rows import PAD_SLOT
+from .slot_copies import copy_slots_ref, store_slots
 from .slot_tiles import next_turn, numbered, of_number
 
 WIDTH = 64
@@ -244,4 +244,4 @@ def restore_states_ref(states: QuantizedStates, pool: Tensor, src: Tensor, dst: 
     values = states.values.view(torch.int8).index_select(1, used).view(states.values.dtype).to(torch.float32)
     restored = values * states.scales.index_select(1, used)[..., None, :]
     numbers = torch.where(src < 0, src, torch.arange(src.shape[0], dtype=src.dtype, device=src.device))
-    copy_slots_between_ref((restored,), (pool,), numbers, dst)
+    copy_slots_ref((restored,), (pool,), numbers, dst)

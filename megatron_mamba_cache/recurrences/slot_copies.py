@@ -1,4 +1,4 @@
-"""Whole-slot copies and clears of state pools: all layers and state types in one launch.
+"""Whole-slot copies of state pools: all layers and state types in one launch.
 
 Layout: see `slot_tiles`; a slot and layer are one time, so only their bytes matter. Grid: the programs that stay
 resident. Each reads all slot numbers, skips padding, and takes every n-th tile of what is left: one slot spreads
@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.kernel_launches import launches_kernel
-from .reference_slots import copy_slots_between_ref, copy_slots_ref, zero_slots_ref
-from .rows import PAD_SLOT
+from ..kernels.reference import along_first_dim, redirect_padding
+from .rows import PAD_SLOT, PrefillRows
 from .slot_tiles import (
     CopyTiling,
     SlotTiles,
@@ -25,10 +25,7 @@ from .slot_tiles import (
     numbered,
     of_number,
     one_time,
-    zero_tiles,
 )
-
-__all__ = ["TILING", "copy_slots", "copy_slots_between", "copy_slots_ref", "zero_slots", "zero_slots_ref"]
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 SLOTS_AT_A_TIME = 256
@@ -64,56 +61,23 @@ def _copy_slots_kernel(
                 turn = next_turn(turn, LAYERS[i] * ((LENGTHS[i] + WIDTHS[i] - 1) // WIDTHS[i]))
 
 
-@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
-def _zero_slots_kernel(
-    pools,
-    slots,
-    num_slots,
-    SLOTS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTHS: tl.constexpr,
-):
-    turn = tl.program_id(0)
-    for first in range(0, num_slots, SLOTS):
-        index = first + tl.arange(0, SLOTS)
-        targets = tl.load(slots + index, mask=index < num_slots, other=_PAD).to(tl.int64)
-        clears = targets != _PAD
-        numbers = numbered(clears)
-        for number in range(1, tl.max(numbers, axis=0) + 1):
-            target = of_number(targets, numbers, number)
-            for i in tl.static_range(len(LAYERS)):
-                zero_tiles(pools[i], target, turn, LAYERS[i], LENGTHS[i], LANES[i], WIDTHS[i])
-                turn = next_turn(turn, LAYERS[i] * ((LENGTHS[i] + WIDTHS[i] - 1) // WIDTHS[i]))
+def copy_slots(
+    sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING
+) -> None:
+    """Copy whole slots of each source pool into the pool of the same position, which may be the same, in place.
 
-
-def copy_slots(pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING) -> None:
-    """Copy whole slots within each pool, all layers, in place.
-
-    Slots that `dst` does not name, and bytes between the slots of a strided pool, stay as they are.
+    All layers. Slots that `dst` does not name, and bytes between the slots of a strided pool, stay as they are. If
+    dtypes differ, the reference casts.
 
     Args:
-        pools: Each [layers, slots, ...]; a slot and layer contiguous.
-        src, dst: [n] int32 slot numbers; a pair holding PAD_SLOT is skipped. Otherwise dst is unique, and no pair's
-            dst is the src of another: copies happen in any order.
+        sources, pools: Each [layers, slots, ...]; a slot and layer contiguous. They differ in slots only.
+        src, dst: [n] int32 slot numbers; a pair holding PAD_SLOT is skipped. Otherwise dst is unique, and within a pool
+            no pair's dst is the src of another: copies happen in any order.
 
     Raises:
         ValueError: If lengths, shapes, dtypes, strides or devices disagree.
 
     Reference: `copy_slots_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
-    """
-    copy_slots_between(pools, pools, src, dst, tiling)
-
-
-def copy_slots_between(
-    sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING
-) -> None:
-    """Copy whole slots of each source pool into the pool of the same position, all layers, in place.
-
-    As `copy_slots`, for pools that differ only in their number of slots; if dtypes differ too, the reference casts.
-
-    Reference: `copy_slots_between_ref`.
     """
     for source, pool in zip(sources, pools, strict=True):
         if source.shape[:1] + source.shape[2:] != pool.shape[:1] + pool.shape[2:]:
@@ -125,7 +89,7 @@ def copy_slots_between(
     if not moved or src.shape[0] == 0:
         return
     if not launches_kernel(src) or any(source.dtype != pool.dtype for source, pool in moved):
-        copy_slots_between_ref(sources, pools, src, dst)
+        copy_slots_ref(sources, pools, src, dst)
         return
     from_tiles, to_tiles = [], []
     for source, pool in moved:
@@ -140,36 +104,6 @@ def copy_slots_between(
         dst=dst,
         num_slots=src.shape[0],
         **_sizes([pool for _, pool in moved], to_tiles),
-        num_warps=tiling.num_warps,
-        enable_fp_fusion=True,
-    )
-
-
-def zero_slots(pools: Sequence[Tensor], slots: Tensor, tiling: CopyTiling = TILING) -> None:
-    """Clear whole slots of each pool, all layers, in place.
-
-    Args:
-        pools: Each [layers, slots, ...]; a slot and layer contiguous.
-        slots: [n] int32 slot numbers; PAD_SLOT is skipped.
-
-    Raises:
-        ValueError: If shapes, dtypes, strides or devices disagree.
-
-    Reference: `zero_slots_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
-    """
-    _check(pools, slots, slots)
-    cleared = [pool for pool in pools if pool.numel()]
-    if not cleared or slots.shape[0] == 0:
-        return
-    if not launches_kernel(slots):
-        zero_slots_ref(pools, slots)
-        return
-    tiles = [cut_slots(one_time(pool), tiling) for pool in cleared]
-    _zero_slots_kernel[(tiling.num_programs(slots.device),)](
-        pools=tuple(cut.states for cut in tiles),
-        slots=slots,
-        num_slots=slots.shape[0],
-        **_sizes(cleared, tiles),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
@@ -199,3 +133,44 @@ def _check(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
                 "need pools [layers, slots, ...] whose slots are contiguous, "
                 f"found {tuple(pool.shape)} with strides {pool.stride()}"
             )
+
+
+def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read slots as fresh tensors [n, ...] of `dtype`, zeros where `slots` [n] int32 holds PAD_SLOT."""
+    states = pool.index_select(0, slots.clamp_min(0).to(torch.int64))
+    return torch.where(along_first_dim(slots != PAD_SLOT, states), states, 0).to(dtype)
+
+
+def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write values [n, ...], cast to the pool's dtype, into slots [n] int32 of `pool` in place; skip PAD_SLOT.
+
+    A masked write must not index with a mask, so padding repeats a valid write, or gives slot 0 its own content.
+    """
+    if slots.shape[0] == 0:
+        return
+    redirect = redirect_padding(slots != PAD_SLOT)
+    targets = slots.index_select(0, redirect).to(torch.int64)
+    states = values.index_select(0, redirect).to(pool.dtype)
+    states = torch.where(along_first_dim(targets != PAD_SLOT, states), states, pool[:1])
+    pool.index_copy_(0, targets.clamp_min(0), states)
+
+
+def store_empty_rows(pool: Tensor, rows: PrefillRows) -> None:
+    """Write the initial state of each row without tokens into its final slot."""
+    is_empty = rows.cu_rows[1:] == rows.cu_rows[:-1]
+    states = load_slots(pool, rows.initial_slots, pool.dtype)
+    store_slots(pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)
+
+
+def copy_slots_ref(sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+    """Copy whole slots of each source pool into its pool, all layers, in place; see `copy_slots`."""
+    if src.shape[0] == 0:
+        return
+    valid = (src != PAD_SLOT) & (dst != PAD_SLOT)
+    redirect = redirect_padding(valid)
+    from_slot = torch.where(valid, src, 0).index_select(0, redirect).to(torch.int64)
+    to_slot = torch.where(valid, dst, 0).index_select(0, redirect).to(torch.int64)
+    any_valid = valid.any()
+    for source, pool in zip(sources, pools, strict=True):
+        states = source.index_select(1, from_slot).to(pool.dtype)
+        pool.index_copy_(1, to_slot, torch.where(any_valid, states, pool[:, :1]))

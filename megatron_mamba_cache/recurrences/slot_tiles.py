@@ -156,29 +156,6 @@ def copy_tiles(
 
 
 @triton.jit
-def zero_tiles(
-    states,
-    target,
-    first_tile,
-    LAYERS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Zero every n-th tile from `first_tile` on, n programs, of slot `target`, an int64: all layers, one time."""
-    TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
-    to_slot = target * states.slot_stride * LANES
-    for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
-        layer = states.first + tl.cast(tile // TILES, tl.int64) * states.layer_stride * LANES
-        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)
-        zeros = tl.zeros([WIDTH], dtype=states.first.dtype.element_ty)
-        if LENGTH % WIDTH == 0:
-            tl.store(layer + to_slot + element, zeros)
-        else:
-            tl.store(layer + to_slot + element, zeros, mask=element < LENGTH)
-
-
-@triton.jit
 def copy_windows(
     states,
     target_states,

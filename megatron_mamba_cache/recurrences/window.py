@@ -14,7 +14,7 @@ from .interface import LiveState
 from .rows import PAD_SLOT, AlignRows
 
 
-class SlotStorage:
+class WindowStorage:
     """Draft states in slots of the pool; a `DraftStorage`.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Protocol
 import zmq
 
 from .channels import Channel, CurveChannel, PlainChannel
-from .joining_secret import JoiningSecret
+from .coordinator_secrets import JoiningSecret
 
 _LOOPBACK = "127.0.0.1"
 REMEDY = (
@@ -36,7 +36,6 @@ class Access(Protocol):
 
     Args:
         host: Name or address of the interface on which sockets listen.
-        channel: Channel of connections to the coordinator.
         fingerprint: Equal in processes that can talk to each other; it does not reveal the secret.
     """
 
@@ -80,7 +79,6 @@ class LoopbackAccess:
         self.channel: Channel = PlainChannel()
 
     def check_hosts(self, hosts: Collection[str]) -> None:
-        """See `Access`."""
         if len(set(hosts)) > 1:
             raise ValueError(
                 f"the ranks run on {len(set(hosts))} hosts, and without a key the coordinator listens on loopback "
@@ -88,7 +86,6 @@ class LoopbackAccess:
             )
 
     def check_address(self, address: str) -> None:
-        """See `Access`."""
         host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
         if not _is_loopback(host):
             raise ValueError(
@@ -97,61 +94,50 @@ class LoopbackAccess:
             )
 
     def open_for_replicas(self, port: int) -> Admission:
-        """See `Access`."""
         secret = JoiningSecret.create(port)
         return Admission(_proof_of(secret.value), secret.remove)
 
     def joining(self, port: int) -> Joining:
-        """See `Access`."""
         secret = JoiningSecret.read(port).value
         return Joining(_proof_of(secret), CurveChannel(secret) if zmq.has("curve") else PlainChannel())
 
 
-class KeyedAccess:
+class _NetworkAccess:
+    """Listens on the hostname's interface, for whatever gets through the channel."""
+
+    def __init__(self, channel: Channel, fingerprint: str) -> None:
+        self.host = socket.gethostname()
+        self.channel = channel
+        self.fingerprint = fingerprint
+
+    def check_hosts(self, hosts: Collection[str]) -> None:
+        """Do nothing."""
+
+    def check_address(self, address: str) -> None:
+        """Do nothing."""
+
+    def open_for_replicas(self, port: int) -> Admission:
+        """Require no proof: the channel is proof enough."""
+        return Admission("", lambda: None)
+
+    def joining(self, port: int) -> Joining:
+        """Return the channel alone."""
+        return Joining("", self.channel)
+
+
+class KeyedAccess(_NetworkAccess):
     """Holders of a secret may do everything, from any host; all others fail the handshake."""
 
     def __init__(self, secret: bytes) -> None:
-        self.host = socket.gethostname()
-        self.channel: Channel = CurveChannel(secret)
-        self.fingerprint = hashlib.blake2b(secret, digest_size=8, person=b"fingerprint").hexdigest()
-
-    def check_hosts(self, hosts: Collection[str]) -> None:
-        """Do nothing."""
-
-    def check_address(self, address: str) -> None:
-        """Do nothing."""
-
-    def open_for_replicas(self, port: int) -> Admission:
-        """See `Access`; the key is proof enough."""
-        return Admission("", lambda: None)
-
-    def joining(self, port: int) -> Joining:
-        """See `Access`."""
-        return Joining("", self.channel)
+        digest = hashlib.blake2b(secret, digest_size=8, person=b"fingerprint")
+        super().__init__(CurveChannel(secret), digest.hexdigest())
 
 
-class InsecureAccess:
-    """Any process that can reach the ports on the hostname's interface may do everything."""
-
-    fingerprint = "insecure"
+class InsecureAccess(_NetworkAccess):
+    """Any process that can reach the ports may do everything."""
 
     def __init__(self) -> None:
-        self.host = socket.gethostname()
-        self.channel: Channel = PlainChannel()
-
-    def check_hosts(self, hosts: Collection[str]) -> None:
-        """Do nothing."""
-
-    def check_address(self, address: str) -> None:
-        """Do nothing."""
-
-    def open_for_replicas(self, port: int) -> Admission:
-        """See `Access`; no proof is required."""
-        return Admission("", lambda: None)
-
-    def joining(self, port: int) -> Joining:
-        """See `Access`."""
-        return Joining("", self.channel)
+        super().__init__(PlainChannel(), "insecure")
 
 
 def port_of(address: str) -> int:

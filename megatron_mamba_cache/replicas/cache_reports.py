@@ -1,25 +1,21 @@
 """Report to a coordinator which boundaries a replica's cache can resume from, and under which salt."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..mcore.context import MambaCacheContext
-from ..policy.boundary_journal import BoundaryChanges, BoundaryJournal
-from .salts import KeySalt
+from ..policy.boundary_journal import BoundaryJournal
+from .prompt_keys import KeySalt
 
-
-class ReportTarget(Protocol):
-    """The receiver of reports."""
-
-    def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
-        """Pass changes on; `salt` is None if it is unchanged since the last report."""
+if TYPE_CHECKING:
+    from .replica_link import ReplicaLink
 
 
 class CacheReports:
     """Watches the slot pool of a context's current memory and reports net changes on request."""
 
-    def __init__(self, context: MambaCacheContext, target: ReportTarget) -> None:
+    def __init__(self, context: MambaCacheContext, link: "ReplicaLink") -> None:
         self._context = context
-        self._target = target
+        self._link = link
         self._journal = BoundaryJournal()
         self._salt: KeySalt | None = None  # as last reported
         if context.is_tensor_state_allocated:
@@ -39,12 +35,12 @@ class CacheReports:
         if not context.is_tensor_state_allocated:
             changes = self._journal.take(lambda _: None)
             if changes:
-                self._target.report_keys(changes, None)
+                self._link.report_keys(changes, None)
             return
         changes = self._journal.take(context.cache.kv.key_of)
         salt = self._present_salt()
         if changes or salt != self._salt:
-            self._target.report_keys(changes, salt if salt != self._salt else None)
+            self._link.report_keys(changes, salt if salt != self._salt else None)
             self._salt = salt
 
     def _present_salt(self) -> KeySalt | None:
@@ -53,3 +49,19 @@ class CacheReports:
             return None
         identity = cache.identity
         return KeySalt(identity.fingerprint, identity.weights_version, cache.epoch, cache.block_size)
+
+
+class NoReports:
+    """Takes the place of `CacheReports` and `ProgressReports` where no coordinator listens."""
+
+    def send(self, *_: object) -> None:
+        """Do nothing."""
+
+    def void(self) -> None:
+        """Do nothing."""
+
+    def watch(self) -> None:
+        """Do nothing."""
+
+    def send_state(self) -> None:
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""How a socket's connections are protected: not at all, or by CURVE with keys derived from one secret."""
+"""Settings of a socket's connections: heartbeats, and no protection, or CURVE with keys derived from one secret."""
 
 import hashlib
 from collections.abc import Callable
@@ -8,6 +8,9 @@ from typing import Any, Protocol, Self
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+
+_HEARTBEAT_MS = 1000
+_SILENCE_MS = 5000
 
 
 class Channel(Protocol):
@@ -86,3 +89,13 @@ class CurveChannel:
     def callback(self, _domain: str, client_key: bytes) -> bool:
         """Return whether a client's public key belongs to this secret; called by the authenticator."""
         return client_key == self._client.public
+
+
+def set_heartbeats(socket: zmq.Socket[Any]) -> None:
+    """Make ZMQ's I/O thread ping the peer every second, and close a connection that stays silent for 5 s.
+
+    Call it before the socket binds or connects. Both sides need it: libzmq drops the timeout that a peer asks for
+    (`HEARTBEAT_TTL`) as soon as that peer sends anything else.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)

@@ -6,6 +6,7 @@ step takes, and a process that ends closes its connections; in both cases the co
 
 import hmac
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
@@ -20,8 +21,8 @@ from typing_extensions import override
 from ..mcore.request_spec import ARRIVED
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
-from .coordinator_loop import CoordinatorLoop
 from .front_end import pack_cancel
+from .mailbox import Mailbox
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
 from .requests_in_flight import (
@@ -40,7 +41,7 @@ _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
 """The answer to a client's first message; Megatron's client ignores further ones."""
 
 
-class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
+class PrefixCoordinator(DataParallelInferenceCoordinator):
     """Serves Megatron's `InferenceClient`s over replicas that join and leave.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
@@ -66,7 +67,14 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         num_replicas: int = 1,
         starter_has_left: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(inference_coordinator_port, settings, num_replicas, starter_has_left)
+        # Megatron's own would bind before any option could be set, and its loop wait for replicas forever.
+        self._settings = settings
+        self._num_replicas = settings.num_replicas or num_replicas
+        self._parent = os.getppid()
+        self._starter_has_left = starter_has_left
+        self._next_probe = 0.0
+        self._mailbox = Mailbox(inference_coordinator_port, settings.access(), settings.max_message_bytes)
+        self.addr = self._mailbox.address
         self._router = settings.router()
         self._members = Membership()
         self._signals = ControlSignals()
@@ -76,6 +84,45 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         self.next_request_id = 0
         pipe_connection.send(self.addr)
         pipe_connection.close()
+
+    def wait_for_replicas(self) -> None:
+        """Serve until all expected replicas have joined.
+
+        Raises:
+            TimeoutError: If they do not join within `join_timeout_s`.
+        """
+        end = time.monotonic() + self._settings.join_timeout_s
+        while len(self._members.serving) < self._num_replicas and not self._is_abandoned():
+            self._serve_round()
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{len(self._members.serving)} of {self._num_replicas} replicas joined {self.addr} in "
+                    f"{self._settings.join_timeout_s:g} s; see why the others did not start"
+                )
+
+    @override
+    def start(self) -> None:
+        """Serve until clients have stopped the engines, or the starter, all replicas and all clients have left."""
+        while not self._signals.is_over and not self._is_abandoned():
+            self._serve_round()
+
+    @override
+    def stop(self) -> None:
+        self._mailbox.close()
+
+    def _is_abandoned(self) -> bool:
+        is_used = self._members.identities or self._clients
+        return not is_used and (os.getppid() != self._parent or self._starter_has_left())
+
+    def _serve_round(self) -> None:
+        """Handle incoming messages, at most until the next probe is due."""
+        for frames in self._mailbox.receive(max(self._next_probe - time.monotonic(), 0.0)):
+            self._handle_frames(frames)
+        if time.monotonic() >= self._next_probe:
+            self._probe()
+            self._mailbox.summarize()
+            self._next_probe = time.monotonic() + self._settings.probe_interval_s
+        self._announce()
 
     @override
     def detokenize(self, finished_request_record: Any) -> None:
@@ -93,15 +140,6 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         self._send_all(self._members.identities, PROBE)
         self._send_all(self._members.dead_identities, FENCED)  # a fenced process that is idle sends nothing
         self._send_all(self._clients, _CONNECTED)
-
-    def _num_serving(self) -> int:
-        return len(self._members.serving)
-
-    def _is_used(self) -> bool:
-        return bool(self._members.identities or self._clients)
-
-    def _is_over(self) -> bool:
-        return self._signals.is_over
 
     def _handle_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[1]:

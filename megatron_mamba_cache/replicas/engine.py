@@ -17,13 +17,12 @@ from ..installation import require_extra
 from ..mcore.context import MambaCacheContext
 from ..mcore.controller import MambaCacheController
 from ..mcore.engine import MambaCacheEngine
+from .cache_reports import CacheReports, NoReports
 from .expert_peers import Standing, all_step
-from .no_coordinator import NoProgress, NoReports
 from .place import ReplicaPlace, address_on_this_host, agree_on_place, check_ranks, starts_coordinator
 from .settings import RoutingSettings
 
 if TYPE_CHECKING:
-    from .cache_reports import CacheReports
     from .channels import Channel
     from .progress_reports import ProgressReports
 
@@ -45,7 +44,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self._reports: CacheReports | NoReports = NoReports()
-        self._progress: ProgressReports | NoProgress = NoProgress()
+        self._progress: ProgressReports | NoReports = NoReports()
         self._replica_name = ""
         self._zmq_context: Any = None  # created with the first sockets
         self._failed_in_a_row = 0
@@ -118,7 +117,7 @@ class ReplicaEngine(MambaCacheEngine):
     ) -> None:
         """Open the sockets between ranks, and join."""
         from .access import port_of
-        from .rank_context import RankContext
+        from .rank_sockets import RankContext
 
         access = routing.access()
         access.check_address(place.address)
@@ -131,7 +130,6 @@ class ReplicaEngine(MambaCacheEngine):
 
     async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
         """Replace Megatron's socket by a link to the coordinator, before the engine's loop uses it."""
-        from .cache_reports import CacheReports
         from .progress_reports import ProgressReports
         from .replica_link import ReplicaLink
         from .wire import Hello
@@ -152,7 +150,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     def _watch_peers(self) -> None:
         """Make every wait for another rank end with an error when the replica dies."""
-        from .peer_socket import PeerSocket
+        from .rank_sockets import PeerSocket
 
         for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
             socket = getattr(self, name)

@@ -7,8 +7,9 @@ Megatron sends a reply whole, when a request has ended. A client whose sampling 
 replica see submissions in the same order.
 """
 
-import msgpack
 from megatron.core.inference.headers import Headers
+
+from .wire import packed
 
 PROGRESS, CANCEL, FLUSH, WATCH, STATE, STATES = "progress", "cancel", "flush", "watch", "state", "states"
 
@@ -21,11 +22,9 @@ CANCELS, FLUSHES = "cancels", "flushes"
 
 def pack_cancel(request_id: int) -> bytes:
     """Return the message that makes a replica drop a request."""
-    message: bytes = msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True}])
-    return message
+    return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True})
 
 
 def pack_flush(request_id: int, weights_version: str | None) -> bytes:
     """Return the message that makes a replica flush its cache; no request may have this id."""
-    message: bytes = msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]}])
-    return message
+    return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]})

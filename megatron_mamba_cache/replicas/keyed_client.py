@@ -6,7 +6,7 @@ import zmq
 from megatron.core.inference.inference_client import InferenceClient
 
 from .channels import CurveChannel
-from .key_file import read_key_file
+from .coordinator_secrets import read_key_file
 
 
 class KeyedInferenceClient(InferenceClient):

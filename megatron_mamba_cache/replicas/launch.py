@@ -23,7 +23,6 @@ class LaunchedCoordinator:
     It outlives this process, which does not wait for it at exit, as long as replicas or clients are connected.
 
     Args:
-        address: Where replicas and clients connect.
         ready: Set once all expected replicas have joined.
         presence: Open while this process participates.
     """

@@ -1,4 +1,4 @@
-"""A coordinator's end of all connections. Incoming messages and the log lines about them are bounded."""
+"""The socket that replicas and clients connect to. Incoming messages and the log lines about them are bounded."""
 
 import logging
 from collections.abc import Iterator
@@ -7,10 +7,15 @@ from contextlib import ExitStack
 import zmq
 
 from .access import Access, port_of
-from .listening_router import listening_router
+from .channels import set_heartbeats
 
 logger = logging.getLogger(__name__)
 
+_LINGER_MS = 5000
+_HANDSHAKE_MS = 10_000
+_MOST_UNREAD = 1000
+_MOST_UNSENT = 65_536
+"""Messages per connection. A peer that sends too fast waits; one that stops reading counts as disconnected."""
 _MOST_MESSAGES_A_ROUND = 1000
 _MOST_LINES_A_ROUND = 20
 
@@ -20,7 +25,7 @@ class Mailbox:
 
     Args:
         port: Tried first; None: any.
-        max_message_bytes: See `listening_router`.
+        max_message_bytes: Most bytes of one frame; a connection that announces more is closed.
     """
 
     def __init__(self, port: int | None, access: Access, max_message_bytes: int) -> None:
@@ -30,7 +35,7 @@ class Mailbox:
             undo.callback(self.context.destroy, linger=0)
             self._end_admitting = access.channel.admit_clients(self.context)
             undo.callback(self._end_admitting)  # before: the context waits for its sockets
-            self.socket = listening_router(self.context, port, access, max_message_bytes)
+            self.socket = _listening_router(self.context, port, access, max_message_bytes)
             self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self._admission = access.open_for_replicas(port_of(self.address))
             undo.pop_all()
@@ -76,3 +81,28 @@ class Mailbox:
         self.socket.close()
         self._end_admitting()
         self.context.term()
+
+
+def _listening_router(
+    context: zmq.Context[zmq.Socket[bytes]], port: int | None, access: Access, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """Return a router that listens on a port of the access's interface; on any free port if it is None or taken."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected peer raises
+    router.setsockopt(zmq.SNDHWM, _MOST_UNSENT)
+    router.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
+    router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    router.setsockopt(zmq.LINGER, _LINGER_MS)
+    set_heartbeats(router)
+    access.channel.secure_listener(router)
+    host = f"tcp://{access.host}"
+    try:
+        if port is not None:
+            router.bind(f"{host}:{port}")
+    except zmq.ZMQError as error:
+        logger.warning("port %s is not available (%s); using another one", port, error)
+        port = None
+    if port is None:
+        router.bind_to_random_port(host)
+    return router

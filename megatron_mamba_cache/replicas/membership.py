@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..policy.routing import ReplicaName
-from .salts import KeySalt
+from .prompt_keys import KeySalt
 from .wire import Hello, WireError
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size, get_pg_src_rank
 
 from ..policy.routing import ReplicaName
-from .host_identity import host_identity
+from .coordinator_secrets import host_identity
 
 if TYPE_CHECKING:
     from .access import Access
@@ -22,7 +22,6 @@ class ReplicaPlace:
         replica: Name, unique across all launches.
         member, num_members: Rank in the model-parallel group, and its size.
         domain: Shared by replicas that compute together by expert parallelism, else "".
-        address: The coordinator's.
     """
 
     replica: ReplicaName
@@ -56,9 +55,6 @@ def address_on_this_host(port: int | None, host: str) -> str:
 def check_ranks(groups: Any, access: "Access") -> None:
     """Check that all processes of the launch may reach each other; a collective over all of them.
 
-    Args:
-        access: Rules of this process.
-
     Raises:
         ValueError: On all processes, if they may not, or if their rules differ.
     """
@@ -83,7 +79,6 @@ def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
     """Agree on the replicas and the address across all processes of the launch; a collective over all of them.
 
     Args:
-        groups: Megatron's process groups.
         address: On the process that starts the coordinator, or on all; None elsewhere.
     """
     shared: list[Any] = [address, uuid4().hex]  # a broadcast overwrites it

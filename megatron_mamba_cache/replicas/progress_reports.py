@@ -2,58 +2,27 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from ..mcore.request_spec import PROMPT_SCORES
-from ..mcore.request_states import DraftCounts, TierTokens, tokens_after
+from ..mcore.request_states import tokens_after
 from .front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
 
+if TYPE_CHECKING:
+    from ..mcore.engine import MambaCacheEngine
+    from .replica_link import ReplicaLink
+
 _STATE_INTERVAL_S = 0.25
-
-
-class ReportingEngine(Protocol):
-    """What the reports read of an engine."""
-
-    requests: dict[int, Any]
-    context: Any
-
-    def cached_tokens(self, request_id: int) -> int:
-        """See `MambaCacheEngine`."""
-
-    def tier_tokens(self, request_id: int) -> TierTokens:
-        """See `MambaCacheEngine`."""
-
-    def written_tokens(self, request_id: int) -> int:
-        """See `MambaCacheEngine`."""
-
-    def draft_counts(self, request_id: int) -> DraftCounts:
-        """See `MambaCacheEngine`."""
-
-    def running_seconds(self, request_id: int) -> float:
-        """See `MambaCacheEngine`."""
-
-    def cancel_request(self, request_id: int) -> bool:
-        """See `MambaCacheEngine`."""
-
-    def flush(self, weights_version: str | None) -> None:
-        """See `MambaCacheEngine`."""
-
-
-class MessageTarget(Protocol):
-    """The receiver of messages."""
-
-    def send(self, message: bytes) -> None:
-        """Pass a message on."""
 
 
 class ProgressReports:
     """The reports of one replica."""
 
-    def __init__(self, engine: ReportingEngine, target: MessageTarget) -> None:
+    def __init__(self, engine: "MambaCacheEngine", link: "ReplicaLink") -> None:
         self._engine = engine
-        self._target = target
+        self._link = link
         self._known: dict[int, int] = {}  # request id -> tokens reported
         self._state_at = 0.0
         self._last_state: dict[str, Any] = {}
@@ -62,7 +31,7 @@ class ProgressReports:
         """Report what these requests have generated since the last report."""
         news = [(request_id, self._progress(request_id)) for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
-            self._target.send(msgpack.packb([PROGRESS, news]))
+            self._link.send(msgpack.packb([PROGRESS, news]))
         # Only now: what could not be sent is reported the next time.
         self._known |= {request_id: progress["start"] + len(progress["tokens"]) for request_id, progress in news}
         self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
@@ -82,7 +51,7 @@ class ProgressReports:
         }
         if state != self._last_state:
             self._last_state = state
-            self._target.send(msgpack.packb([STATE, state]))
+            self._link.send(msgpack.packb([STATE, state]))
 
     def _streams(self, request_id: int) -> bool:
         entry = self._engine.requests.get(request_id)
@@ -119,7 +88,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
     }
 
 
-def obeyed(engine: ReportingEngine, request_id: int, sampling: Any) -> bool:
+def obeyed(engine: "MambaCacheEngine", request_id: int, sampling: Any) -> bool:
     """Carry out a submission if it is a cancel or a flush; return whether it was one."""
     if getattr(sampling, CANCELS, False):
         engine.cancel_request(request_id)

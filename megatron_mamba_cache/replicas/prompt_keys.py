@@ -1,11 +1,25 @@
-"""A prompt's tokens and the keys of its blocks under each replica's salt."""
+"""A replica's salt, and a prompt's tokens and block keys under it: the same in a coordinator as in the replica."""
 
 from array import array
+from dataclasses import dataclass
 from typing import Any
 
-from ..policy.block_hashing import block_keys
+from ..policy.block_hashing import CacheSalt, block_keys
 from ..policy.identifiers import BlockKey
-from .salts import KeySalt
+
+
+@dataclass(frozen=True, slots=True)
+class KeySalt:
+    """The salt that a replica's block keys are chained from, without the tenant."""
+
+    fingerprint: str
+    weights_version: str
+    epoch: int
+    block_size: int
+
+    def root_of(self, tenant: str) -> bytes:
+        """Return the digest at the root of a tenant's chains."""
+        return CacheSalt(self.fingerprint, self.weights_version, self.epoch, tenant).root()
 
 
 class PromptKeys:

@@ -4,21 +4,24 @@ import asyncio
 import secrets
 import time
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
+import msgpack
 import zmq
+from megatron.core.inference.headers import Headers
 
 from ..policy.boundary_journal import BoundaryChanges
-from .channels import Channel, PlainChannel
-from .heartbeats import set_heartbeats
-from .message_limit import messages_within, reports_within
-from .salts import KeySalt
-from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello
+from .channels import Channel, PlainChannel, set_heartbeats
+from .front_end import PROGRESS
+from .prompt_keys import KeySalt
+from .wire import FENCED, KEY_BYTES, PROBE, WELCOME, Hello, KeyReport, Unsent, pack_hello, pack_report, pack_unsent
 
 _LINGER_MS = 1000
 _ENCRYPTION_BYTES = 64
 """CURVE adds 33 bytes to a message, and the coordinator's socket counts them."""
 _WELCOME_POLL_S = 0.01
-
+_REPORT_BYTES = 1024  # of a report without its keys
 
 COORDINATOR_SILENCE_S = 60.0
 """A replica gives up after this long without any message from the coordinator, probes included."""
@@ -32,7 +35,6 @@ class ReplicaLink:
     """Says hello, then passes Megatron's messages through; it consumes messages meant for the link itself.
 
     Args:
-        address: The coordinator's, such as "tcp://host:5555".
         max_message_bytes: Most bytes of a message to the coordinator; see `RoutingSettings`.
         channel: The channel that the coordinator requires.
     """
@@ -152,3 +154,46 @@ def _identity_of(hello: Hello) -> bytes:
     """Return a name for the socket; where hellos carry a proof, clients cannot guess it and take it once it is free."""
     name = f"{hello.replica}/{hello.member}"
     return (f"{name}/{secrets.token_hex(16)}" if hello.proof else name).encode()
+
+
+def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
+    """Yield an engine's message as messages of at most `max_bytes` each, in order.
+
+    Replies and progress are split by request. If the part of a single request exceeds the limit, an `Unsent` replaces
+    it, which makes the coordinator fail that request.
+    """
+    if len(message) <= max_bytes:
+        yield message
+        return
+    kind, *body = msgpack.unpackb(message, strict_map_key=False)
+    if kind not in (Headers.ENGINE_REPLY.value, PROGRESS):
+        raise ValueError(f"a message of kind {kind!r} is above max_message_bytes={max_bytes} and cannot be split")
+    for entry in body[0]:
+        part = msgpack.packb([kind, [entry]])
+        if len(part) > max_bytes:
+            reason = (
+                f"its reply has {len(part)} bytes, above max_message_bytes={max_bytes}; ask for fewer log-probs, "
+                "or raise max_message_bytes in the coordinator's RoutingSettings"
+            )
+            part = pack_unsent(Unsent(_request_id(kind, entry), reason))
+        yield part
+
+
+def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
+    """Yield a report as messages of at most `max_bytes` each, but of one key at least; they apply in order."""
+    changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
+    most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
+    dropped, published = changes.dropped, changes.published
+    while True:
+        some_dropped, dropped = dropped[:most], dropped[most:]
+        room = most - len(some_dropped)
+        some_published, published = published[:room], published[room:]
+        yield pack_report(KeyReport(BoundaryChanges(some_published, some_dropped, flushed), salt))
+        if not dropped and not published:
+            return
+        salt, flushed = None, False
+
+
+def _request_id(kind: Any, entry: Any) -> int:
+    """Return the request that an entry is about: a record of a reply, or a pair of progress."""
+    return int(entry[0] if kind == PROGRESS else entry["requests"][0]["request_id"])

@@ -12,6 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from ..policy.routing import ReplicaName
 from .front_end import CANCELS, FLUSHES
+from .wire import packed
 
 _CLIENTS_SHARE = 4
 _TOKEN_BYTES = 8
@@ -29,9 +30,7 @@ class RequestInFlight:
         client: Socket identity.
         client_request_id: The client's number.
         prompt: Text or token ids, as the client sent it.
-        tokens: The prompt as token ids.
         sampling: Megatron's sampling parameters as a dict, with any additions of the client.
-        num_bytes: Bytes counted for it; see `RequestsInFlight`.
     """
 
     request_id: int
@@ -66,13 +65,11 @@ class RequestInFlight:
 
     def submission(self) -> bytes:
         """Return Megatron's message that submits it to a replica."""
-        message: bytes = msgpack.packb([Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling])
-        return message
+        return packed(Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling)
 
     def reply(self, record: dict[str, Any]) -> bytes:
         """Return Megatron's message that sends a record to its client."""
-        message: bytes = msgpack.packb([Headers.ENGINE_REPLY.value, self.client_request_id, record])
-        return message
+        return packed(Headers.ENGINE_REPLY.value, self.client_request_id, record)
 
 
 class PendingLimitError(ValueError):

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import msgpack
-
 from .coordinator import PrefixCoordinator
 from .front_end import CANCEL, FLUSH, PROGRESS, STATE, STATES, WATCH, pack_cancel, pack_flush
 from .membership import Replica
 from .requests_in_flight import RequestInFlight
-from .wire import WireError
+from .wire import WireError, packed
 
 
 class ServingCoordinator(PrefixCoordinator):
@@ -53,7 +51,7 @@ class ServingCoordinator(PrefixCoordinator):
         for request_id, progress in news:
             request = self._in_flight.get(request_id)
             if request is not None and request.replica == replica.name:
-                self._send(request.client, msgpack.packb([PROGRESS, request.client_request_id, progress]))
+                self._send(request.client, packed(PROGRESS, request.client_request_id, progress))
 
     def _cancel(self, client: bytes, body: list[Any]) -> None:
         (client_request_id,) = body
@@ -79,5 +77,4 @@ class ServingCoordinator(PrefixCoordinator):
         self._send_all(self._watchers & self._clients, self._packed_states())
 
     def _packed_states(self) -> bytes:
-        message: bytes = msgpack.packb([STATES, self._states])
-        return message
+        return packed(STATES, self._states)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..installation import require_extra
 from ..policy.routing import PrefixRouter, RoundRobinRouter
-from .key_file import read_key_file
+from .coordinator_secrets import read_key_file
 
 if TYPE_CHECKING:
     from .access import Access

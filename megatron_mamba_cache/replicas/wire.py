@@ -13,7 +13,7 @@ import msgpack
 from ..policy.boundary_journal import BoundaryChanges
 from ..policy.identifiers import BlockKey
 from ..policy.routing import ReplicaName
-from .salts import KeySalt
+from .prompt_keys import KeySalt
 
 HELLO, KEYS, UNSENT = "hello", "keys", "unsent"
 WELCOME = msgpack.packb(["welcome"])
@@ -35,6 +35,12 @@ _OPENING_BYTES = 64
 
 class WireError(ValueError):
     """A malformed or inadmissible message."""
+
+
+def packed(*message: Any) -> bytes:
+    """Return a message of these parts."""
+    found: bytes = msgpack.packb(message)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +97,7 @@ def opening_of(message: bytes) -> tuple[Any, ...]:
 def pack_hello(hello: Hello) -> bytes:
     """Return the message."""
     fields = {"replica": hello.replica, "member": hello.member, "num_members": hello.num_members}
-    message: bytes = msgpack.packb([HELLO, {**fields, "domain": hello.domain, "proof": hello.proof}])
-    return message
+    return packed(HELLO, {**fields, "domain": hello.domain, "proof": hello.proof})
 
 
 def hello_of(body: Any) -> Hello:
@@ -118,8 +123,7 @@ def pack_report(report: KeyReport) -> bytes:
         "published": _pack_keys(changes.published),
         "dropped": _pack_keys(changes.dropped),
     }
-    message: bytes = msgpack.packb([KEYS, body])
-    return message
+    return packed(KEYS, body)
 
 
 def report_of(body: Any) -> KeyReport:
@@ -135,8 +139,7 @@ def report_of(body: Any) -> KeyReport:
 
 def pack_unsent(unsent: Unsent) -> bytes:
     """Return the message."""
-    message: bytes = msgpack.packb([UNSENT, unsent.request_id, unsent.reason])
-    return message
+    return packed(UNSENT, unsent.request_id, unsent.reason)
 
 
 def unsent_of(body: list[Any]) -> Unsent:

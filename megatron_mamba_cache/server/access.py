@@ -1,8 +1,10 @@
-"""Middleware in front of every route: API keys, readiness and limits on bodies."""
+"""Middleware in front of every route: other origins, API keys, readiness and limits on bodies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .backend import BackendState
@@ -18,13 +20,14 @@ _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
 """Need an administrator's key. Every API key opens all others."""
 _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
 """Wait for readiness, are refused while the server drains, and have limits on bodies. All others have none of it."""
+_METHODS = ("GET", "POST")
+_EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class AccessControl:
     """ASGI middleware: checks the API key, then readiness, then reads the whole body of a POST within its limits.
 
     Args:
-        state: Returns the backend's current state.
         is_draining: Returns whether the server refuses new requests.
     """
 
@@ -64,9 +67,9 @@ class AccessControl:
             await error_response(error, scope)(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        path = scope["path"]
-        header = _header(scope, b"authorization")
-        if not header and (key := _header(scope, b"x-api-key")):
+        path, headers = scope["path"], Headers(scope=scope)
+        header = headers.get("authorization", "")
+        if not header and (key := headers.get("x-api-key")):
             header = f"Bearer {key}"  # as Anthropic's clients send it
         owner = self._keys.owner_of(header)
         if owner is None:
@@ -77,8 +80,8 @@ class AccessControl:
         exchange_of(scope).key_name = self._keys.name_of(owner)
         if is_for_admins(path) and not self._keys.may_administrate(owner):
             raise ApiError(403, "this API key may not administrate the server", "not_an_admin_key")
-        origin = _header(scope, b"origin")
-        if is_for_admins(path) and origin and urlsplit(origin).netloc != _header(scope, b"host"):
+        origin = headers.get("origin")
+        if is_for_admins(path) and origin and urlsplit(origin).netloc != headers.get("host", ""):
             raise ApiError(403, f"a page of {origin} may not administrate the server", "foreign_origin")
         if not _is_below(path, _SERVED_PATHS):
             return
@@ -91,15 +94,35 @@ class AccessControl:
             raise unavailable("the server is shutting down", "shutting_down")
 
 
+class CrossOrigin:
+    """ASGI middleware in front of the API key check, because a browser's preflight request carries no key.
+
+    Admin paths are never open to other origins.
+
+    Args:
+        origins: Allowed origins, such as "https://chat.example"; "*" allows all. If empty, none is allowed.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._closed = app
+        self._open: ASGIApp = app
+        if origins:
+            self._open = CORSMiddleware(
+                app,
+                allow_origins=list(origins),
+                allow_methods=_METHODS,
+                allow_headers=["*"],
+                expose_headers=_EXPOSED,
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_closed = scope["type"] != "http" or is_for_admins(scope["path"])
+        await (self._closed if is_closed else self._open)(scope, receive, send)
+
+
 def is_for_admins(path: str) -> bool:
     """Return whether a path is for administrators only."""
     return _is_below(path, _ADMIN_PATHS)
-
-
-def _header(scope: Scope, wanted: bytes) -> str:
-    """Return a header's value, or "" if it is absent."""
-    value: bytes = next((value for name, value in scope["headers"] if name == wanted), b"")
-    return value.decode("latin-1")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -4,12 +4,11 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from ..grammars.forms import Grammar, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from .field_types import Flag, JsonObject, Name, PartlySupported, Text
 from .strict_json import strict_value
-from .unsupported import STRUCTURED_OUTPUTS
+from .unsupported import STRUCTURED_OUTPUTS, schema_fault
 
 _MOST_CHOICES = 10_000
 _ANY_OBJECT = {"type": "object"}
@@ -21,12 +20,9 @@ def _schema(found: Any) -> Any:
         try:
             found = strict_value(found)
         except ValueError as error:
-            raise PydanticCustomError(
-                "no_schema", "{sentence}", {"sentence": f"it is no JSON text: {error}"}
-            ) from error
+            raise schema_fault("no_schema", f"it is no JSON text: {error}") from error
     if not isinstance(found, dict | bool):
-        sentence = "a JSON schema is an object, true or false"
-        raise PydanticCustomError("no_schema", "{sentence}", {"sentence": sentence})
+        raise schema_fault("no_schema", "a JSON schema is an object, true or false")
     return found
 
 
@@ -129,5 +125,5 @@ class AnswerFields(PartlySupported):
         names = list(self._answers)
         if len(names) > 1:
             sentence = f"an answer follows one form only, and {' and '.join(names)} each ask for one; send one of them"
-            raise PydanticCustomError("several_forms", "{sentence}", {"field": names[1], "sentence": sentence})
+            raise schema_fault("several_forms", sentence, names[1])
         return self

@@ -15,23 +15,20 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from .access import AccessControl
-from .access_log import AccessLog
+from .access import AccessControl, CrossOrigin
 from .anthropic.routes import messages_routes
 from .backend import Backend
 from .bodies import Bodies
-from .cross_origin import CrossOrigin
-from .dashboard import dashboard_routes
+from .dashboard import History, dashboard_routes
 from .documentation import add_documentation
-from .endpoints import openai_routes, seconds_now
+from .endpoints import openai_routes
 from .entrance import Entrance
-from .errors import ApiError, bad_request, unexpected
-from .exchange import Exchange, exchange_of
+from .errors import ApiError, bad_request, schema_error, unexpected
+from .exchange import AccessLog, Exchange, exchange_of
 from .fair_threads import FairThreads
-from .history import History
 from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
-from .load_record import LoadRecord, NoLoadRecord
+from .load_record import LoadRecord
 from .metrics import ServerMetrics
 from .orders import OrderMaker, ServedModel
 from .parsers.families import ReplySyntax
@@ -40,11 +37,10 @@ from .reply import Reply
 from .responses import error_response
 from .responses_api.routes import responses_routes
 from .responses_api.stored import StoredResponses
-from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys, Tenant
 from .tokenizing import TokenizingRoutes
-from .traces import NoTraces, Traces
+from .traces import Traces
 from .transcripts import Transcripts
 
 _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
@@ -61,14 +57,11 @@ class ServerSettings:
     Args:
         model_name: What clients call the model, and replies.
         other_names: What clients may call it too.
-        tokenizer: The model's tokenizer.
         end_ids: Tokens that end replies.
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
         syntax: How the model writes replies to messages.
-        load_record: Where served requests are recorded.
         tells_tokenizer: Whether `/tokenizer_info` is served.
-        traces: Where spans of requests go.
     """
 
     model_name: str
@@ -80,9 +73,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
-    load_record: LoadRecord = field(default_factory=NoLoadRecord)
+    load_record: LoadRecord = field(default_factory=LoadRecord)
     tells_tokenizer: bool = False
-    traces: Traces = field(default_factory=NoTraces)
+    traces: Traces = field(default_factory=Traces)
     other_names: tuple[str, ...] = ()
 
 
@@ -154,7 +147,7 @@ class Server:
             docs_url=None,
             redoc_url=None,
         )
-        model = ServedModel(settings.model_name, self._reader, seconds_now(), settings.syntax, settings.other_names)
+        model = ServedModel(settings.model_name, self._reader, int(time.time()), settings.syntax, settings.other_names)
         orders = OrderMaker(model, settings.limits, settings.tokenizer)
         app.include_router(openai_routes(model, self.rules, orders))
         app.include_router(messages_routes(model, self.rules, orders))

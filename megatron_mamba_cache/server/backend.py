@@ -19,10 +19,8 @@ class GenerationRequest:
     """One prompt and the sampling settings of its reply.
 
     Args:
-        prompt: Token ids.
         max_tokens: The most tokens to generate; at least 1.
         temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.
-        seed: Seed of its random numbers.
         tenant: Tenant whose prefixes it shares.
         num_log_probs: Alternatives with log-probs for each token; 0 gives only the chosen token's, None gives none.
         scores_prompt: Whether to return log-probs of the prompt too, which computes the whole prompt.
@@ -67,7 +65,6 @@ class Progress:
     """What a step added to a reply.
 
     Args:
-        tokens: New token ids.
         log_probs: One for each new token, if requested.
         alternatives: The most probable tokens for each new token, id to log-prob, if requested.
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
@@ -106,8 +103,6 @@ class BackendState:
         is_ready: Whether warmup is over.
         failure: Why the engines no longer serve requests; None while they do.
         cache: Counters and owners, summed over all engines; None before the first report.
-        num_running, num_waiting: Number of requests.
-        generated_tokens: Tokens generated since the start.
     """
 
     is_ready: bool = False

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from .errors import ApiError, unavailable
@@ -50,8 +51,10 @@ class Bodies:
                 share is full, 503 if the server drains before the body is complete.
             ClientLeftError: If the client disconnects.
         """
-        _check_coding(_header(scope, b"content-encoding"))
-        self._check_size(_told_size(scope))
+        headers = Headers(scope=scope)
+        _check_coding(headers.get("content-encoding", ""))
+        told = headers.get("content-length", "")
+        self._check_size(int(told[:20]) if told.isascii() and told.isdigit() else 0)
         body = bytearray()
         try:
             await self._read(owner, receive, body)
@@ -96,21 +99,10 @@ class Bodies:
             raise ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", "body_too_large")
 
 
-def _check_coding(told: bytes) -> None:
-    if told.lower() not in (b"", b"identity"):
+def _check_coding(told: str) -> None:
+    if told.lower() not in ("", "identity"):
         raise ApiError(
             415,
-            f"Content-Encoding is {told.decode('latin-1')}; send the body as it is, without compression",
+            f"Content-Encoding is {told}; send the body as it is, without compression",
             "unsupported_encoding",
         )
-
-
-def _told_size(scope: Scope) -> int:
-    """Return a request's Content-Length, or 0 if it is absent."""
-    told = _header(scope, b"content-length")
-    return int(told[:20]) if told.isdigit() else 0
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    """Return a header's value, or b"" if it is absent."""
-    return next((value for name, value in scope["headers"] if name == wanted), b"")

@@ -146,7 +146,6 @@ class _Timer:
         self._handle = self._loop.call_later(seconds, act)
 
     def stop(self) -> None:
-        """Cancel the pending call."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

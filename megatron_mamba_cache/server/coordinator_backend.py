@@ -23,13 +23,12 @@ from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..policy.request_settings import ScoredToken
 from ..replicas.access import Access, LoopbackAccess
+from ..replicas.channels import set_heartbeats
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
-from ..replicas.heartbeats import set_heartbeats
 from ..replicas.progress_reports import progress_since
 from ..replicas.replica_link import COORDINATOR_SILENCE_S
 from .backend import BackendState, GenerationRequest, Progress, Ticket
-from .megatron_requests import Listener, by_id, ended, sampling_params
-from .request_faults import RequestRules
+from .megatron_requests import Listener, RequestRules, by_id, ended, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,6 @@ class CoordinatorBackend:
         self._last_heard = time.monotonic()
 
     async def start(self) -> None:
-        """Connect and start listening."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_heartbeats(self._socket)
@@ -94,15 +92,12 @@ class CoordinatorBackend:
 
     @property
     def state(self) -> BackendState:
-        """See `Backend`."""
         return self._state
 
     def fault_of(self, request: GenerationRequest) -> str | None:
-        """See `Backend`."""
         return self._rules.fault_of(request)
 
     def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
-        """See `Backend`."""
         ticket = Ticket(next(self._tickets))
         params = sampling_params(request)
         params.add_attributes({"seed": request.seed, "tenant": request.tenant, STREAMS: True})
@@ -111,12 +106,10 @@ class CoordinatorBackend:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """See `Backend`."""
         if self._listeners.pop(ticket, None) is not None:
             self._send(CANCEL, ticket)
 
     def fail_all(self, reason: str) -> None:
-        """See `Backend`."""
         for ticket, listener in list(self._listeners.items()):
             self.cancel(Ticket(ticket))
             listener.deliver(Progress(end="error", error=reason))
@@ -201,12 +194,7 @@ class CoordinatorBackend:
             prompt_alternatives=by_id(news["prompt_alternatives"]) if tells_prompt else (),
             prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
-            cached_tokens_from_host=news["cached_tokens_from_host"],
-            cached_tokens_from_disk=news["cached_tokens_from_disk"],
-            written_tokens=news["written_tokens"],
-            draft_tokens=news["draft_tokens"],
-            accepted_tokens=news["accepted_tokens"],
-            running_s=news.get("running_s", 0.0),
+            **{name: news[name] for name in _COUNTS},
         )
 
     def _look(self) -> None:

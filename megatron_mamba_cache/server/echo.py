@@ -18,7 +18,6 @@ class Echo:
         text: As the client sent it, or the text of its token ids.
         tokens: Empty unless log-probs are requested.
         offsets: For each token, the characters before it.
-        reader: Reads tokens.
     """
 
     text: str

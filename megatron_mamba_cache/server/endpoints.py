@@ -3,7 +3,6 @@
 A route turns its request into an `Order` (`orders`) and sends the job's replies in a `Format` (`formats`).
 """
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -65,8 +64,3 @@ def _described(model: ServedModel, name: str, max_model_len: int) -> dict[str, A
         "parent": None,
         "max_model_len": max_model_len,
     }
-
-
-def seconds_now() -> int:
-    """Return whole seconds since the epoch, as `/v1/models` reports them."""
-    return int(time.time())

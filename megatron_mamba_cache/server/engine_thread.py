@@ -22,8 +22,7 @@ from ..metrics import CacheSnapshot
 from ..replicas.engine import MOST_FAILED_STEPS
 from .backend import BackendState, GenerationRequest, Progress, Ticket
 from .errors import engine_failed
-from .megatron_requests import Listener, by_id, ended, sampling_params
-from .request_faults import RequestRules
+from .megatron_requests import Listener, RequestRules, by_id, ended, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -68,29 +67,23 @@ class EngineThread:
 
     @property
     def state(self) -> BackendState:
-        """See `Backend`."""
         return self._state
 
     def fault_of(self, request: GenerationRequest) -> str | None:
-        """See `Backend`."""
         return self._rules.fault_of(request)
 
     def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
-        """See `Backend`."""
         ticket = Ticket(next(self._tickets))
         self._commands.put(lambda: self._add(ticket, request, deliver))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """See `Backend`."""
         self._commands.put(lambda: self._drop(ticket))
 
     def fail_all(self, reason: str) -> None:
-        """See `Backend`."""
         self._commands.put(lambda: self._fail_all(reason))
 
     async def flush(self, weights_version: str | None) -> None:
-        """See `Backend`."""
 
         def act(engine: MambaCacheEngine) -> None:
             engine.flush(weights_version)
@@ -121,7 +114,6 @@ class EngineThread:
         return await answer
 
     async def stop(self) -> None:
-        """See `Backend`."""
         self._commands.put(self._end)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)

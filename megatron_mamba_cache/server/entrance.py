@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .access_log import AccessLog
 from .connection import Connection
 from .errors import is_of_anthropic, unexpected
-from .exchange import CLIENT_CLOSED_REQUEST, Exchange
+from .exchange import CLIENT_CLOSED_REQUEST, AccessLog, Exchange
 
 _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 
@@ -34,7 +33,6 @@ class Entrance:
         self._began = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,11 +1,16 @@
-"""One HTTP request from its arrival to the end of its response, as the access log reports it."""
+"""One HTTP request from its arrival to the end of its response, and its line in the access log."""
 
+import json
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from .errors import ApiError
@@ -14,7 +19,10 @@ CLIENT_CLOSED_REQUEST = 499
 
 _PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # polled every few seconds
 _KEY_REFUSED = (401, 403)
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+AccessLogFormat = Literal["text", "json", "off"]
+Write = Callable[[str], object]
 
 
 @dataclass(slots=True)
@@ -28,12 +36,8 @@ class Exchange:
         key_name: Name of the API key; "" before it is known, or if no key is needed.
         status: The response's, or 499 if the client left before its last byte; 0 before the response begins.
         prompt_tokens, cached_tokens, completion_tokens: None for a request without replies of the model.
-        first_token: Time of its first token.
         queue_seconds: Wait of its first reply, from its arrival at the gate to its first step.
-        finish_reasons: Of its complete replies.
-        ended: Time of its end.
         error: Code or type of the error in its response.
-        headers: Of the request.
         is_cut_off: Whether the server's end cut it off.
     """
 
@@ -91,10 +95,77 @@ def exchange_of(scope: Scope) -> Exchange:
     return found if isinstance(found, Exchange) else Exchange.of_scope(scope)
 
 
+def write_line(line: str) -> None:
+    """Write a line to stdout; a closed pipe does not stop the server."""
+    with suppress(OSError, ValueError):
+        print(line, flush=True)
+
+
+class AccessLog:
+    """Writes one line for each exchange.
+
+    Args:
+        write: Called with each line, without its newline.
+    """
+
+    def __init__(
+        self,
+        form: AccessLogFormat = "off",
+        write: Write = write_line,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._line: Callable[[dict[str, Any]], str] | None = {"text": _text, "json": _json, "off": None}[form]
+        self._write = write
+        self._now = now
+
+    def note(self, exchange: Exchange) -> None:
+        """Write the line of an exchange that has ended."""
+        if self._line is not None:
+            self._write(self._line(_fields(exchange, self._now())))
+
+
+def _fields(exchange: Exchange, now: datetime) -> dict[str, Any]:
+    """Return the fields of a line, under their JSON names."""
+    return {
+        "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "request_id": exchange.request_id,
+        "key": exchange.key_name or None,
+        "method": exchange.method,
+        "path": exchange.path,
+        "status": exchange.status,
+        "prompt_tokens": exchange.prompt_tokens,
+        "cached_tokens": exchange.cached_tokens,
+        "completion_tokens": exchange.completion_tokens,
+        "first_token_seconds": exchange.seconds_to(exchange.first_token),
+        "seconds": exchange.seconds_to(exchange.ended),
+        "error": exchange.error,
+    }
+
+
+def _json(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _text(fields: dict[str, Any]) -> str:
+    head = f"{fields['time']} {fields['method']} {fields['path']} {fields['status']}"
+    names = {
+        "key": "key",
+        "prompt_tokens": "prompt",
+        "cached_tokens": "cached",
+        "completion_tokens": "completion",
+        "first_token_seconds": "first_token_s",
+        "seconds": "seconds",
+        "error": "error",
+        "request_id": "id",
+    }
+    told = [f"{short}={fields[name]}" for name, short in names.items() if fields[name] is not None]
+    return " ".join([head, *told])
+
+
 def _request_id(scope: Scope) -> str:
     """Return the client's `X-Request-Id` if it is safe in headers and log lines, else a new one."""
-    told: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return told.decode() if _SANE_ID.fullmatch(told) else uuid.uuid4().hex
+    told = Headers(scope=scope).get("x-request-id", "")
+    return told if _SANE_ID.fullmatch(told) else uuid.uuid4().hex
 
 
 def _printable(path: bytes) -> str:

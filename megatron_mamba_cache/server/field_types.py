@@ -4,10 +4,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import Strict
-from pydantic_core import PydanticCustomError
 
 from .strict_json import fault_of
-from .unsupported import Table, schema_with, without_labels, without_unsupported
+from .unsupported import Table, schema_fault, schema_with, without_labels, without_unsupported
 
 INT32_MAX = 2**31 - 1
 _MOST_STOPS = 16
@@ -28,7 +27,7 @@ Metadata = dict[Name, Annotated[Text, Field(max_length=512)]]
 def _without_fault(value: dict[str, Any]) -> dict[str, Any]:
     fault = fault_of(value)
     if fault is not None:
-        raise PydanticCustomError("not_json", "{sentence}", {"sentence": f"the object {fault}"})
+        raise schema_fault("not_json", f"the object {fault}")
     return value
 
 
@@ -56,7 +55,6 @@ class PromptCacheBreakpoint(BaseModel):
 
     @property
     def keep_s(self) -> int:
-        """See `CacheControl`."""
         return 0 if self.ttl is None else _SECONDS[self.ttl]
 
 

@@ -1,4 +1,4 @@
-"""Replies in the formats of OpenAI's two endpoints."""
+"""Replies in the formats of OpenAI's completions and chat completions."""
 
 import time
 import uuid
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .chat_messages import ChatDeltas, chat_message
 from .errors import ApiError
 from .job import Choice, Job
+from .parsers.parts import CallArguments, CallBegin, Content, ParsedReply, Part, Reasoning
 from .reply import Piece, TokenInfo
 
 
@@ -67,21 +67,17 @@ class _Envelope:
         self._settings = settings
 
     def opening(self, _job: Job) -> list[Event]:
-        """See `Format`."""
         return []
 
     def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
-        """See `Format`."""
         chunk = self.chunk(choice, piece)
         return [Event(chunk | {"usage": job.usage().body()} if self._settings.tells_usage_always else chunk)]
 
     def closing(self, job: Job) -> list[Event]:
-        """See `Format`."""
         usage = {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
         return [*([Event(usage)] if self._settings.includes_usage else []), Event("[DONE]")]
 
     def failure(self, error: ApiError) -> Event:
-        """See `Format`."""
         return Event(error.body())
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -108,12 +104,10 @@ class CompletionFormat(_Envelope):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `_Envelope`."""
         described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
         return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """See `Format`."""
         choices = [
             self._choice(choice, _text(pieces[choice.index]), _tokens(pieces[choice.index]), choice.reply.finish_reason)
             for choice in job.choices
@@ -137,6 +131,39 @@ class CompletionFormat(_Envelope):
         }
 
 
+class _ChatDeltas:
+    """The deltas of one reply; together they are its message."""
+
+    def __init__(self, *, tells_reasoning: bool) -> None:
+        self._tells_reasoning = tells_reasoning
+        self._has_begun = False
+        self._num_calls = 0
+
+    def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return the delta of a step's parts; the first one has the role."""
+        delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant"}
+        self._has_begun = True
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            match part:
+                case Content(text):
+                    delta["content"] = delta.get("content", "") + text
+                case Reasoning(text) if self._tells_reasoning:
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                case CallBegin(name):
+                    function = {"name": name, "arguments": ""}
+                    calls[self._num_calls] = {"id": _call_id(), "type": "function", "function": function}
+                    self._num_calls += 1
+                case CallArguments(text):
+                    call = calls.setdefault(self._num_calls - 1, {"function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        if calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls.items()]
+        if not delta.keys() & {"content", "reasoning_content", "tool_calls"}:
+            delta["content"] = ""
+        return delta
+
+
 class ChatFormat(_Envelope):
     """`/v1/chat/completions`; see `Format`.
 
@@ -148,11 +175,10 @@ class ChatFormat(_Envelope):
 
     def __init__(self, model: str, settings: StreamSettings, *, tells_reasoning: bool = True) -> None:
         super().__init__(model, settings)
-        self._deltas: dict[int, ChatDeltas] = defaultdict(lambda: ChatDeltas(tells_reasoning=tells_reasoning))
+        self._deltas: dict[int, _ChatDeltas] = defaultdict(lambda: _ChatDeltas(tells_reasoning=tells_reasoning))
         self._tells_reasoning = tells_reasoning
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `_Envelope`."""
         described = {
             "index": choice.index,
             "delta": self._deltas[choice.index].delta(piece.parts),
@@ -162,11 +188,10 @@ class ChatFormat(_Envelope):
         return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """See `Format`."""
         choices = [
             {
                 "index": choice.index,
-                "message": chat_message(choice.reply.parsed(), tells_reasoning=self._tells_reasoning),
+                "message": _chat_message(choice.reply.parsed(), tells_reasoning=self._tells_reasoning),
                 "logprobs": _chat_log_probs(choice, _tokens(pieces[choice.index])),
                 "finish_reason": choice.reply.finish_reason,
             }
@@ -174,6 +199,20 @@ class ChatFormat(_Envelope):
         ]
         body = self._body(job, choices)
         return body | {"prompt_logprobs": job.prompt_log_probs()[0]} if job.scores_prompts else body
+
+
+def _chat_message(reply: ParsedReply, *, tells_reasoning: bool) -> dict[str, Any]:
+    """Return a reply as a message."""
+    content = None if reply.calls and not reply.content else reply.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reply.reasoning and tells_reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": _call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return message
 
 
 def _wants_log_probs(choice: Choice) -> bool:
@@ -206,12 +245,14 @@ def _tokens(pieces: Sequence[Piece]) -> list[TokenInfo]:
 def _chat_log_probs(choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
     if not _wants_log_probs(choice):
         return None
-    content = [
-        {**_named(token), "top_logprobs": [_named(other) for other in token.alternatives]} for token in tokens
-    ]
+    content = [{**_named(token), "top_logprobs": [_named(other) for other in token.alternatives]} for token in tokens]
     return {"content": content, "refusal": None}
 
 
 def _named(token: TokenInfo) -> dict[str, Any]:
     content = None if token.content is None else list(token.content)
     return {"token": token.text, "logprob": token.log_prob, "bytes": content}
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -14,14 +14,13 @@ from .backend import Backend, GenerationRequest, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
+from .job_progress import JobTimes, Mail, TokenTimes
 from .limits import Places, QueueGate
-from .mail import Mail
 from .prompt_scores import Entries, PromptScoring
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyPrompt, ReplyReading
 from .reply_forms import ReplyForm
 from .tenants import Tenant
-from .token_times import JobTimes, NoTokenTimes, TokenTimes
 from .usage import Usage, prompt_usage
 
 _UINT63 = 2**63
@@ -33,7 +32,6 @@ class Choice:
 
     Args:
         index: Among the choices of all prompts.
-        prompt_index: Index of its prompt.
         ticket: Set while the engine has the request.
         echo: The prompt's echo until it is sent.
         prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
@@ -56,12 +54,9 @@ class JobRules:
     """What all jobs of a server share.
 
     Args:
-        end_ids: Tokens that end replies.
-        threads: Threads that read prompts.
         on_reply: Awaited with each reply that is complete, before its client has the end of it.
         on_end: Called with each job that has ended, complete or not.
         token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
-        is_draining: Whether new requests are refused.
         is_over: Whether accepted requests are no longer started either.
     """
 
@@ -72,7 +67,7 @@ class JobRules:
     threads: FairThreads
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
-    token_times: TokenTimes = field(default_factory=NoTokenTimes)
+    token_times: TokenTimes = field(default_factory=TokenTimes)
     is_draining: bool = False
     is_over: bool = False
 
@@ -86,7 +81,6 @@ class Order:
         num_choices: Replies to generate for each prompt.
         plain: The request of every choice, without its prompt; each choice of a prompt has its own seed.
         takes_all_room: Whether replies may be as long as fits after the prompt, whatever `plain` says.
-        stops: Stop strings.
         fits_room: Whether replies are as long as fits after the prompt where `plain` says more.
         is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.

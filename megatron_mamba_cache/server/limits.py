@@ -59,11 +59,7 @@ class ServerLimits:
 
 
 class QueueGate:
-    """Counts running and waiting requests and refuses those beyond the limit.
-
-    Args:
-        clock: Returns seconds.
-    """
+    """Counts running and waiting requests and refuses those beyond the limit."""
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float]) -> None:
         self._most = limits.max_running + limits.max_queued

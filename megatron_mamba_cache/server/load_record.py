@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 
@@ -40,8 +40,8 @@ class ServedRequest:
     reply_len: int
 
 
-class LoadRecord(Protocol):
-    """Where served requests are recorded."""
+class LoadRecord:
+    """Where served requests are recorded; this class drops them."""
 
     def start(self) -> None:
         """Begin to record."""
@@ -53,21 +53,8 @@ class LoadRecord(Protocol):
         """Write what is left."""
 
 
-class NoLoadRecord:
-    """Records nothing; see `LoadRecord`."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def note(self, job: Job) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LoadFile:
-    """Appends a line for each request to a file, in a thread of its own; see `LoadRecord`.
+class LoadFile(LoadRecord):
+    """Appends a line for each request to a file, in a thread of its own.
 
     After an error of the file system a warning is logged and nothing more is recorded. Only whole lines are left.
 
@@ -82,7 +69,6 @@ class LoadFile:
         self._thread = threading.Thread(target=self._run, name="load record", daemon=True)
 
     def start(self) -> None:
-        """See `LoadRecord`."""
         self._thread.start()
 
     def note(self, job: Job) -> None:
@@ -93,7 +79,6 @@ class LoadFile:
             self._queue.put(request)
 
     def close(self) -> None:
-        """See `LoadRecord`."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
 

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from .conversation import Breakpoint, Conversation
 from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Mark, Name, PartlySupported, PromptCacheBreakpoint, Text
 from .shown_text import text_instead
 from .tool_schemas import Calls, Tools, own_tools
-from .unsupported import MESSAGE, REFUSED
+from .unsupported import MESSAGE, REFUSED, schema_fault
 
 _MOST_BREAKPOINTS = 4  # as in both APIs: Anthropic's refuses more, and OpenAI's uses the last ones
 _LINE_END = "\n"  # between the text parts of a message
@@ -20,8 +19,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def _text_only(kind: str) -> str:
     if kind != "text":
-        sentence = f"a part of type {kind!r:.50} is not supported by this server; send text"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+        raise schema_fault(REFUSED, f"a part of type {kind!r:.50} is not supported by this server; send text")
     return kind
 
 
@@ -47,9 +45,9 @@ def _refusal_as_text(part: Any) -> Any:
 def _known(role: str) -> str:
     if role == "function":
         sentence = "a message of role function is not supported by this server; send one of role tool"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+        raise schema_fault(REFUSED, sentence)
     if role not in _ROLES:
-        raise PydanticCustomError("role", "the role is one of {roles}", {"roles": ", ".join(_ROLES)})
+        raise schema_fault("role", f"the role is one of {', '.join(_ROLES)}")
     return role
 
 
@@ -87,11 +85,11 @@ class Message(PartlySupported):
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
-            sentence = "the content of a message of role {role} is missing or null; send text"
-            raise PydanticCustomError("no_content", sentence, {"field": "content", "role": self.role})
+            sentence = f"the content of a message of role {self.role} is missing or null; send text"
+            raise schema_fault("no_content", sentence, "content")
         if self.tool_calls and self.role != "assistant":
-            sentence = "a message of role {role} cannot call tools; only one of role assistant can"
-            raise PydanticCustomError("no_caller", sentence, {"field": "tool_calls", "role": self.role})
+            sentence = f"a message of role {self.role} cannot call tools; only one of role assistant can"
+            raise schema_fault("no_caller", sentence, "tool_calls")
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
@@ -140,9 +138,7 @@ class Templated(BaseModel):
     def _ends_once(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             sentence = "continue_final_message needs add_generation_prompt to be false"
-            raise PydanticCustomError(
-                "two_ends", "{sentence}", {"field": "continue_final_message", "sentence": sentence}
-            )
+            raise schema_fault("two_ends", sentence, "continue_final_message")
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:

@@ -33,7 +33,6 @@ class ServedModel:
     Args:
         name: What clients call the model, and replies.
         created: Seconds since the epoch, as `/v1/models` reports it.
-        syntax: How it writes replies to messages.
         other_names: What clients may call it too.
     """
 

@@ -17,7 +17,6 @@ class ReplicaThread:
 
     Args:
         engine: A `ReplicaEngine` that has no other user.
-        routing: Settings of the coordinator.
     """
 
     def __init__(self, engine: MambaCacheEngine, routing: RoutingSettings) -> None:

@@ -42,7 +42,6 @@ class Piece:
 
     Args:
         finish_reason: "stop", "length" or "tool_calls" with the last piece, else None.
-        is_prompt: Whether this is the echoed prompt.
         parts: What the reply's parser made of the text.
     """
 
@@ -283,7 +282,6 @@ class EmptyReply(Reply):
     """A reply without tokens: it ends once the prompt is computed; the token that signals this is dropped."""
 
     def take(self, progress: Progress) -> Piece:
-        """See `Reply`."""
         self._note(progress)
         self.finish_reason = "length"
         return Piece("", (), self.finish_reason)

@@ -10,9 +10,9 @@ from functools import partial
 
 import uvicorn
 
-from .access_log import write_line
 from .app import Server
 from .connection import Connection
+from .exchange import write_line
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from .field_types import (
 )
 from .message_schemas import Messages, Templated
 from .tool_schemas import ToolChoice
-from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING
+from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING, schema_fault
 
 _MOST_STOP_TOKENS = 256
 _MOST_CHOICES = 2**16  # the limit of the server is lower
@@ -126,17 +126,16 @@ class GenerationFields(AnswerFields):
         for name in ("ignore_eos", "min_tokens"):
             if self.answer is not None and getattr(self, name):
                 sentence = f"{self.answer[0]} says where an answer ends; leave out {name}"
-                raise PydanticCustomError("no_end", "{sentence}", {"field": name, "sentence": sentence})
+                raise schema_fault("no_end", sentence, name)
         return self
 
     @model_validator(mode="after")
     def _options_belong_to_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            context = {"field": "stream_options", "sentence": "stream_options needs stream to be true"}
-            raise PydanticCustomError("no_stream", "{sentence}", context)
+            raise schema_fault("no_stream", "stream_options needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             sentence = "prompt_logprobs comes with whole replies only; leave out stream, or send it as false"
-            raise PydanticCustomError("whole_only", "{sentence}", {"field": "prompt_logprobs", "sentence": sentence})
+            raise schema_fault("whole_only", sentence, "prompt_logprobs")
         return self
 
 
@@ -184,9 +183,7 @@ class ChatRequest(GenerationFields, Templated):
 
     def conversation(self) -> Conversation:
         """Return what the template reads."""
-        return self.conversation_of(
-            self.messages, reasoning_effort=self.reasoning_effort, verbosity=self.verbosity
-        )
+        return self.conversation_of(self.messages, reasoning_effort=self.reasoning_effort, verbosity=self.verbosity)
 
 
 class TokenizeRequest(PartlySupported, Templated):

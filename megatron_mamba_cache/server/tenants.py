@@ -33,7 +33,6 @@ class ApiKeys:
     """The keys that a server accepts; without any, it serves every request.
 
     Args:
-        keys: The users' keys.
         admin_keys: Keys that may also read metrics and flush; without any, every user's key may.
         names: What logs call a key, by key; a key without a name is shown by a few digits of its digest.
 

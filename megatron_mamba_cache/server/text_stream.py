@@ -4,8 +4,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
-from ..models.tokenizers.token_bytes import REPLACEMENT
-from ..models.tokenizers.token_reader import TokenReader
+from ..models.tokenizers.token_reader import REPLACEMENT, TokenReader
 
 _WINDOW = 16
 _CONTEXT = 8  # more tokens than a character has bytes

@@ -40,8 +40,6 @@ class TokenizingRoutes:
     """The routes and what they need.
 
     Args:
-        threads: Threads that tokenize.
-        max_model_len: See `TokenizeReply`.
         tells_tokenizer: Whether clients may read the tokenizer's settings and chat template.
     """
 
@@ -52,7 +50,6 @@ class TokenizingRoutes:
     tells_tokenizer: bool = False
 
     def router(self) -> APIRouter:
-        """Return the routes."""
         router = APIRouter()
 
         @router.post("/tokenize")

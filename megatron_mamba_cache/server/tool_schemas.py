@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
 from .conversation import called
 from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Name, Text
 from .ignored import note_ignored
-from .unsupported import REFUSED
+from .unsupported import REFUSED, schema_fault
 
 MOST_TOOLS = 1024
 _MOST_CALLS = 1024
@@ -22,8 +21,7 @@ FunctionName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
 
 def _function_only(kind: str) -> str:
     if kind != "function":
-        sentence = f"a tool of type {kind!r:.50} is not supported by this server; send functions"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+        raise schema_fault(REFUSED, f"a tool of type {kind!r:.50} is not supported by this server; send functions")
     return kind
 
 
@@ -122,8 +120,7 @@ def _distinct(tools: list[Tool | ForeignTool]) -> list[Tool | ForeignTool]:
     names = [tool.function.name for tool in own_tools(tools)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        sentence = f"two tools are called {repeated}; give each a name of its own"
-        raise PydanticCustomError("repeated_name", "{sentence}", {"sentence": sentence})
+        raise schema_fault("repeated_name", f"two tools are called {repeated}; give each a name of its own")
     return tools
 
 

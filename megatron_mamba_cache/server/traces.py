@@ -6,7 +6,7 @@ The packages are those of the extra otel. Their own environment variables (`OTEL
 
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from ..installation import require_extra
 from .exchange import CLIENT_CLOSED_REQUEST, Exchange
@@ -21,8 +21,8 @@ _OPERATIONS = {
 _CLOSE_S = 3.0
 
 
-class Traces(Protocol):
-    """Where spans of requests go."""
+class Traces:
+    """Where spans of requests go; this class drops them."""
 
     def start(self) -> None:
         """Begin to trace."""
@@ -34,27 +34,13 @@ class Traces(Protocol):
         """Send what is left, as far as a few seconds allow."""
 
 
-class NoTraces:
-    """Records nothing; see `Traces`."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def note(self, exchange: Exchange) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ExportedTraces:
-    """Sends spans to a collector by OTLP over HTTP, in a thread of the SDK; see `Traces`.
+class ExportedTraces(Traces):
+    """Sends spans to a collector by OTLP over HTTP, in a thread of the SDK.
 
     A request with a `traceparent` header continues the caller's trace. Probes have no spans.
 
     Args:
         endpoint: URL that takes traces, with its path.
-        model_name: What clients call the model.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -83,7 +69,6 @@ class ExportedTraces:
         self._tracer = self._provider.get_tracer(_NAME)
 
     def note(self, exchange: Exchange) -> None:
-        """See `Traces`."""
         if exchange.is_probe or exchange.ended is None:
             return
         from opentelemetry.propagate import extract
@@ -106,7 +91,6 @@ class ExportedTraces:
         span.end(_nanoseconds(exchange.ended + offset))
 
     def close(self) -> None:
-        """See `Traces`."""
         closing = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)

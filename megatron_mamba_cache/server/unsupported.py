@@ -7,7 +7,7 @@ counted: those that name a client, a user or a session, and those that only ask 
 import json
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, LiteralString
 
 from pydantic_core import PydanticCustomError
 
@@ -15,6 +15,12 @@ from .ignored import note_ignored
 
 REFUSED = "unsupported_field"
 """The type of a refusal among pydantic's errors; its context names the field."""
+
+
+def schema_fault(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
+    """Return an error that `errors.schema_error` reports with this sentence, for a field below its place if given."""
+    named = {} if field is None else {"field": field}
+    return PydanticCustomError(kind, "{sentence}", {**named, "sentence": sentence})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +173,7 @@ def without_unsupported(table: Table, fields: Any) -> Any:
         return fields
     for name, value in fields.items():
         if name in table and not table[name].takes(value):
-            raise PydanticCustomError(REFUSED, "{sentence}", {"field": name, "sentence": table[name].refusal(name)})
+            raise schema_fault(REFUSED, table[name].refusal(name), name)
     return {name: value for name, value in fields.items() if name not in table}
 
 

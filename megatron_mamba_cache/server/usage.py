@@ -72,11 +72,7 @@ class PromptUsage:
 
 
 def prompt_usage(request: GenerationRequest, latest: Progress) -> PromptUsage:
-    """Return the counts of a request's prompt, each token counted once however often it was computed.
-
-    Args:
-        latest: The request's newest progress.
-    """
+    """Return the counts of a request's prompt, each token counted once however often it was computed."""
     written = min(latest.written_tokens, len(request.prompt) - latest.cached_tokens)
     ends = [place.position for place in request.breakpoints if place.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)

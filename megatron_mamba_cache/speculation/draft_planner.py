@@ -8,6 +8,7 @@ from numbers import Integral
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
+from .acceptance import WatchedDrafts
 from .draft_policy import AllDrafts, DraftPolicy
 from .drafter import (
     CapturesGraphs,
@@ -18,7 +19,6 @@ from .drafter import (
     HasVocabulary,
     ReadsHiddenStates,
 )
-from .watched_drafts import WatchedDrafts
 
 _LOG = logging.getLogger(__name__)
 _MOST_WATCHED = 16

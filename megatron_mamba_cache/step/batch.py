@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.attention.attention_rows import AttentionRows
+from ..kernels.attention.interface import AttentionRows
 from ..policy.draft_states import num_folded
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose

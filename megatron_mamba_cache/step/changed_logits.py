@@ -5,14 +5,117 @@ depend on drafts, on the batch or on what was cached.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.sampling.logits_changes import PenalisedRows, penalise
 from ..policy.requests import RunningRequest
 from .grammar_masks import GrammarMasks
-from .seen_tokens import SeenTokens
+
+
+@dataclass(slots=True)
+class _Text:
+    """A request's row of the tables, and its generated tokens that are counted."""
+
+    place: int
+    num_counted: int = 0
+
+
+class SeenTokens:
+    """Tables over the vocabulary, a row for each request; they grow with the most requests at once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+        self._unused: list[int] = []
+        self._counts = torch.empty(0, 0)
+        self._in_prompt = torch.empty(0, 0, dtype=torch.uint8)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when the tokens of no request are counted."""
+        return not self._texts
+
+    def penalise(self, rows: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
+        """Change the logits, [logits, vocab] float32, in place.
+
+        Args:
+            rows: With penalties, and where the logits of each begin.
+        """
+        self._count(rows, logits)
+        places: list[int] = []
+        texts: list[int] = []
+        drafts: list[int] = []
+        counts: list[int] = []
+        settings: list[tuple[float, float, float]] = []
+        for start, row in rows:
+            asked, width = row.spec.sampling.logits, 1 + len(row.drafts)
+            places += range(start, start + width)
+            texts += [self._texts[row.request_id].place] * width
+            settings += [(asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)] * width
+            counts += range(width)
+            drafts += (draft for before in range(width) for draft in row.drafts[:before])
+        device = logits.device
+        numbers = [*places, *texts, 0, *accumulate(counts), *drafts]
+        sent = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+        num = len(places)
+        penalise(
+            logits,
+            PenalisedRows(
+                logits_rows=sent[:num],
+                texts=sent[num : 2 * num],
+                cu_drafts=sent[2 * num : 3 * num + 1],
+                drafts=sent[3 * num + 1 :],
+                settings=torch.tensor(settings, dtype=torch.float32).to(device, non_blocking=True),
+                counts=self._counts,
+                in_prompt=self._in_prompt,
+            ),
+        )
+
+    def forget(self, request_id: int) -> None:
+        """Forget what a request has seen."""
+        text = self._texts.pop(request_id, None)
+        if text is not None:
+            self._unused.append(text.place)
+
+    def _count(self, rows: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
+        """Count the tokens that the rows have generated since."""
+        texts: list[int] = []
+        tokens: list[int] = []
+        for _, row in rows:
+            text = self._texts.get(row.request_id) or self._begin(row, logits)
+            new = row.generated_after(text.num_counted)
+            text.num_counted += len(new)
+            texts += [text.place] * len(new)
+            tokens += new
+        if tokens:
+            places = torch.tensor([texts, tokens]).to(logits.device, non_blocking=True)
+            self._counts.index_put_((places[0], places[1]), self._counts.new_ones(()), accumulate=True)
+
+    def _begin(self, row: RunningRequest, logits: Tensor) -> _Text:
+        """Clear a row of the tables for a request, and mark what its prompt has."""
+        if not self._unused:
+            self._grow(logits)
+        text = self._texts[row.request_id] = _Text(self._unused.pop())
+        prompt = torch.from_numpy(np.unique(row.spec.prompt[: row.first_generated]))
+        self._counts[text.place].zero_()
+        self._in_prompt[text.place].zero_()
+        self._in_prompt[text.place, prompt.to(logits.device, non_blocking=True)] = 1
+        return text
+
+    def _grow(self, logits: Tensor) -> None:
+        before, vocab_size = len(self._counts), logits.shape[1]
+        size = max(1, 2 * before)
+        counts = torch.zeros(size, vocab_size, device=logits.device)
+        in_prompt = torch.zeros(size, vocab_size, dtype=torch.uint8, device=logits.device)
+        if before:
+            counts[:before], in_prompt[:before] = self._counts, self._in_prompt
+        self._counts, self._in_prompt = counts, in_prompt
+        self._unused += reversed(range(before, size))
+
 
 _Rows = Sequence[tuple[int, RunningRequest]]
 """Rows, and where the logits of each begin."""

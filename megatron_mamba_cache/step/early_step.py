@@ -11,11 +11,11 @@ from torch import Tensor
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
+from .buffers import stream_of
 from .decode_steps import RowEnds
-from .host_copy import stream_of
 from .logits import Draws
+from .model import WeightPlaces
 from .shapes import StepShape
-from .weight_places import WeightPlaces
 
 
 class CapturedStep(Protocol):
@@ -193,7 +193,6 @@ class EarlyStep:
 
     @property
     def can_verify(self) -> bool:
-        """See `CapturedStep`."""
         return self.state is not EarlyState.COPIED_LOGITS
 
     def verify(self, draws: Draws) -> Tensor:
@@ -206,7 +205,6 @@ class EarlyStep:
         return self.outcome
 
     def adopt(self, outcome: Tensor) -> None:
-        """See `CapturedStep`."""
         if self._graph is not None:
             self._graph.adopt(outcome)
 
@@ -215,7 +213,6 @@ class EarlyStep:
         return self._graph is not None and self._graph.can_launch_next(rows, tokens)
 
     def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
-        """See `CapturedStep`."""
         if self._graph is None:
             raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
         return self._graph.launch_next(rows)

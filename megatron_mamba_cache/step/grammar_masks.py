@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..grammars.compiler import Grammars
-from ..kernels.sampling.token_masks import bar_tokens
+from ..kernels.sampling.logits_changes import bar_tokens
 from ..policy.requests import RunningRequest
 
 if TYPE_CHECKING:

@@ -27,14 +27,12 @@ from .decode_steps import LatestStep
 from .early_step import Capture, EarlyState, EarlyStep, GraphsByShape
 from .logits import any_scored
 from .memory import CacheMemory
-from .model import StepModel
-from .output_memory import OutputMemory
+from .model import StepModel, WeightPlaces
 from .recorder import CudaRecorder, without_collections
 from .runner import StepRunner
 from .shapes import StepShape, smallest_holding
 from .step import any_drawn
-from .step_graph import StepGraph
-from .weight_places import WeightPlaces
+from .step_graph import OutputMemory, StepGraph
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from ..policy.request_settings import ScoredToken
 from ..policy.requests import RunningRequest
 from ..ranks.group import Ranks
 from .batch import StepBatch
-from .host_copy import HostCopy
+from .buffers import HostCopy
 from .logits import any_scored
 from .prompt_log_probs import score_prompts, whole_scores
 from .step import Step

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.sampling.sampling_rows import SamplingRows
+from ..kernels.sampling.row_tiles import SamplingRows
 from ..kernels.sampling.verification import VerifyLogits
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose, counter_uniform

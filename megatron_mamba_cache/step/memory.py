@@ -16,7 +16,7 @@ from ..kernels.compilation import WATCH
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
-from ..policy.draft_states import DraftBuffers, DraftSlots, DraftStates, num_folded
+from ..policy.draft_states import DraftStates, ReplayStates, WindowStates, num_folded
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.identifiers import BlockId
 from ..policy.places import CacheSpace, FixedPlaces, SplitSpace
@@ -188,9 +188,9 @@ def step_memory(config: CacheConfig) -> Iterator[None]:
 
 def _draft_states(config: CacheConfig, shape: HybridModelShape, slots: SlotPool) -> DraftStates:
     if config.replays:
-        return DraftBuffers(config.max_requests, shape.rounding_len(config))
+        return ReplayStates(config.max_requests, shape.rounding_len(config))
     keeps_checkpoints = config.prefix_caching and config.decode_checkpoints != "none"
-    return DraftSlots(slots, config.max_requests, keeps_checkpoints=keeps_checkpoints)
+    return WindowStates(slots, config.max_requests, keeps_checkpoints=keeps_checkpoints)
 
 
 def _space(capacity: CacheCapacity) -> CacheSpace:

@@ -4,9 +4,8 @@ import torch
 
 from ..policy.scheduler import QueueState
 from .model import StepModel
-from .padding_rows import decode_padding_row
 from .runner import StepRunner
-from .shapes import StepShape
+from .shapes import StepShape, decode_padding_row
 from .shared_steps import NO_ROWS, Part, SharedSteps
 
 

@@ -25,15 +25,14 @@ from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..ranks.digest import Digest
-from ..ranks.group import Ranks
-from ..ranks.peers import ExpertPeers, NoPeers
+from ..ranks.group import ExpertPeers, NoPeers, Ranks
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
+from .buffers import HostCopy
 from .changed_logits import LogitsChanges
 from .early_step import Capture, CapturedStep, GraphsByShape
 from .grammar_masks import GrammarMasks
-from .host_copy import HostCopy
 from .log_probs import StepScorer
 from .memory import CacheMemory
 from .model import StepModel

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
-from ..ranks.peers import ExpertPeers
+from ..ranks.group import ExpertPeers
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .shapes import StepShape, smallest_holding
 from .step import Step
@@ -124,12 +124,10 @@ class SharedSteps:
 
     @property
     def is_fixed(self) -> bool:
-        """See `StepSharing`."""
         return self._fixed is not None
 
     @property
     def is_owed(self) -> bool:
-        """See `StepSharing`."""
         return self._is_owed
 
     @property
@@ -138,7 +136,6 @@ class SharedSteps:
         return self._present
 
     def begin(self) -> None:
-        """See `StepSharing`."""
         self.part = Part.BEGUN
 
     def next_shape(self) -> StepShape:
@@ -149,7 +146,6 @@ class SharedSteps:
         return self._present
 
     def note_launched(self) -> None:
-        """See `StepSharing`."""
         self.part = Part.LAUNCHED
 
     def _agreed(self) -> StepShape:
@@ -190,7 +186,6 @@ class SharedSteps:
         return self._is_owed
 
     def forget(self) -> None:
-        """See `StepSharing`."""
         self._fixed, self._is_owed, self.padding_is_launched = None, False, False
         self.part = Part.COMPLETE
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..policy.block_growth import GrowthOutcome
 from ..policy.kept_tokens import StepTokens
@@ -40,3 +40,31 @@ class StepOutcome:
     num_drafts: Sequence[int]
     log_probs: StepLogProbs
     held_back: GrowthOutcome
+
+
+class HasCounts(Protocol):
+    """A context over a runner."""
+
+    @property
+    def counts(self) -> StepCounts:
+        """What the next step consists of."""
+
+
+class RunnerCount:
+    """A count that Megatron's classes read of a context; its value is always the runner's.
+
+    Megatron's constructor sets these attributes too; what it sets is ignored.
+
+    Args:
+        name: Field of `StepCounts`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: HasCounts, owner: type | None = None) -> int:
+        count: int = getattr(context.counts, self._name)
+        return count
+
+    def __set__(self, context: HasCounts, value: int) -> None:
+        """Ignore the value."""

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling.greedy_draws import greedy_tokens
-from ..kernels.sampling.matching import accept_matching
 from ..kernels.sampling.sampling import sample_tokens, token_probabilities
-from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio
+from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
 from ..ranks.group import Ranks
 from .batch import StepBatch
 from .logits import Draws, StepLogits

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.compiling_ahead import compiling_ahead
+from ..kernels.compilation import compiling_ahead
 from ..kernels.kernel_launches import is_computed_in_fp32
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
@@ -24,8 +24,8 @@ from ..recurrences.rows import PAD_SLOT
 from .buffers import StepLimits
 from .logits import Draws
 from .model import StepModel
-from .padding_rows import decode_padding_row, prefill_padding_row
 from .runner import StepRunner
+from .shapes import decode_padding_row, prefill_padding_row
 from .verify import copy_reached_boundaries, verify_step
 
 _LOG = logging.getLogger(__name__)

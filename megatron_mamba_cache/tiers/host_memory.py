@@ -1,4 +1,4 @@
-"""The host's memory for cached boundaries, laid out like the device's slabs, and what is in it."""
+"""The host's memory for cached boundaries, laid out like the device's slabs, and its copies to and from a directory."""
 
 import contextlib
 import mmap
@@ -15,11 +15,11 @@ from ..errors import CacheCapacityError
 from ..policy.eviction_rules import EvictionRule
 from ..policy.pools import CachePools
 from ..policy.slabs import SlabSpace
+from ..policy.tiers.copies import CopyOrder, Lane
 from ..recurrences.slab_shape import SlabShape, UnitBytes
 from .cache_directory import CacheDirectory
-from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, PlaceBytes
-from .disk_copies import DiskCopies
-from .measured_times import MeasuredTimes
+from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, MeasuredTimes, PlaceBytes, Work
+from .entry_files import BrokenEntryError, EntryForm, read_entry, remove_entries, write_entry
 
 _PINNED_AT_ONCE = 1024 * PART_BYTES
 """Bytes; drivers refuse to pin several hundred GiB by one call."""
@@ -134,3 +134,54 @@ def _cpus_near(device: torch.device) -> set[int]:
 def _range_of(part: str) -> range:
     first, _, last = part.partition("-")
     return range(int(first), int(last or first) + 1)
+
+
+class DiskCopies:
+    """Writes and reads entries from and into host memory, [bytes] uint8.
+
+    Args:
+        directory: Returns the one in use: new weights have another.
+    """
+
+    def __init__(self, host: Tensor, sizes: PlaceBytes, directory: Callable[[], CacheDirectory]) -> None:
+        self._host = memoryview(host.numpy().data)
+        self._sizes = sizes
+        self._directory = directory
+        self._places: dict[int, tuple[Path, EntryForm]] = {}
+
+    def works(self) -> dict[Lane, Work]:
+        """Return what makes the copies of the two lanes."""
+        return {Lane.TO_DISK: self._write_or_remove, Lane.FROM_DISK: self._read}
+
+    def note_started(self, order: CopyOrder) -> None:
+        """Let a copy use the entries of the present generation, whatever is flushed before it is made."""
+        if order.files:
+            directory = self._directory()
+            self._places[order.number] = directory.entries, directory.form
+
+    def _write_or_remove(self, order: CopyOrder) -> None:
+        folder, form = self._places.pop(order.number)
+        if not order.states:
+            remove_entries(folder, order.files)
+            return
+        blocks = (self._block(place, form) for _, place in order.blocks)
+        write_entry(folder, order.files[0], form, self._state(order.states[0][1], form), blocks)
+
+    def _read(self, order: CopyOrder) -> None:
+        folder, form = self._places.pop(order.number)
+        blocks = {index: self._block(place, form) for index, place in order.blocks}
+        for name in order.files:
+            state = self._state(order.states[0][1], form) if name is order.files[-1] else None
+            try:
+                read_entry(folder, name, form, state, blocks)
+            except BrokenEntryError:
+                remove_entries(folder, [name])
+                raise
+
+    def _state(self, slot: int, form: EntryForm) -> memoryview:
+        first = slot * self._sizes.state
+        return self._host[first : first + form.state_bytes]
+
+    def _block(self, place: int, form: EntryForm) -> memoryview:
+        first = place * self._sizes.block
+        return self._host[first : first + form.block_bytes]

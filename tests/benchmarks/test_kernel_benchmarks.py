@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 from tests.command_line.command_runs import REPOSITORY
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytest import approx
 
-from megatron_mamba_cache.step.host_copy import HostCopy
+from megatron_mamba_cache.step.buffers import HostCopy
 from tests.command_line.command_runs import REPOSITORY
 
 

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.command_line import card_settings as settings_of_cards
-from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card
-from megatron_mamba_cache.command_line.draft_settings import DRAFTER_STATES
+from megatron_mamba_cache.command_line import sizing as settings_of_cards
 from megatron_mamba_cache.command_line.serving import expert_width
+from megatron_mamba_cache.command_line.sizing import DRAFTER_SHARE, DRAFTER_STATES, Card
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
@@ -346,15 +345,15 @@ def test_a_request_may_be_as_long_as_one_budget_has_room_for(
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 @pytest.mark.parametrize("one_budget", [True, False])
-def test_rounded_states_are_3_6_times_as_many_in_the_same_memory(shape: HybridModelShape, one_budget: bool) -> None:
+def test_quantized_states_are_3_6_times_as_many_in_the_same_memory(shape: HybridModelShape, one_budget: bool) -> None:
     """Beside the live states of all requests, which either form has in use when the server is full."""
     memory = {"cache_gb": 40.0} if one_budget else {"prefix_caching_mamba_gb": 30.0, "buffer_size_gb": 10.0}
     config = CacheConfig(max_requests=32, max_sequence_length=4096, **memory).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
         live = replace(config, ssm_state_dtype=dtype)
         exact = CacheCapacity.of(live, shape, OneRank()).num_slots - config.max_requests
-        rounded = CacheCapacity.of(replace(live, cached_state_dtype="int8"), shape, OneRank())
-        assert rounded.num_slots >= least * exact
+        quantized = CacheCapacity.of(replace(live, cached_state_dtype="int8"), shape, OneRank())
+        assert quantized.num_slots >= least * exact
 
 
 def test_live_states_beyond_the_budget_are_refused_with_what_helps() -> None:

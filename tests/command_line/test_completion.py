@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mamba_cache.command_line.completion import SHELLS
+from megatron_mamba_cache.command_line.commands import SHELLS
 from megatron_mamba_cache.command_line.main import main
 
 

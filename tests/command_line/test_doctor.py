@@ -165,7 +165,7 @@ def test_serve_without_its_extra_says_how_to_install_it(
 def test_doctor_says_what_a_model_needs(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", flag, str(SHIPPED_MODEL)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model  "))
-    assert f"{SHIPPED_MODEL}: layers M-M*-M-M*-M-M*-, 4,096 positions, SSM chunk of 64 tokens; " in line
+    assert f"{SHIPPED_MODEL}: layers M-M*-M-M*-M-M*-, 4,096 positions, recurrence's chunk of 64 tokens; " in line
 
 
 def test_doctor_fails_for_a_model_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line import generation
-from megatron_mamba_cache.command_line.comparison import Difference
+from megatron_mamba_cache.command_line.results import Difference
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from tests.command_line.command_runs import Finished, run_here
 

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.command_line import drafters, model_choice
+from megatron_mamba_cache.command_line import model_choice, ready_model
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
@@ -154,7 +154,7 @@ def test_bf16_another_block_and_no_cache_run(
     assert run_here(capsys, *flags, "--dtype", "bf16", BLOCK, 32).status == 0
     finished = run_here(capsys, *flags, "--no-prefix-caching")
     assert finished.status == 0 and "prefix caching is off" in finished.stdout
-    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "SSM chunk of 16")
+    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk of 16")
 
 
 def test_a_megatron_checkpoint_gives_the_tokens_of_the_directory_it_came_from(
@@ -322,11 +322,12 @@ def test_a_draft_model_is_captured_where_the_model_is(
 ) -> None:
     counts = []
 
-    def noted(model: Any, config: CacheConfig) -> PromptLookupDrafter:
-        counts.append(config.num_cuda_graphs)
-        return PromptLookupDrafter()
+    class NotedDrafter(PromptLookupDrafter):
+        def __init__(self, model: Any, config: CacheConfig) -> None:
+            super().__init__()
+            counts.append(config.num_cuda_graphs)
 
-    monkeypatch.setattr(drafters, "DraftModelDrafter", noted)
+    monkeypatch.setattr(ready_model, "DraftModelDrafter", NotedDrafter)
     for count in (0, 3):
         flags = ("--hf-model", nemotron, *DRAFTS, nemotron, "--cuda-graphs", count)
         finished = run_here(capsys, *flags, "--prompts", lines_file, *GREEDY)

@@ -72,7 +72,7 @@ def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: py
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
-def test_a_rounded_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(
+def test_a_quantized_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.command_line.built_in_prompts import built_in_lines
-from megatron_mamba_cache.command_line.editing_sessions import editing_lines
+from megatron_mamba_cache.command_line.built_in_prompts import built_in_lines, editing_lines
 from megatron_mamba_cache.command_line.prompts import PromptLine, parse_line, read_prompts
 from megatron_mamba_cache.command_line.usage_error import UsageError
 

@@ -5,18 +5,16 @@ from dataclasses import replace
 import pytest
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.command_line.comparison import Difference, first_difference
-from megatron_mamba_cache.command_line.later_turns import LaterTurns
 from megatron_mamba_cache.command_line.prompts import PromptLine
-from megatron_mamba_cache.command_line.replies import reply_lines
 from megatron_mamba_cache.command_line.report import (
     compilation_line,
     graphs_line,
     reason_for_no_skip,
+    reply_lines,
     table_lines,
     text_lines,
 )
-from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
+from megatron_mamba_cache.command_line.results import Difference, LaterTurns, RequestRecord, RunResult, first_difference
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 
 CONFIG = CacheConfig(block_size_tokens=64)

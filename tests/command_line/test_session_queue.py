@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line.prompts import PromptLine
-from megatron_mamba_cache.command_line.session_queue import SessionQueue
+from megatron_mamba_cache.command_line.request_runner import SessionQueue
 
 SESSIONS = st.lists(st.none() | st.integers(0, 3) | st.sampled_from(["0", "a"]), max_size=20)
 

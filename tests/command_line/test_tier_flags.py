@@ -13,10 +13,10 @@ from megatron_mamba_cache.command_line.arguments import (
     check_engine_arguments,
     command_parser,
 )
+from megatron_mamba_cache.command_line.machine import check_tiers
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.command_line.report import summary_line
 from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
-from megatron_mamba_cache.command_line.tier_arguments import check_tiers
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.step.memory import CacheMemory

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from megatron_mamba_cache.command_line.editing_sessions import editing_lines
+from megatron_mamba_cache.command_line.built_in_prompts import editing_lines
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 512

@@ -117,7 +117,7 @@ def _set(place: SimpleNamespace, path: list[str], weight: Tensor) -> None:
 def _state_bytes(shape: HybridModelShape, num_drafts: int) -> int:
     """Return the bytes of one fp32 state on this rank."""
     dtypes = StateDtypes(torch.float32, window=torch.float32, whole=torch.float32)
-    groups = [StateGroup(own.layers, own.recurrence.tensors(dtypes), own.recurrence.grain) for own in shape.recurrent]
+    groups = [StateGroup(own.layers, own.recurrence.tensors(dtypes)) for own in shape.recurrent]
     return _bytes(SlotLayout.of(groups, num_drafts).slot_bytes)
 
 

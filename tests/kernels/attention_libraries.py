@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention import flashinfer as flashinfer_backend
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows
+from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 
 IN_GRAPHS = False
 """Whether calls are captured: the sizes that the host gives are then of the longest rows, else of those at hand."""

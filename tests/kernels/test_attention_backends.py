@@ -13,15 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.config import _ATTENTION_BACKENDS
+from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.kernels.attention import choice, flashinfer
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.choice import BACKENDS, BackendClass, choose_attention
 from megatron_mamba_cache.kernels.attention.flash_attn import cumulative_lengths
-from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionShape, attend_rows
-from megatron_mamba_cache.kernels.attention.page_lists import page_lists
-from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
-from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention.flashinfer_calls import page_lists
+from megatron_mamba_cache.kernels.attention.interface import (
+    AttentionBackend,
+    AttentionRows,
+    AttentionShape,
+    attend_rows,
+)
+from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention, paged_attention_ref
 from tests.kernels import attention_libraries
 from tests.kernels.packed_rows import same_bits
 
@@ -82,7 +85,7 @@ class Step:
 
 
 def test_every_setting_names_a_backend_and_every_backend_has_a_setting() -> None:
-    assert {"auto", *(backend.setting for backend in BACKENDS)} == set(_ATTENTION_BACKENDS)
+    assert {"auto", *(backend.setting for backend in BACKENDS)} == set(CacheConfig.RULES["attention_backend"])
 
 
 @pytest.mark.parametrize("setting", ["auto", "reference"])

@@ -13,9 +13,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import JITFunction
 
-from megatron_mamba_cache.kernels import compiling_ahead as ahead
-from megatron_mamba_cache.kernels.compilation import Compilations, CompilationWatch
-from megatron_mamba_cache.kernels.compiling_ahead import compiling_ahead, num_threads
+from megatron_mamba_cache.kernels import compilation
+from megatron_mamba_cache.kernels.compilation import Compilations, CompilationWatch, compiling_ahead, num_threads
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from tests.kernels.kernel_stand_ins import compile_anew
 
@@ -144,7 +143,7 @@ def test_what_has_not_begun_to_compile_is_left_after_a_fault(
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ahead, "num_threads", lambda: 1)
+    monkeypatch.setattr(compilation, "num_threads", lambda: 1)
     monkeypatch.setattr(triton.compiler, "compile", compile_slowly)
     if where == "wait":
         monkeypatch.setattr(triton.runtime._async_compile, "as_completed", interrupted)
@@ -199,6 +198,6 @@ def test_threads_are_as_many_as_cores_of_a_gpu(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if num_local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    monkeypatch.setattr(compilation.os, "sched_getaffinity", lambda process: set(range(num_cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert num_threads() == expected

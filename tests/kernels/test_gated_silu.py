@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.feed_forward.gated_silu import gated_silu, gated_silu_ref
+from megatron_mamba_cache.kernels.activations import gated_silu, gated_silu_ref
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

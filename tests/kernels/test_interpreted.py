@@ -33,7 +33,7 @@ GROUPS = [
         "test_ssd_scan_kernels.py",
         "test_state_verify.py",
         "test_slot_copies.py",
-        "test_rounded_states.py",
+        "test_quantized_states.py",
         "test_routing.py",
         "test_squared_relu.py",
         "test_gated_silu.py",

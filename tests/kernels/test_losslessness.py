@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.sampling.matching import accept_matching
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
 from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, token_probabilities
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
+    accept_matching,
 )
 from tests.kernels.sampling_oracle import kept_probabilities
 

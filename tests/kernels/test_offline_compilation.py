@@ -18,12 +18,11 @@ from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
-from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling import greedy_draws, sampling, token_cuts, verification
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
-from megatron_mamba_cache.kernels.sampling.matching import accept_matching
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
-from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
-from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
+from megatron_mamba_cache.kernels.sampling.sampling import draw_tokens
+from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits, accept_matching
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences import quantized_states, slot_copies
 from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
@@ -39,11 +38,11 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling, scan_til
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, tile_shape
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.quantized_states import restore_states
-from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
-from tests.kernels.rounded_places import patterned
+from tests.kernels.quantized_places import patterned
 from tests.kernels.split_windows import cut_window
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
@@ -160,16 +159,16 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
     dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
     reading = [
-        compile_for_hopper(token_draws, "_peaks_kernel"),
+        compile_for_hopper(sampling, "_peaks_kernel"),
         compile_for_hopper(token_cuts, "measure_kernel"),
         compile_for_hopper(token_cuts, "list_kernel"),
         compile_for_hopper(greedy_draws, "_best_of_tiles_kernel"),
     ]
     once = [
         compile_for_hopper(token_cuts, "_cut_kernel"),
-        compile_for_hopper(token_draws, "_pick_kernel"),
+        compile_for_hopper(sampling, "_pick_kernel"),
         compile_for_hopper(greedy_draws, "_best_of_row_kernel"),
-        compile_for_hopper(matching, "_accept_kernel"),
+        compile_for_hopper(verification, "_accept_kernel"),
         *reading,
     ]
     logits = torch.empty(40, 124928 if dtype is torch.float32 else 131072, dtype=dtype)  # 30.5 tiles, and 32
@@ -197,22 +196,17 @@ SLOT_SHAPES = pytest.mark.parametrize(
 
 
 @SLOT_SHAPES
-@pytest.mark.parametrize("name", ["copy", "zero"])
 def test_slot_copies_compile_with_wide_accesses(
-    name: str,
     conv_shape: tuple[int, ...],
     ssm_shape: tuple[int, ...],
     dtype: torch.dtype,
     accesses: set[str],
     compile_for_hopper: Compile,
 ) -> None:
-    compiled = compile_for_hopper(slot_copies, f"_{name}_slots_kernel")
+    compiled = compile_for_hopper(slot_copies, "_copy_slots_kernel")
     pools = [torch.empty(2, 2, *shape, dtype=dtype) for shape in (conv_shape, ssm_shape)]
     slots = torch.zeros(3, dtype=torch.int32)
-    if name == "copy":
-        copy_slots(pools, slots, slots + 1)
-    else:
-        zero_slots(pools, slots)
+    copy_slots(pools, pools, slots, slots + 1)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == accesses | {"b32"}
 
@@ -347,14 +341,14 @@ def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
     of_fp8 = replace(of_int8, values=of_int8.values.view(torch.float8_e4m3fn))
     for quantized in (None, of_int8, of_fp8):
         scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling, quantized)
-    exact, *rounding = scan.ptx
-    assert all("div.rn.f32" in ptx and "wgmma.mma_async" in ptx for ptx in rounding) and "div.rn.f32" not in exact
-    assert ["e4m3x2" in ptx for ptx in rounding] == [False, True]
+    exact, *quantizing = scan.ptx
+    assert all("div.rn.f32" in ptx and "wgmma.mma_async" in ptx for ptx in quantizing) and "div.rn.f32" not in exact
+    assert ["e4m3x2" in ptx for ptx in quantizing] == [False, True]
     assert max(scan.shared_bytes[1:]) <= scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
-def test_rounded_states_are_written_and_restored_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
+def test_quantized_states_move_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
     restore = compile_for_hopper(quantized_states, "_restore_kernel")
     align = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     ssm, places = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_mamba_cache.kernels import one_token
 from megatron_mamba_cache.kernels.activations import Activation, activated_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.linear import one_token
-from megatron_mamba_cache.kernels.linear.one_token import (
+from megatron_mamba_cache.kernels.one_token import (
     MOST_INPUTS,
     can_multiply_one_token,
     multiply_one_token,

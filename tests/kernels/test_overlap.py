@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels import overlap
+from megatron_mamba_cache.kernels import activations, one_token, overlap
 from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.experts import (
@@ -23,10 +23,8 @@ from megatron_mamba_cache.kernels.experts import (
 )
 from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
-from megatron_mamba_cache.kernels.feed_forward import gated_silu, squared_relu
-from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate, residual_norm
-from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
+from megatron_mamba_cache.kernels.sampling import greedy_draws, verification
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
@@ -121,14 +119,14 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (product_tiles, "_tiles_kernel"): lambda: product_tiles.tile_rows(int32(5), 2),
     (greedy_draws, "_best_of_tiles_kernel"): lambda: greedy_draws.best_of_tiles(half(1, 64)),
     (greedy_draws, "_best_of_row_kernel"): lambda: greedy_draws.best_of_rows(torch.zeros(1, 2), int32(1, 2)),
-    (matching, "_accept_kernel"): lambda: matching.accept_matching(
+    (verification, "_accept_kernel"): lambda: verification.accept_matching(
         torch.zeros(2, dtype=torch.int64), VerifyLogits(int32(3), torch.zeros(2, dtype=torch.int64), max_drafts=1)
     ),
     (weighted_sum, "_weighted_sum_kernel"): lambda: weighted_sum.weighted_sum(
         half(2, 64), int32(1, 2), torch.zeros(1, 2)
     ),
-    (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
-    (gated_silu, "_gated_silu_kernel"): lambda: gated_silu.gated_silu(half(1, 64)),
+    (activations, "_squared_relu_kernel"): lambda: activations.squared_relu(half(1, 64)),
+    (activations, "_gated_silu_kernel"): lambda: activations.gated_silu(half(1, 64)),
     (verify, "_state_verify_kernel"): update_states,
     (conv, "_causal_conv_kernel"): lambda: conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT),
     (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(

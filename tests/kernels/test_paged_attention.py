@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.attention import reference_attention
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention import reference
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows
+from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 from tests.kernels.packed_rows import same_bits
 
 BLOCK, DIM, HEADS = 4, 8, 6
@@ -69,7 +69,7 @@ def test_attention_matches_dense_attention_of_each_row(
     lengths: list[tuple[int, int]], kv_heads: int, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(kv_heads)
-    monkeypatch.setattr(reference_attention, "_QUERY_TILE", tile)
+    monkeypatch.setattr(reference, "_QUERY_TILE", tile)
     cache = Cache(lengths, kv_heads, device)
     num_tokens = sum(cache.rows.query_lens)
     q = torch.randn(num_tokens + 2, HEADS, DIM, device=device)
@@ -107,7 +107,7 @@ def test_splitting_a_large_batch_changes_no_row(device: str, monkeypatch: pytest
     cache = Cache([(1, 3), (1, 9), (1, 2), (1, 5)], 2, device)
     q = torch.randn(4, HEADS, DIM, device=device)
     together = paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE)
-    monkeypatch.setattr(reference_attention, "_MAX_PADDED_TOKENS", 10)
+    monkeypatch.setattr(reference, "_MAX_PADDED_TOKENS", 10)
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE), together)
 
 

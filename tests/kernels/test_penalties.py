@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.sampling.penalties import PenalisedRows, penalise, penalise_ref
+from megatron_mamba_cache.kernels.sampling.logits_changes import PenalisedRows, penalise, penalise_ref
 from tests.kernels.packed_rows import same_bits
 
 TEXTS = [[3, 3, 5], [], [7]]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
-from megatron_mamba_cache.kernels.attention.reference_attention import (
+from megatron_mamba_cache.kernels.attention.reference import (
     append_kv_ref,
     paged_attention_ref,
     write_attention_inputs_ref,
@@ -19,18 +19,19 @@ from megatron_mamba_cache.kernels.attention.reference_attention import (
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.norm.norm_and_gate import norm_and_gate
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens, greedy_tokens_ref
-from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
 from megatron_mamba_cache.kernels.sampling.sampling import (
     sample_tokens,
     sample_tokens_ref,
     token_probabilities,
 )
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
+    accept_matching,
+    accept_matching_ref,
 )
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
@@ -43,8 +44,7 @@ from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_bounda
 from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.moves import align_copy_ref
-from megatron_mamba_cache.recurrences.reference_slots import copy_slots_ref, zero_slots_ref
-from megatron_mamba_cache.recurrences.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
@@ -123,7 +123,7 @@ def fold_boundaries_call(op: Callable[..., None] = fold_boundaries_ref) -> Calla
 
 def slot_copies_call() -> Callable[[], object]:
     pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
-    return lambda: (copy_slots(pools, src, dst), zero_slots(pools, dst))
+    return lambda: copy_slots(pools, pools, src, dst)
 
 
 def token_kernels_call() -> Callable[[], object]:
@@ -138,12 +138,7 @@ def token_kernels_call() -> Callable[[], object]:
 
 def copy_call() -> Callable[[], object]:
     pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
-    return lambda: copy_slots_ref(pools, src, dst)
-
-
-def zero_call() -> Callable[[], object]:
-    pools, slots = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1)
-    return lambda: zero_slots_ref(pools, slots)
+    return lambda: copy_slots_ref(pools, pools, src, dst)
 
 
 def align_call() -> Callable[[], object]:
@@ -227,7 +222,6 @@ CALLS = [
     slot_copies_call,
     token_kernels_call,
     copy_call,
-    zero_call,
     align_call,
     attention_call,
     append_call,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.activations import Activation
+from megatron_mamba_cache.kernels.activations import Activation, squared_relu
 from megatron_mamba_cache.kernels.experts import product_forms
 from megatron_mamba_cache.kernels.experts import routed_experts as routed_experts_module
 from megatron_mamba_cache.kernels.experts.beside_experts import BesideExperts
@@ -14,7 +14,6 @@ from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.grouped_product import grouped_product, grouped_product_ref
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
 from megatron_mamba_cache.kernels.experts.shared_product import shared_product, takes_shared_product
-from megatron_mamba_cache.kernels.feed_forward.squared_relu import squared_relu
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 TOP_K = 2

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
 from megatron_mamba_cache.kernels.sampling.sampling import (
     sample_tokens,
     sample_weighted,
     token_probabilities,
 )
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from tests.kernels.sampling_oracle import kept_probabilities
 
 Row = tuple[list[float], float, int, float, float]

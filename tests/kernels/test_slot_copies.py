@@ -1,4 +1,4 @@
-"""Whole-slot copies and clears, kernels and twins, move every bit of the named slots and none of another.
+"""Whole-slot copies, kernel and twin, move every bit of the named slots and none of another.
 
 Where the kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
 """
@@ -13,16 +13,8 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
 from megatron_mamba_cache.recurrences import slot_copies
-from megatron_mamba_cache.recurrences.reference_slots import copy_slots_between_ref
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
-from megatron_mamba_cache.recurrences.slot_copies import (
-    SLOTS_AT_A_TIME,
-    copy_slots,
-    copy_slots_between,
-    copy_slots_ref,
-    zero_slots,
-    zero_slots_ref,
-)
+from megatron_mamba_cache.recurrences.slot_copies import SLOTS_AT_A_TIME, copy_slots, copy_slots_ref
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
@@ -31,16 +23,13 @@ from tests.recurrences.toy import toy_tensors
 NUM_SLOTS = 12
 Op = Callable[..., None]
 both_copies = pytest.mark.parametrize("op", [copy_slots, copy_slots_ref])
-both_copies_between = pytest.mark.parametrize("op", [copy_slots_between, copy_slots_between_ref])
-both_clears = pytest.mark.parametrize("op", [zero_slots, zero_slots_ref])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def counted_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_copy_slots_kernel", "_zero_slots_kernel"):
-            patch.setattr(slot_copies, name, CountedKernel(getattr(slot_copies, name)))
+        patch.setattr(slot_copies, "_copy_slots_kernel", CountedKernel(slot_copies._copy_slots_kernel))
         yield
 
 
@@ -63,14 +52,14 @@ def int32(values: Sequence[int], device: str) -> Tensor:
 
 
 def num_launches() -> int:
-    return slot_copies._copy_slots_kernel.launches + slot_copies._zero_slots_kernel.launches
+    return slot_copies._copy_slots_kernel.launches
 
 
 def run_counted(op: Op, slots: Tensor, *arguments: object) -> None:
     """Run an op, and check that it is one launch exactly where its kernel can run and has work."""
     before = num_launches()
     op(*arguments)
-    is_kernel = op in (copy_slots, copy_slots_between, zero_slots) and launches_kernel(slots)
+    is_kernel = op is copy_slots and launches_kernel(slots)
     assert num_launches() - before == (is_kernel and len(slots) > 0)
 
 
@@ -82,17 +71,8 @@ def check_copy(op: Op, pools: Sequence[Tensor], src: Sequence[int], dst: Sequenc
                 copied[:, d] = pool[:, s]
     device = pools[0].device.type
     targets = int32(dst, device)
-    run_counted(op, targets, pools, int32(src, device), targets)
+    run_counted(op, targets, pools, pools, int32(src, device), targets)
     assert all(same_bits(pool, copied) for pool, copied in zip(pools, expected, strict=True))
-
-
-def check_clear(op: Op, pools: Sequence[Tensor], slots: Sequence[int]) -> None:
-    expected = [pool.clone() for pool in pools]
-    for pool in expected:
-        pool[:, [slot for slot in slots if slot != PAD_SLOT]] = 0
-    named = int32(slots, pools[0].device.type)
-    run_counted(op, named, pools, named)
-    assert all(same_bits(pool, cleared) for pool, cleared in zip(pools, expected, strict=True))
 
 
 def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
@@ -116,11 +96,6 @@ def test_tensors_of_any_shape_dtype_and_number_of_layers_are_copied_in_one_launc
     check_copy(op, toy_tensors(NUM_SLOTS, 3, device), [1, PAD_SLOT, 3], [0, 2, 5])
 
 
-@both_clears
-def test_tensors_of_any_shape_dtype_and_number_of_layers_are_cleared_in_one_launch(op: Op, device: str) -> None:
-    check_clear(op, toy_tensors(NUM_SLOTS, 3, device), [4, PAD_SLOT, 0])
-
-
 @both_copies
 @pytest.mark.parametrize(
     ("src", "dst"),
@@ -135,12 +110,6 @@ def test_tensors_of_any_shape_dtype_and_number_of_layers_are_cleared_in_one_laun
 )
 def test_pairs_that_hold_padding_are_skipped(src: list[int], dst: list[int], op: Op, device: str) -> None:
     check_copy(op, make_pools(device), src, dst)
-
-
-@both_clears
-@pytest.mark.parametrize("slots", [[], [PAD_SLOT], [PAD_SLOT, 4], [0, PAD_SLOT, 5], [11, 3, 0, 1]])
-def test_clearing_touches_the_named_slots_only(slots: list[int], op: Op, device: str) -> None:
-    check_clear(op, make_pools(device), slots)
 
 
 AWKWARD_SIZES = pytest.mark.parametrize(
@@ -167,38 +136,21 @@ def test_awkward_sizes_are_copied(
     check_copy(op, pools, [0, 4, PAD_SLOT], [2, 1, 3])
 
 
-@both_clears
-@AWKWARD_SIZES
-@DTYPES
-def test_awkward_sizes_are_cleared(
-    conv_shape: tuple[int, ...],
-    ssm_shape: tuple[int, ...],
-    conv_dtype: torch.dtype,
-    ssm_dtype: torch.dtype,
-    op: Op,
-    device: str,
-) -> None:
-    check_clear(op, make_pools(device, 6, conv_shape, ssm_shape, conv_dtype, ssm_dtype), [4, PAD_SLOT, 1])
-
-
 @pytest.mark.parametrize("num_slots", [SLOTS_AT_A_TIME, SLOTS_AT_A_TIME + 1])
 def test_any_number_of_slots(num_slots: int, device: str) -> None:
     """Most of them padding, the last one not."""
     named = [slot if slot % 40 == 0 or slot == num_slots - 1 else PAD_SLOT for slot in range(num_slots)]
     pools = make_pools(device, 2 * num_slots, (1, 2), (1, 1, 2))
     check_copy(copy_slots, pools, named, range(num_slots, 2 * num_slots))
-    check_clear(zero_slots, pools, named)
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
 def test_every_tiling_does_the_same(tiling: CopyTiling, device: str) -> None:
     pools, slots = make_pools(device, conv_shape=(3, 12), ssm_shape=(2, 5, 8)), int32([1, 4], device)
     expected = [pool.clone() for pool in pools]
-    copy_slots(pools, slots, slots + 1, tiling)
-    zero_slots(pools, slots, tiling)
+    copy_slots(pools, pools, slots, slots + 1, tiling)
     for pool, copied in zip(pools, expected, strict=True):
         copied[:, [2, 5]] = copied[:, [1, 4]]
-        copied[:, [1, 4]] = 0
         assert same_bits(pool, copied)
 
 
@@ -208,11 +160,10 @@ def test_bytes_between_strided_slots_stay(gap: int, device: str) -> None:
     pools = [buffer[:, :, gap:].unflatten(2, (4, -1)) for buffer in buffers]
     gaps = [buffer[..., :gap].clone() for buffer in buffers]
     check_copy(copy_slots, pools, [1, 2], [5, 4])
-    check_clear(zero_slots, pools, [1, 3])
     assert all(same_bits(buffer[..., :gap], kept) for buffer, kept in zip(buffers, gaps, strict=True))
 
 
-@both_copies_between
+@both_copies
 @pytest.mark.parametrize("shift", [0, 1])
 def test_slots_are_copied_between_pools_of_other_slots(shift: int, op: Op, device: str) -> None:
     """With a shift, the pools allow accesses of other widths."""
@@ -231,19 +182,19 @@ def test_slots_are_copied_between_pools_of_other_slots(shift: int, op: Op, devic
 
 def test_states_of_another_dtype_are_cast(device: str) -> None:
     source, pool = torch.randn(2, 4, 5, device=device), torch.zeros(2, 3, 5, dtype=torch.bfloat16, device=device)
-    copy_slots_between([source], [pool], int32([3], device), int32([1], device))
+    copy_slots([source], [pool], int32([3], device), int32([1], device))
     assert same_bits(pool[:, 1], source[:, 3].bfloat16()) and not pool[:, [0, 2]].any()
 
 
 def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
     """Return calls that must be refused and a word of the reason."""
     return {
-        "lengths": (lambda pools, slots: copy_slots(pools, slots, slots[:1]), "as many src as dst"),
-        "dtype": (lambda pools, slots: copy_slots(pools, slots.long(), slots), "src"),
-        "strided numbers": (lambda pools, slots: zero_slots(pools, slots[::2]), "contiguous"),
-        "device": (lambda pools, slots: zero_slots([pools[0].to("meta")], slots), "one device"),
-        "channel-major": (lambda pools, slots: zero_slots([pools[0].mT], slots), "slots are contiguous"),
-        "shape": (lambda pools, slots: copy_slots_between(pools[:1], pools[1:], slots, slots), "differ in slots only"),
+        "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "as many src as dst"),
+        "dtype": (lambda pools, slots: copy_slots(pools, pools, slots.long(), slots), "src"),
+        "strided numbers": (lambda pools, slots: copy_slots(pools, pools, slots[::2], slots[::2]), "contiguous"),
+        "device": (lambda pools, slots: copy_slots(*[[pools[0].to("meta")]] * 2, slots, slots), "one device"),
+        "channel-major": (lambda pools, slots: copy_slots(*[[pools[0].mT]] * 2, slots, slots), "slots are contiguous"),
+        "shape": (lambda pools, slots: copy_slots(pools[:1], pools[1:], slots, slots), "differ in slots only"),
     }
 
 
@@ -258,14 +209,14 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 @needs_cuda
 def test_a_replayed_graph_reads_the_slots_anew() -> None:
     pools, src, dst = make_pools("cuda"), int32([1, 2, 3], "cuda"), int32([4, PAD_SLOT, 6], "cuda")
-    copy_slots(pools, src, dst)
+    copy_slots(pools, pools, src, dst)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        copy_slots(pools, src, dst)
+        copy_slots(pools, pools, src, dst)
     for numbers in ([7, 8, PAD_SLOT], [PAD_SLOT] * 3, [9, 10, 11]):
         dst.copy_(int32(numbers, "cuda"))
         expected = [pool.normal_().clone() for pool in pools]
-        copy_slots_ref(expected, src, dst)
+        copy_slots_ref(expected, expected, src, dst)
         graph.replay()
         assert all(same_bits(pool, copied) for pool, copied in zip(pools, expected, strict=True))
 
@@ -274,13 +225,12 @@ def test_a_replayed_graph_reads_the_slots_anew() -> None:
 @needs_cuda
 def test_other_counts_slots_and_alignments_compile_nothing_new() -> None:
     pools = make_pools("cuda")
-    counted = slot_copies._copy_slots_kernel.kernel, slot_copies._zero_slots_kernel.kernel
+    counted = slot_copies._copy_slots_kernel.kernel
     sizes = []
     for count in (1, 2, 3, 15):
         numbers = int32([0, *range(6), *[PAD_SLOT] * 9], "cuda")[1 : count + 1]
-        copy_slots(pools, numbers, torch.where(numbers >= 0, numbers + 6, PAD_SLOT))
-        zero_slots(pools, numbers.clone() if count % 2 else numbers)
-        sizes.append([sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in counted])
+        copy_slots(pools, pools, numbers, torch.where(numbers >= 0, numbers + 6, PAD_SLOT))
+        sizes.append(sum(len(cache[0]) for cache in counted.device_caches.values()))
     assert all(size == sizes[0] for size in sizes)
 
 
@@ -294,6 +244,5 @@ def test_offsets_past_32_bits() -> None:
     buffer = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
     pool = buffer.as_strided((2, 4, 4, 8), (64, slot_stride, 8, 1)).normal_()
     check_copy(copy_slots, [pool], [3, 0], [1, 2])
-    check_clear(zero_slots, [pool], [3])
     del pool, buffer
     torch.cuda.empty_cache()

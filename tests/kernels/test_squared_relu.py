@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.feed_forward.squared_relu import squared_relu, squared_relu_ref
+from megatron_mamba_cache.kernels.activations import squared_relu, squared_relu_ref
 from tests.kernels.packed_rows import same_bits
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.sampling import token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling import sampling, token_cuts
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
+from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
 from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, sample_tokens_ref, token_probabilities
-from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from tests.kernels.kernel_stand_ins import launches_expected
 
 needs_kernels = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def rows_of(logits: Tensor, chosen: Sequence[Setting]) -> SamplingRows:
 
 
 def drawn_by_kernels(rows: SamplingRows, uniforms: Tensor) -> list[int]:
-    with launches_expected(token_draws, "_pick_kernel", of_kernel=True, device=DEVICE):
+    with launches_expected(sampling, "_pick_kernel", of_kernel=True, device=DEVICE):
         return sample_tokens(rows, uniforms).tolist()
 
 
@@ -168,7 +168,7 @@ def test_exactly_what_the_definitions_keep_is_kept(
     logits[:, places] = torch.tensor([case[0] for case in cases])
     rows = rows_of(logits, [case[1:] for case in cases])
     tiles = token_cuts.RowTiles(*torch.empty(3, len(cases), 2, device=DEVICE))
-    token_draws._peaks_kernel[(len(cases), 2)](
+    sampling._peaks_kernel[(len(cases), 2)](
         logits=rows.logits, stride=5000, peaks=tiles.peaks, leasts=tiles.leasts, num_tiles=2, vocab_size=5000, TILE=4096
     )
     cuts = token_cuts.find_cuts(rows, tiles)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.sampling.token_masks import bar_tokens, bar_tokens_ref
+from megatron_mamba_cache.kernels.sampling.logits_changes import bar_tokens, bar_tokens_ref
 from tests.kernels.packed_rows import same_bits
 
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.sampling import matching
-from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
+from megatron_mamba_cache.kernels.sampling import verification
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
+    accept_matching,
+    accept_matching_ref,
 )
 from tests.kernels.kernel_stand_ins import launches_expected
 
@@ -145,7 +146,7 @@ def test_matching_kernel_and_twin_give_the_same_outcome(max_drafts: int, num_pad
     drafts = torch.where(torch.rand(len(batch.tokens)) < 0.8, batch.tokens.cpu(), batch.rows.draft_ids.cpu()).to(device)
     agreeing = replace(batch, rows=replace(batch.rows, draft_ids=drafts))
     for case in (batch, agreeing):
-        with launches_expected(matching, "_accept_kernel", of_kernel=True, device=device):
+        with launches_expected(verification, "_accept_kernel", of_kernel=True, device=device):
             found = accept_matching(case.tokens, case.rows)
         assert found.tolist() == accept_matching_ref(case.tokens, case.rows).tolist()
     kept = [count - 1 for count in accept_matching(agreeing.tokens, agreeing.rows)[:, 0].tolist()]

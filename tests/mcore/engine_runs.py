@@ -11,7 +11,6 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache import config as config_module
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
@@ -104,8 +103,8 @@ def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
     return sizes.pattern.count("M") * (window_bytes + 4 * of_layer.rows * of_layer.lanes)
 
 
-def rounded_bytes(sizes: RandomHybridConfig) -> int:
-    """Return the bytes of one cached state over all recurrent layers that is rounded to 8 bits."""
+def quantized_bytes(sizes: RandomHybridConfig) -> int:
+    """Return the bytes of one cached state over all recurrent layers that is quantized to 8 bits."""
     if isinstance(sizes, ToyHybridConfig):
         return toy_state_bytes(sizes, is_quantized=True)
     of_layer = _layer_state(sizes)
@@ -143,7 +142,7 @@ def cache_config(
     """Return settings that buy exactly `kv_blocks` usable blocks and rows for `cached_states` cached states.
 
     Paused requests may keep `paused_blocks` of the blocks; None takes the package's default. Where cached states are
-    rounded, drafts have slots beside them.
+    quantized, drafts have slots beside them.
     """
     small = {
         "block_size_tokens": 2 * sizes.ssm_chunk_size,
@@ -157,7 +156,7 @@ def cache_config(
     states_bytes = cached_states * state_bytes(sizes, num_drafts)
     if small.get("cached_state_dtype", "live") != "live":
         of_drafts = small["max_requests"] * num_drafts * state_bytes(sizes, num_drafts)
-        states_bytes = cached_states * rounded_bytes(sizes) + of_drafts
+        states_bytes = cached_states * quantized_bytes(sizes) + of_drafts
     return CacheConfig(
         buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
         paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,
@@ -202,7 +201,7 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
 
 def allow_every_cached_form(patch: pytest.MonkeyPatch) -> None:
     """Let settings name forms of cached states that are no public choice."""
-    patch.setattr(config_module, "CACHED_STATE_DTYPES", tuple(CACHED_FORMS))
+    patch.setitem(CacheConfig.RULES, "cached_state_dtype", tuple(CACHED_FORMS))
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:

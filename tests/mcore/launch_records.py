@@ -7,6 +7,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
+from megatron_mamba_cache.kernels import one_token
 from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
@@ -21,7 +22,6 @@ from megatron_mamba_cache.kernels.experts import (
     routing,
     weighted_sum,
 )
-from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.recurrences import align_copy
 from megatron_mamba_cache.recurrences.conv import conv

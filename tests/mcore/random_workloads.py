@@ -83,8 +83,8 @@ GATED_DELTA_MODELS = tuple(
 NEIGHBOUR = 10_000
 """The id of a request that comes and is cancelled; it is none of the workload's."""
 RING_LENGTHS = (4, 8, 16, 32)
-ROUNDING_MARGIN = 0.05
-"""By how much the oracle may score a token worse than its best where states were rounded."""
+QUANTIZATION_MARGIN = 0.05
+"""By how much the oracle may score a token worse than its best where states were quantized."""
 HALF_MARGIN, HALF_EXPERTS_MARGIN, HALF_ROUTING_MARGIN = 0.3, 0.8, 0.02
 """The same of models in half precision, whose logits spread by 1.6, without experts and with them.
 
@@ -580,7 +580,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
         margin = HALF_EXPERTS_MARGIN if "E" in work.subject.sizes.pattern else HALF_MARGIN
         tally = run.assert_near_oracle(_greedy_ones(work), margin, HALF_ROUTING_MARGIN)
     elif work.config.quantizes_states:
-        tally = run.assert_near_oracle(_greedy_ones(work), ROUNDING_MARGIN)
+        tally = run.assert_near_oracle(_greedy_ones(work), QUANTIZATION_MARGIN)
     else:
         tally = assert_replies_are_the_oracles(work, run)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}

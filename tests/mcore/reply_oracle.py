@@ -62,9 +62,7 @@ def check_reply(oracle: HybridOracle, prompt: Sequence[int], reply: Sequence[int
     return tally
 
 
-def changed_logits(
-    values: list[float], prompt: Sequence[int], generated: Sequence[int], asked: Asked
-) -> list[float]:
+def changed_logits(values: list[float], prompt: Sequence[int], generated: Sequence[int], asked: Asked) -> list[float]:
     """Return logits as OpenAI's and Hugging Face's definitions change them."""
     settings, counts, values = asked.logits, Counter(generated), list(values)
     for token, bias in settings.get("logit_bias", ()):

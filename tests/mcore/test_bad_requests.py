@@ -332,7 +332,7 @@ def test_step_too_large_for_the_memory_names_its_limits(
 
 def test_block_size_is_a_multiple_of_the_ssm_chunk() -> None:
     subject = tiny_hybrid(ssm_chunk_size=16)
-    with pytest.raises(ValueError, match=r"block_size_tokens is 24.*SSM chunk of 16"):
+    with pytest.raises(ValueError, match=r"block_size_tokens is 24.*chunk of 16"):
         build_engine(subject.model, cache_config(subject.sizes, block_size_tokens=24))
     run = EngineRun.start(subject, cache_config(subject.sizes, block_size_tokens=24, prefix_caching=False))
     run.run(0, some_tokens(50))

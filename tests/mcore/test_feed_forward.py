@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_mamba_cache.kernels import one_token
+from megatron_mamba_cache.kernels.activations import gated_silu_ref, squared_relu
 from megatron_mamba_cache.kernels.experts import shared_product
-from megatron_mamba_cache.kernels.feed_forward.gated_silu import gated_silu_ref
-from megatron_mamba_cache.kernels.feed_forward.squared_relu import squared_relu
-from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.mcore import expert_layer, feed_forward, linear
 from megatron_mamba_cache.mcore.feed_forward import FeedForward, SharedFeedForward, fused_activation
 from megatron_mamba_cache.models.architecture import FeedForwardSizes

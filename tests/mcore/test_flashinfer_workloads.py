@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention import flashinfer
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.attention.flashinfer_calls import CapturedPart, PagedAttention
-from megatron_mamba_cache.kernels.attention.interface import PlannedAttention
-from megatron_mamba_cache.kernels.attention.page_lists import PageLists
+from megatron_mamba_cache.kernels.attention.flashinfer_calls import CapturedPart, PagedAttention, PageLists
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows, PlannedAttention
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.kernels.attention_libraries import serve_with_flashinfer

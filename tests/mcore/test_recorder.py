@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.attention.interface import attention_after
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows, attention_after
 from megatron_mamba_cache.kernels.attention.reference import CapturedReference
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.decode_steps import DecodeStep, SentStep

@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.replicas.cache_reports import CacheReports
-from megatron_mamba_cache.replicas.salts import KeySalt
+from megatron_mamba_cache.replicas.prompt_keys import KeySalt
 from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, hybrid, some_tokens, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
 

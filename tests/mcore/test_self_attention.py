@@ -13,9 +13,9 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
-from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 from megatron_mamba_cache.mcore import self_attention
 from megatron_mamba_cache.mcore.between_layers import LayerNorm
 from megatron_mamba_cache.mcore.local_spec import local_hybrid_spec

@@ -13,7 +13,7 @@ from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.recurrences.interface import DraftStorage, LiveState
 from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage
 from megatron_mamba_cache.recurrences.rows import AlignRows
-from megatron_mamba_cache.recurrences.window import SlotStorage
+from megatron_mamba_cache.recurrences.window import WindowStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import runner as runner_module
@@ -76,7 +76,7 @@ def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., 
 def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collect, for each align copy that is launched, how many rows it copies."""
     counts: list[int] = []
-    for drafts in (SlotStorage, ReplayStorage):
+    for drafts in (WindowStorage, ReplayStorage):
         monkeypatch.setattr(drafts, "cache_boundaries", _counted(drafts.cache_boundaries, counts))
     yield counts
 
@@ -264,13 +264,13 @@ def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pyte
 
 def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[int] = []
-    settle = SlotStorage.settle
+    settle = WindowStorage.settle
 
-    def counted(drafts: SlotStorage, states: Sequence[LiveState]) -> None:
+    def counted(drafts: WindowStorage, states: Sequence[LiveState]) -> None:
         settled.extend(state.accepted - 1 for state in states)
         settle(drafts, states)
 
-    monkeypatch.setattr(SlotStorage, "settle", counted)
+    monkeypatch.setattr(WindowStorage, "settle", counted)
     for kv_blocks in range(9, 16):
         run = start_run(5, accuracy=0.9, kv_blocks=kv_blocks, paused_blocks=kv_blocks - 1, max_sequence_length=64)
         for request_id in range(3):

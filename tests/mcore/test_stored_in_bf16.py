@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_mamba_cache.mcore import linear
-from megatron_mamba_cache.policy.draft_states import DraftBuffers
+from megatron_mamba_cache.policy.draft_states import ReplayStates
 from megatron_mamba_cache.speculation.drafter import Drafter
 
 from .engine_runs import EngineRun, Hybrid, cache_config, tiny_hybrid
@@ -44,10 +44,10 @@ class TokenByToken:
 @given(ring_len=st.sampled_from((4, 8, 16, 32)), computed=st.integers(0, 200), limit=st.integers(0, 8))
 @example(ring_len=4, computed=3, limit=8)
 def test_no_draft_lies_behind_a_rounding(ring_len: int, computed: int, limit: int) -> None:
-    drafts = DraftBuffers(1, rounding_len=ring_len).most_drafts(computed, limit)
+    drafts = ReplayStates(1, rounding_len=ring_len).most_drafts(computed, limit)
     assert 0 <= drafts <= limit and computed // ring_len == (computed + drafts) // ring_len
     assert drafts == limit or (computed + drafts + 1) % ring_len == 0, "no fewer than need be"
-    assert DraftBuffers(1).most_drafts(computed, limit) == limit
+    assert ReplayStates(1).most_drafts(computed, limit) == limit
 
 
 def served(

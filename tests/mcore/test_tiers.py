@@ -36,7 +36,7 @@ from tests.mcore.engine_runs import (
 )
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.random_workloads import ROUNDING_MARGIN
+from tests.mcore.random_workloads import QUANTIZATION_MARGIN
 from tests.recurrences.toy import on_cpu
 
 REPOSITORY = Path(__file__).parents[2]
@@ -412,7 +412,7 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
 
 @subjects
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(
+def test_quantized_states_come_back_from_the_host_and_from_disk_as_they_were(
     tmp_path: Path, subject: Hybrid, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow_every_cached_form(monkeypatch)
@@ -431,7 +431,7 @@ def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(
     wanted = talks.most
     assert talks.turn(run) == wanted
     assert run.counters.prompt_tokens_from_disk == sum(wanted)
-    run.assert_near_oracle(run.finished, ROUNDING_MARGIN)
+    run.assert_near_oracle(run.finished, QUANTIZATION_MARGIN)
     run.assert_nothing_held()
 
 

@@ -16,7 +16,7 @@ from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.tiers.copy_lanes import Piece, PlaceBytes
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
 from tests.mcore.random_workloads import FLAVOURS, TOY_MODELS, Workload, make_workload, run_workload
-from tests.mcore.test_rounded_workloads import checked_restores
+from tests.mcore.test_quantized_workloads import checked_restores
 from tests.mcore.toy_models import ToyHybridConfig, toy_state_bytes
 from tests.recurrences.toy import on_cpu
 

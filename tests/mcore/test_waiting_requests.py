@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.policy import block_growth
-from megatron_mamba_cache.policy.branch_points import LOOK_AHEAD
+from megatron_mamba_cache.policy.admission import LOOK_AHEAD
 from megatron_mamba_cache.policy.scheduler import MOST_PASSED_OVER
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
 

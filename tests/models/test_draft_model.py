@@ -220,7 +220,7 @@ def test_a_drafter_whose_experts_other_ranks_share_is_refused(monkeypatch: pytes
 def test_what_is_no_hybrid_model_is_refused() -> None:
     with pytest.raises(TypeError, match="MambaModel"):
         DraftModelDrafter(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="SSM chunk"):
+    with pytest.raises(ValueError, match="not a multiple of the recurrence's chunk"):
         CheckedDraftModel.start(small_model(), block_size_tokens=12)
 
 

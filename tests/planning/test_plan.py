@@ -6,8 +6,7 @@ import pytest
 
 from megatron_mamba_cache.planning.block_texts import block_texts
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
-from megatron_mamba_cache.planning.copies_at_once import CopiesAtOnce
-from megatron_mamba_cache.planning.plan import plan
+from megatron_mamba_cache.planning.plan import CopiesAtOnce, plan
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
 from megatron_mamba_cache.planning.replay import replay
 from megatron_mamba_cache.policy.places import SplitSpace

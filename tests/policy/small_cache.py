@@ -9,7 +9,7 @@ import numpy as np
 from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionPlan, AdmissionRules
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
-from megatron_mamba_cache.policy.draft_states import DraftBuffers, DraftSlots
+from megatron_mamba_cache.policy.draft_states import ReplayStates, WindowStates
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
@@ -56,13 +56,13 @@ def small_cache(
         running=None if num_running is None else FixedPlaces(num_running),
     )
     keeps_checkpoints = enabled and checkpoints != "none"
-    slots = DraftSlots(pools.slots, max_requests, keeps_checkpoints=keeps_checkpoints)
+    slots = WindowStates(pools.slots, max_requests, keeps_checkpoints=keeps_checkpoints)
     return PrefixCache(
         pools,
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),
         CacheCounters(),
-        draft_states=DraftBuffers(max_requests) if replays else slots,
+        draft_states=ReplayStates(max_requests) if replays else slots,
         checkpoints=checkpoints,
         enabled=enabled,
     )

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.policy.admission import PromptView
+from megatron_mamba_cache.policy.admission import LOOK_AHEAD, MOST_BRANCH_POINTS, PromptView, branch_points, num_common
 from megatron_mamba_cache.policy.block_hashing import block_keys
-from megatron_mamba_cache.policy.branch_points import LOOK_AHEAD, MOST_BRANCH_POINTS, branch_points, num_common
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.policy.requests import Candidate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_mamba_cache.policy.decisions import Decision, DecisionKind, DecisionLog, first_difference
+from megatron_mamba_cache.ranks.digest import Decision, DecisionKind, DecisionLog, first_difference
 
 Entry = tuple[DecisionKind, int, tuple[int, ...]]
 COMMON: list[Entry] = [(DecisionKind.ADMIT, 1, (0, 2)), (DecisionKind.SCHEDULE, 1, (0, 8))]

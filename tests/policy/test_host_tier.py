@@ -19,7 +19,7 @@ from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionRules
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
-from megatron_mamba_cache.policy.draft_states import DraftSlots
+from megatron_mamba_cache.policy.draft_states import WindowStates
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
@@ -164,7 +164,7 @@ class TieredWorkload:
             AdmissionRules(BoundaryRule(BLOCK), align_prefill_chunks=True, chunked_prefill=True),
             CacheIdentity("model", "0"),
             counters,
-            draft_states=DraftSlots(pools.slots, MAX_ROWS),
+            draft_states=WindowStates(pools.slots, MAX_ROWS),
             tiers=self.tier,
         )
         self.requests = RunningRequests(self.cache, MAX_ROWS, 64)

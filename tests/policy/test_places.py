@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy.places import CacheSpace, FixedPlaces, Places, SplitSpace
-from megatron_mamba_cache.policy.slab_places import SlabPlaces
-from megatron_mamba_cache.policy.slabs import SlabSpace
+from megatron_mamba_cache.policy.slabs import SlabPlaces, SlabSpace
 
 
 def test_low_numbers_are_taken_first_and_the_last_given_back_again() -> None:

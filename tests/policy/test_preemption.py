@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheCapacityError
-from megatron_mamba_cache.policy.preemption import PreemptionPlan, RowDemand, plan_preemption
+from megatron_mamba_cache.policy.block_growth import PreemptionPlan, RowDemand, plan_preemption
 
 SHARED = (90, 91)  # blocks of a prefix that several rows hold
 

@@ -3,7 +3,7 @@
 KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
 and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
 is rejected leaves what it wrote behind. Where blocks and slots share slabs, what is written to one overwrites the
-others of its slab. Live and draft states may have slots of their own, as where cached states are rounded.
+others of its slab. Live and draft states may have slots of their own, as where cached states are quantized.
 """
 
 from collections.abc import Sequence

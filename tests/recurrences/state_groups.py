@@ -17,4 +17,4 @@ def window_and_matrix(
         StateTensor("conv", window, window_dtype, motion="window"),
         StateTensor("ssm", matrix, matrix_dtype, is_matrix=True),
     )
-    return StateGroup(tuple(range(num_layers)), tensors, grain=8)
+    return StateGroup(tuple(range(num_layers)), tensors)

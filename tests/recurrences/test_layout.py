@@ -39,10 +39,10 @@ def test_quantized_states_of_published_models_are_so_much_smaller(
     layers, conv_dim, ssm = SHAPES[name]
     groups = [window_and_matrix(layers, (3, conv_dim), ssm, torch.bfloat16, live)]
     exact = SlotLayout.of(groups)
-    rounded = CACHED_FORMS[form].layout(groups, exact)
-    assert rounded.slot_bytes == layers * (2 * 3 * conv_dim + math.prod(ssm) + 4 * ssm[0] * ssm[2])
-    assert exact.slot_bytes / rounded.slot_bytes >= least
-    assert exact.aligned_bytes / rounded.aligned_bytes >= least
+    quantized = CACHED_FORMS[form].layout(groups, exact)
+    assert quantized.slot_bytes == layers * (2 * 3 * conv_dim + math.prod(ssm) + 4 * ssm[0] * ssm[2])
+    assert exact.slot_bytes / quantized.slot_bytes >= least
+    assert exact.aligned_bytes / quantized.aligned_bytes >= least
 
 
 def test_what_else_a_budget_pays_is_counted_first() -> None:

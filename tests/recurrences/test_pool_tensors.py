@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_mamba_cache.recurrences.layout import BlockLayout, SlotLayout, slab_tensors
 from megatron_mamba_cache.recurrences.pool import StatePool
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
+from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.recurrences.state_groups import window_and_matrix
 
 GROUP = window_and_matrix(3, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
@@ -28,7 +29,7 @@ def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
 def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
-    assert pool.num_slots == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
+    assert pool.tensors[0].shape[1] == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
     # Slab 1 holds states, the others KV blocks, and the block after the last slab is the dummy.
     slots = [slot for slot in range(num_slots) if slot // slab.slots_per_slab == 1]
     blocks = [block for block in range(num_blocks) if block // slab.blocks_per_slab != 1]
@@ -66,10 +67,9 @@ def test_copies_between_slots_of_a_slab_pool_move_only_states(device: str) -> No
     pool.tensor("conv")[:, 1].normal_()
     pool.tensor("ssm")[:, 1].normal_()
     one, two = (torch.tensor([slot], dtype=torch.int32, device=device) for slot in (1, 2))
-    pool.copy(one, two)
+    copy_slots(pool.tensors, pool.tensors, one, two)
     assert all(torch.equal(states[:, 1], states[:, 2]) for states in pool.tensors)
-    pool.zero(one)
-    assert not pool.tensor("ssm")[:, 1].any() and pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
+    assert pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
 
 
 def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> None:

@@ -186,7 +186,7 @@ KINDS = (ToyMatrix(), ToyVector())
 def toy_groups(dtype: torch.dtype = torch.bfloat16) -> tuple[StateGroup, StateGroup]:
     """Return the groups of three toy layers of a model of a dtype."""
     many, one = (kind.tensors(StateDtypes(dtype, dtype, torch.float32)) for kind in KINDS)
-    return StateGroup((0, 2), many, GRAIN), StateGroup((1,), one, GRAIN)
+    return StateGroup((0, 2), many), StateGroup((1,), one)
 
 
 def toy_tensors(num_slots: int, num_drafts: int, device: str) -> tuple[Tensor, ...]:

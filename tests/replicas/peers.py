@@ -16,7 +16,7 @@ from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.replicas.coordinator import PrefixCoordinator
-from megatron_mamba_cache.replicas.salts import KeySalt
+from megatron_mamba_cache.replicas.prompt_keys import KeySalt
 from megatron_mamba_cache.replicas.serving_coordinator import ServingCoordinator
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from megatron_mamba_cache.replicas.wire import PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report

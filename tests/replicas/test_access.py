@@ -19,10 +19,10 @@ from megatron_mamba_cache.replicas import channels
 from megatron_mamba_cache.replicas import place as replica_place
 from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess, port_of
 from megatron_mamba_cache.replicas.channels import CurveChannel, PlainChannel
+from megatron_mamba_cache.replicas.coordinator_secrets import JoiningSecret
 from megatron_mamba_cache.replicas.front_end import FLUSH, WATCH
-from megatron_mamba_cache.replicas.joining_secret import JoiningSecret
 from megatron_mamba_cache.replicas.keyed_client import KeyedInferenceClient
-from megatron_mamba_cache.replicas.rank_context import RankContext
+from megatron_mamba_cache.replicas.rank_sockets import RankContext
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from megatron_mamba_cache.replicas.wire import Hello, pack_hello
 from tests.replicas.fleet import greedy

@@ -11,13 +11,13 @@ import pytest
 import zmq
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.replicas import listening_router, mailbox, membership
+from megatron_mamba_cache.replicas import mailbox, membership
 from megatron_mamba_cache.replicas.access import LoopbackAccess, port_of
 from megatron_mamba_cache.replicas.channels import CurveChannel
 from megatron_mamba_cache.replicas.control_signals import ControlSignals
 from megatron_mamba_cache.replicas.mailbox import Mailbox
 from megatron_mamba_cache.replicas.membership import Membership
-from megatron_mamba_cache.replicas.rank_context import RankContext
+from megatron_mamba_cache.replicas.rank_sockets import RankContext
 from megatron_mamba_cache.replicas.requests_in_flight import RequestInFlight, readable_sampling
 from megatron_mamba_cache.replicas.wire import Hello, WireError, hello_of
 from tests.replicas.peers import KEYS, TOKENS, FakeClient, FakeReplica, Service
@@ -92,7 +92,7 @@ def ends(connection: socket.socket) -> bool:
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening_router, "_HANDSHAKE_MS", 200)
+    monkeypatch.setattr(mailbox, "_HANDSHAKE_MS", 200)
     box = Mailbox(None, LoopbackAccess(), 1000)
     with socket.create_connection(("127.0.0.1", port_of(box.address)), 10) as connection:
         assert ends(connection)
@@ -184,7 +184,7 @@ def test_a_sender_that_is_ahead_waits(box: Mailbox) -> None:
 
 
 def test_a_peer_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening_router, "_MOST_UNSENT", 100)
+    monkeypatch.setattr(mailbox, "_MOST_UNSENT", 100)
     box = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
     client = connected(box, RCVHWM=1, RCVBUF=100_000)
     num_sent = 0

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.policy.block_hashing import block_keys
-from megatron_mamba_cache.replicas.salts import KeySalt
+from megatron_mamba_cache.replicas.prompt_keys import KeySalt
 from megatron_mamba_cache.replicas.wire import Hello, pack_hello
 from tests.replicas.peers import KEYS, SALT, TOKENS, Service
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
-from megatron_mamba_cache.replicas.peer_socket import PeerSocket
+from megatron_mamba_cache.replicas.rank_sockets import PeerSocket
 from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError
 from megatron_mamba_cache.replicas.wire import FENCED, PROBE
 from tests.replicas.test_replica_link import Line, line  # noqa: F401 - a fixture

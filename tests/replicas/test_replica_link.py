@@ -14,8 +14,8 @@ from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.routing import ReplicaName
 from megatron_mamba_cache.replicas import replica_link
 from megatron_mamba_cache.replicas.front_end import PROGRESS
+from megatron_mamba_cache.replicas.prompt_keys import KeySalt
 from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError, ReplicaLink
-from megatron_mamba_cache.replicas.salts import KeySalt
 from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of, unsent_of
 
 MAX_BYTES = 4000

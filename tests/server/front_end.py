@@ -15,14 +15,14 @@ import httpx
 
 from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.server.access_log import AccessLog
 from megatron_mamba_cache.server.app import Server, ServerSettings
+from megatron_mamba_cache.server.exchange import AccessLog
 from megatron_mamba_cache.server.limits import ServerLimits
-from megatron_mamba_cache.server.load_record import LoadRecord, NoLoadRecord
+from megatron_mamba_cache.server.load_record import LoadRecord
 from megatron_mamba_cache.server.parsers.families import reply_syntax
 from megatron_mamba_cache.server.running import DrainingServer
 from megatron_mamba_cache.server.tenants import ApiKeys
-from megatron_mamba_cache.server.traces import NoTraces, Traces
+from megatron_mamba_cache.server.traces import Traces
 from tests.server.scripted_backend import ScriptedBackend
 
 RED, BLUE = "red-key", "blue-key"
@@ -130,9 +130,9 @@ def scripted_server(
     settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), limit, log, syntax=syntax)
     settings = replace(
         settings,
-        load_record=load_record or NoLoadRecord(),
+        load_record=load_record or LoadRecord(),
         tells_tokenizer=tells_tokenizer,
-        traces=traces or NoTraces(),
+        traces=traces or Traces(),
     )
     return Server(backend or ScriptedBackend(), settings)
 

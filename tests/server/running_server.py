@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megatron_mamba_cache.command_line.api_keys import api_keys_of
 from megatron_mamba_cache.command_line.arguments import command_parser
-from megatron_mamba_cache.command_line.device import select_device
+from megatron_mamba_cache.command_line.machine import select_device
 from megatron_mamba_cache.command_line.model_choice import chosen_directory
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
+from megatron_mamba_cache.command_line.server_arguments import api_keys_of
 from megatron_mamba_cache.command_line.serving import Serving
 from megatron_mamba_cache.server.app import Server
 from megatron_mamba_cache.server.engine_thread import EngineThread

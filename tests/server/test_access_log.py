@@ -11,10 +11,9 @@ import httpx
 import pytest
 
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.server.access_log import AccessLog, AccessLogFormat
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.backend import Progress
-from megatron_mamba_cache.server.exchange import Exchange
+from megatron_mamba_cache.server.exchange import AccessLog, AccessLogFormat, Exchange
 from megatron_mamba_cache.server.limits import ServerLimits
 from megatron_mamba_cache.server.tenants import ApiKeys
 from tests.server.front_end import BLUE, RED, FrontEnd, is_listening, listening, request_bytes, wait_until

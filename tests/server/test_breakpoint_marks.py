@@ -77,11 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
     ),
     "input": (
         RESPONSES,
-        {
-            "input": [
-                {"role": "user", "content": [part("one", OPENAIS, "input_text"), part("two", MARK, "input_text")]}
-            ]
-        },
+        {"input": [{"role": "user", "content": [part("one", OPENAIS, "input_text"), part("two", MARK, "input_text")]}]},
         [("one", "\ntwo", 0), ("two", END, 0)],
     ),
     "output": (

@@ -173,9 +173,7 @@ def test_a_server_of_something_else_is_named(body: bytes, capsys: pytest.Capture
         (b'data: {"error": "out of memory"}\n\n', "out of memory"),
     ],
 )
-def test_a_reply_that_cannot_be_read_is_one_line(
-    body: bytes, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reply_that_cannot_be_read_is_one_line(body: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 1
     error = capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.server.backend import Progress
-from megatron_mamba_cache.server.mail import Mail
+from megatron_mamba_cache.server.job_progress import Mail
 from tests.server.front_end import FrontEnd, LongTokens, front_end, request_bytes, status_of, wait_until
 
 ASKED: dict[str, Any] = {"prompt": "abc", "max_tokens": 3000}

@@ -12,7 +12,7 @@ from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.replicas.front_end import STATES
 from megatron_mamba_cache.server.coordinator_backend import CoordinatorBackend
-from megatron_mamba_cache.server.request_faults import RequestRules
+from megatron_mamba_cache.server.megatron_requests import RequestRules
 
 CACHE = CacheSnapshot(CacheCounters(), {}, {}).as_dict()
 

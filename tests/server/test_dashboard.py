@@ -91,7 +91,7 @@ def test_the_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page
 def test_every_chart_has_an_axis_with_numbers_and_a_unit_and_shows_what_was_before_the_page(
     monkeypatch: pytest.MonkeyPatch, page: Page
 ) -> None:
-    monkeypatch.setattr("megatron_mamba_cache.server.history.INTERVAL_S", 0.2)
+    monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.2)
     texts = (
         "[...document.querySelectorAll('.chart')].map(one => [...one.querySelectorAll('text')].map(t => t.textContent))"
     )
@@ -134,7 +134,7 @@ def test_every_chart_has_an_axis_with_numbers_and_a_unit_and_shows_what_was_befo
 def test_tiers_are_shown_where_there_are_any_and_fit_a_phone(
     monkeypatch: pytest.MonkeyPatch, page: Page, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("megatron_mamba_cache.server.history.INTERVAL_S", 0.2)
+    monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.2)
     shown = "[...document.querySelectorAll('.tier')].map(section => section.offsetHeight > 0)"
 
     def tiers(from_host: int, disk: dict[str, int]) -> BackendState:

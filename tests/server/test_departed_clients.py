@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.server.access_log import AccessLog
 from megatron_mamba_cache.server.backend import Progress
+from megatron_mamba_cache.server.exchange import AccessLog
 from tests.server.front_end import FrontEnd, LongTokens, front_end, request_bytes, wait_until
 from tests.server.scripted_agent import TEMPLATES, agent_tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.server.backend import BackendState
-from megatron_mamba_cache.server.history import History
-from megatron_mamba_cache.server.quantiles import Durations
+from megatron_mamba_cache.server.dashboard import History
+from megatron_mamba_cache.server.metrics import Durations
 from tests.server.front_end import BLUE, RED, front_end, scripted_server
 
 
@@ -86,7 +86,7 @@ def test_quantiles_are_within_five_percent_of_the_true_ones() -> None:
 
 
 def test_the_route_is_for_admins_and_the_server_samples_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_mamba_cache.server.history.INTERVAL_S", 0.02)
+    monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.02)
     with front_end() as server, server.client() as http:
         assert http.get("/dashboard/history", headers={"Authorization": "Bearer nobody"}).status_code == 401
         body = http.get("/dashboard/history").json()

@@ -11,7 +11,7 @@ from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
-from megatron_mamba_cache.models.tokenizers.token_bytes import token_bytes
+from megatron_mamba_cache.models.tokenizers.token_reader import token_bytes
 from megatron_mamba_cache.server.backend import GenerationRequest, Progress
 from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat, StreamSettings, _best
 from megatron_mamba_cache.server.job import Choice

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.server.backend import BackendState, Progress
-from megatron_mamba_cache.server.metric_texts import COUNTER_TEXTS
+from megatron_mamba_cache.server.metrics import COUNTER_TEXTS
 from tests.server.front_end import FrontEnd, front_end, request_bytes, wait_until
 from tests.server.running_server import RunningServer
 from tests.server.scripted_backend import ScriptedBackend

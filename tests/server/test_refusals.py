@@ -8,7 +8,7 @@ import pytest
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.backend import GenerationRequest
-from megatron_mamba_cache.server.request_faults import RequestRules
+from megatron_mamba_cache.server.megatron_requests import RequestRules
 from tests.server.front_end import FrontEnd, front_end
 
 

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from megatron_mamba_cache.models.tokenizers.token_bytes import REPLACEMENT
-from megatron_mamba_cache.models.tokenizers.token_reader import TokenReader
+from megatron_mamba_cache.models.tokenizers.token_reader import REPLACEMENT, TokenReader
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.reply import Reply, ReplyPrompt
 from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings, common_length, text_after

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.speculation import suffix_index
+from megatron_mamba_cache.speculation import prompt_lookup
 from megatron_mamba_cache.speculation.drafter import DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.speculation.request_rows import row_of
@@ -80,16 +80,16 @@ def test_colliding_hashes_change_no_draft(text: list[int], min_match: int, more:
     def hash_to_one_bit(grams: Iterable[Any], shift: int) -> Any:
         return hash_grams(grams, 63)
 
-    hash_grams = suffix_index._hash_grams
+    hash_grams = prompt_lookup._hash_grams
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_index, "_hash_grams", hash_to_one_bit)
+        patch.setattr(prompt_lookup, "_hash_grams", hash_to_one_bit)
         drafter = PromptLookupDrafter(min_match, min_match + more, ALL_CANDIDATES)
         assert drafted(drafter, row_of(text)) == searched(text, 5, min_match, min_match + more)
 
 
 def test_match_ends_where_the_text_begins() -> None:
     # As long as the index's first arrays, where a look before the beginning finds the end, a 2 as wanted.
-    others = list(range(100, 100 + suffix_index._SMALLEST_CAPACITY - 10))
+    others = list(range(100, 100 + prompt_lookup._SMALLEST_CAPACITY - 10))
     assert drafted_for([1, 2, 7, 5, 1, 2, 8, *others, 2, 1, 2], 1) == (8,)
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_mamba_cache.speculation.acceptance import WatchedDrafts
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner
 from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from megatron_mamba_cache.speculation.watched_drafts import WatchedDrafts
 from tests.speculation.request_rows import row_of
 from tests.speculation.simulated_steps import NANO_30B, NO_LIMIT, time_of
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.step.output_memory import OutputMemory
 from megatron_mamba_cache.step.shapes import StepShape
+from megatron_mamba_cache.step.step_graph import OutputMemory
 
 # The first has the most tokens, as graphs are captured; the last has the most logits.
 SHAPES = (StepShape(3, 1, 4, 40), StepShape(0, 1, 4, 20), StepShape(6, 4))

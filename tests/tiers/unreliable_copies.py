@@ -11,9 +11,8 @@ import torch
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
 from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies, PlaceBytes, Work
-from megatron_mamba_cache.tiers.disk_copies import DiskCopies
 from megatron_mamba_cache.tiers.entry_files import BrokenEntryError
-from megatron_mamba_cache.tiers.host_memory import HostMemory
+from megatron_mamba_cache.tiers.host_memory import DiskCopies, HostMemory
 
 _FAILING_SHARE = 0.15
 _LATE_SHARE = 0.5

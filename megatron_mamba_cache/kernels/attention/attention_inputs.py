@@ -18,7 +18,7 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .head_changes import HeadChanges
 from .kv_append import check_append, check_query
-from .reference_attention import write_attention_inputs_ref
+from .reference import write_attention_inputs_ref
 
 __all__ = ["HeadChanges", "write_attention_inputs", "write_attention_inputs_ref"]
 

@@ -5,11 +5,10 @@ from typing import Protocol
 
 import torch
 
-from .flash_attn import FlashAttention2, FlashAttention3
+from .flash_attn import FlashAttention2, FlashAttention3, TorchVarlenAttention
 from .flashinfer import FlashInferAttention
 from .interface import AttentionBackend, AttentionShape
 from .reference import ReferenceAttention
-from .torch_varlen import TorchVarlenAttention
 
 _FLAG = "--attention-backend"
 _logger = logging.getLogger(__name__)

@@ -1,13 +1,16 @@
-"""Attention by flash-attn 2 (package flash_attn) and flash-attn 3 (flash_attn_interface), where one is installed."""
+"""Attention by flash-attn 2 and 3 (flash_attn, flash_attn_interface), and by torch's own flash kernel from 2.13 on."""
 
+import inspect
+from collections.abc import Callable
 from importlib import import_module
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_rows import AttentionRows
 from .interface import (
+    AttentionRows,
     AttentionShape,
     DeviceLengths,
     PlannedAttention,
@@ -125,3 +128,67 @@ def page_refusal(shape: AttentionShape) -> str | None:
 def cumulative_lengths(rows: AttentionRows) -> Tensor:
     """Return [rows + 1] int32, where each row's cached tokens would begin if they were packed."""
     return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+class TorchVarlenAttention:
+    """`torch.nn.attention.varlen.varlen_attn` with a block table."""
+
+    name = setting = "torch-varlen"
+
+    @staticmethod
+    def refusal(shape: AttentionShape) -> str | None:
+        """Return why it cannot serve a model, None if it can."""
+        if _varlen_attn() is None:
+            return "this torch's varlen_attn reads no block table; torch 2.13's does"
+        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+
+    def __init__(self, shape: AttentionShape) -> None:
+        attention = _varlen_attn()
+        if attention is None:
+            raise ImportError("torch 2.13 or newer is needed")
+        self._attention = attention
+        self._shape = shape
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention:
+        """Return the attention call for each layer."""
+        num_tokens = sum(rows.query_lens)
+        longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
+        cu_kv = cumulative_lengths(rows)
+        shape = self._shape
+
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+            return attend_rows(
+                q,
+                num_tokens,
+                lambda tokens: self._attention(
+                    tokens,
+                    k_cache,
+                    v_cache,
+                    rows.cu_query,
+                    cu_kv,
+                    longest_query,
+                    longest_kv,
+                    scale=shape.scale,
+                    window_size=(-1, 0),
+                    enable_gqa=shape.num_heads != shape.num_kv_heads,
+                    seqused_k=rows.kv_lengths,
+                    block_table=rows.block_table,
+                ),
+            )
+
+        return attend
+
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
+
+
+def _varlen_attn() -> Callable[..., Tensor] | None:
+    """Return torch's function; None if it reads no block table."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        return None
+    return cast(Callable[..., Tensor], varlen_attn)  # it returns a tuple only with `return_aux`

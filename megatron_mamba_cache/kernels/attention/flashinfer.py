@@ -23,11 +23,17 @@ from torch import Tensor
 
 from ..kernel_launches import is_hopper, num_multiprocessors
 from ..progress import progress
-from .attention_rows import AttentionRows
-from .flashinfer_calls import CapturedFlashInfer, CapturedPart, PagedAttention, attend_parts, tokens_of
+from .flashinfer_calls import (
+    ALL_ROWS,
+    CapturedFlashInfer,
+    CapturedPart,
+    PagedAttention,
+    attend_parts,
+    page_lists,
+    tokens_of,
+)
 from .flashinfer_compiler import scripts_in_path
-from .interface import AttentionShape, PlannedAttention, half_precision_refusal, is_installed
-from .page_lists import ALL_ROWS, page_lists
+from .interface import AttentionRows, AttentionShape, PlannedAttention, half_precision_refusal, is_installed
 
 OLDEST = Version("0.5.3")
 """The oldest release that the tests were run with."""

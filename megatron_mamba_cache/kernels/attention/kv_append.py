@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
-from .reference_attention import append_kv_ref
+from .reference import append_kv_ref
 
 __all__ = ["append_kv", "append_kv_ref"]
 

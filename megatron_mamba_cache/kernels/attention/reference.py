@@ -1,14 +1,163 @@
 """Attention by the torch twin: exact, for any shape, dtype and device, but slow."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from .attention_rows import AttentionRows
-from .interface import AttentionShape, PlannedAttention
-from .reference_attention import paged_attention_ref
+from ..reference import compute_dtype, redirect_padding
+from .head_changes import HeadChanges, Rotation
+from .interface import AttentionRows, AttentionShape, PlannedAttention
+
+_QUERY_TILE = 256
+_MAX_GROUPED_QUERY = 16  # query tokens of a row that is computed together with its neighbours
+_MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for such rows, padding included
+
+
+def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
+    """Attend every query token to its row's cached tokens up to its own position (bottom-right causal).
+
+    Consecutive short rows with equally many query tokens are computed together, others one by one. No host sync.
+
+    Args:
+        q: [tokens, heads, dim]; heads a multiple of kv_heads, consecutive heads share one.
+        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents past a row's length do not matter.
+
+    Returns:
+        [tokens, heads, dim] in q's dtype; zeros past the last row's tokens.
+    """
+    out = torch.zeros_like(q)
+    row_starts = (0, *accumulate(rows.query_lens))
+    for first, last in _row_groups(rows):
+        query_len, kv_len = rows.query_lens[first], max(rows.kv_lens[first:last])
+        if query_len == 0 or kv_len == 0:
+            continue
+        group = slice(row_starts[first], row_starts[last])
+        queries = q[group].unflatten(0, (last - first, query_len))  # [group, query_len, heads, dim]
+        lengths = rows.kv_lengths[first:last]
+        table = rows.block_table[first:last]
+        keys = _gather_cached(k_cache, table, lengths, kv_len, compute_dtype(q))
+        values = _gather_cached(v_cache, table, lengths, kv_len, compute_dtype(q))
+        out[group] = _attend(queries, keys, values, lengths, scale).flatten(0, 1).to(q.dtype)
+    return out
+
+
+def append_kv_ref(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    token_block: Tensor,
+    token_offset: Tensor,
+    query: Tensor | None = None,
+) -> Tensor | None:
+    """Write each new token's key and value into its place in the caches, in place; see `append_kv`."""
+    packed = None if query is None else query.flatten(1, 2).contiguous()
+    if key.numel() == 0:
+        return packed
+    valid = token_block >= 0
+    redirect = redirect_padding(valid)
+    blocks = torch.where(valid, token_block, 0).index_select(0, redirect).to(torch.int64)
+    offsets = torch.where(valid, token_offset, 0).index_select(0, redirect).to(torch.int64)
+    any_valid = valid.any()
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        content = new.index_select(0, redirect).to(cache.dtype)
+        cache.index_put_((blocks, offsets), torch.where(any_valid, content, cache[0, 0]))
+    return packed
+
+
+def write_attention_inputs_ref(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    token_block: Tensor,
+    token_offset: Tensor,
+    changes: HeadChanges,
+) -> Tensor:
+    """Change queries and keys, cache keys and values, in place, and pack queries; see `write_attention_inputs`."""
+    num_tokens, norms, rotation = len(key), changes.norms, changes.rotation
+    queries = query[:num_tokens]
+    if norms is not None:
+        queries = _normed(queries, norms.query, norms.offset, norms.eps)
+        key = _normed(key, norms.key, norms.offset, norms.eps)
+    if rotation is not None:
+        queries, key = _rotated(queries, rotation), _rotated(key, rotation)
+    append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset)
+    return torch.cat((queries, query[num_tokens:])).flatten(1, 2)
+
+
+def _normed(heads: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
+    """Return RMSNorm of the last dimension times weight + offset, rounded once."""
+    dtype = compute_dtype(heads)
+    wide = heads.to(dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (weight.to(dtype) + offset)).to(heads.dtype)
+
+
+def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Return heads [tokens, ..., dim] rotated by the tokens' positions; every op rounds to their dtype."""
+    angles = rotation.table.index_select(0, rotation.positions[: len(heads)])
+    cosine, sine = angles.view(len(heads), *[1] * (heads.dim() - 2), *angles.shape[1:]).unbind(-2)
+    half = angles.shape[2]
+    first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
+
+
+def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
+    """Split the rows into half-open runs: single rows, or equally short ones within the limit of padded tokens."""
+    first, num_rows = 0, len(rows.query_lens)
+    while first < num_rows:
+        last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
+        while query_len <= _MAX_GROUPED_QUERY and last < num_rows and rows.query_lens[last] == query_len:
+            longest = max(longest, rows.kv_lens[last])
+            if longest * (last + 1 - first) > _MAX_PADDED_TOKENS:
+                break
+            last += 1
+        yield first, last
+        first = last
+
+
+def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows' cached tokens [rows, kv_heads, kv_len, dim], zeros past each row's length."""
+    block_size = cache.shape[1]
+    num_blocks = -(-kv_len // block_size)
+    starts = torch.arange(num_blocks, device=table.device) * block_size
+    blocks = torch.where(starts < lengths[:, None], table[:, :num_blocks], 0).to(torch.int64)
+    tokens = cache.index_select(0, blocks.flatten()).unflatten(0, blocks.shape)
+    tokens = tokens.flatten(1, 2)[:, :kv_len]  # [rows, kv_len, kv_heads, dim]
+    held = torch.arange(kv_len, device=table.device) < lengths[:, None]
+    return torch.where(held[:, :, None, None], tokens, 0).to(dtype).transpose(1, 2)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Return [rows, query_len, heads, dim], in tiles of query tokens: the scores of a long prompt are large."""
+    query_len, kv_len = queries.shape[1], keys.shape[2]
+    tiles = []
+    for begin in range(0, query_len, _QUERY_TILE):
+        tile = queries[:, begin : begin + _QUERY_TILE]
+        before = torch.arange(begin, begin + tile.shape[1], device=queries.device) - query_len
+        positions = lengths[:, None] + before  # [rows, tile]: absolute, of each query token
+        seen = kv_len - query_len + begin + tile.shape[1]  # no token of this tile attends further
+        tiles.append(_attend_tile(tile, keys[:, :, :seen], values[:, :, :seen], positions, scale))
+    return torch.cat(tiles, dim=1)
+
+
+def _attend_tile(tile: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float) -> Tensor:
+    kv_heads, kv_len = keys.shape[1:3]
+    heads_first = tile.to(keys.dtype).transpose(1, 2)  # [rows, heads, tile, dim]
+    grouped = heads_first.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, group * tile, dim]
+    scores = (grouped @ keys.transpose(2, 3)).unflatten(2, (-1, tile.shape[1])) * scale
+    hidden = torch.arange(kv_len, device=tile.device) > positions[:, :, None]  # [rows, tile, kv_len]
+    hidden = hidden[:, None, None]
+    # A token that sees nothing has softmax(-inf …) = NaN: the second fill makes it zeros.
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).masked_fill(hidden, 0)
+    attended = weights.flatten(2, 3) @ values  # [rows, kv_heads, group * tile, dim]
+    return attended.unflatten(2, (-1, tile.shape[1])).flatten(1, 2).transpose(1, 2)
 
 
 class ReferenceAttention:

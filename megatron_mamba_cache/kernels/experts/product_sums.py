@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernel_language import appended, only_if
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
-from ..masks import only_if
 from ..overlap import await_inputs, await_launcher, overlapping, release
-from ..tuples import appended
 from .few_tokens import check_few, tile_width
 from .reference_experts import sum_of_products_ref
 

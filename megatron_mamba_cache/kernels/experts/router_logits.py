@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
-from ..linear.one_token import can_multiply_one_token, multiply_one_token
+from ..one_token import can_multiply_one_token, multiply_one_token
 from ..overlap import await_inputs, overlapping
 from .reference_routing import router_logits_ref
 

@@ -1,8 +1,29 @@
 """How sampling kernels read a row of logits: by tiles of the vocabulary, as weights relative to its largest logit."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Logits and each row's settings; tensors of one device.
+
+    Args:
+        logits: [rows, vocab].
+        temperature: [rows]; 0 takes the most probable token.
+        top_k: [rows] integers; 0 is off, 1 takes the most probable token.
+        top_p: [rows]; 0 or 1 is off.
+    """
+
+    logits: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
 
 TILE = 4096
 """Tokens that one program reads. Sums are taken tile by tile, so that a row's token does not depend on other rows."""

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from .cut_rounds import FIELDS, is_cut, list_kernel, measure_kernel, top_k_drops, top_p_drops
 from .cut_search import LEAST_KEY, cut_among
-from .row_tiles import TILE, row_peak
-from .sampling_rows import SamplingRows
+from .row_tiles import TILE, SamplingRows, row_peak
 
 _NUM_ROUNDS = 3
 _PIVOTS = 8

@@ -111,25 +111,21 @@ class DraftModelDrafter:
         self.check_weights()
 
     def check_weights(self) -> None:
-        """See `CapturesGraphs`."""
         reason = reason_to_capture_again(self._context.graphs, self._model, self._ranks)
         if reason is not None:
             _LOG.warning("a draft model's CUDA graphs are captured again: %s", reason)
             self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """See `CapturesGraphs`."""
         runner = self._context.runner
         self._wants_graphs = self._wants_graphs or runner.graphs is not None
         runner.drop_graphs()
 
     @property
     def wants_graphs(self) -> bool:
-        """See `CapturesGraphs`."""
         return self._wants_graphs
 
     def capture(self) -> None:
-        """See `CapturesGraphs`."""
         self._wants_graphs = False  # they are captured once, or cannot be
         runner, config = self._context.runner, self._context.cache_config
         shape, prepare = self._context.shape, self._compile_ahead

@@ -15,7 +15,7 @@ from ..checkpoints.json_file import read_json_object
 from .chat_templates import ChatTemplates
 from .end_tokens import end_ids_of
 from .text_codec import JsonCodec, Span, TextCodec, TransformersCodec, auto_tokenizer
-from .token_bytes import token_bytes
+from .token_reader import token_bytes
 
 _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")

@@ -81,26 +81,21 @@ class JsonCodec:
         self.added_ids = frozenset(added)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `TextCodec`."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
-        """See `TextCodec`."""
         found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return [Span(token, *span) for token, span in zip(found.ids, found.offsets, strict=True)]
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """See `TextCodec`."""
         known = [token for token in tokens if 0 <= token <= self.largest_id]
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
     def id_of(self, token: str) -> int | None:
-        """See `TextCodec`."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def token_of(self, token_id: int) -> str | None:
-        """See `TextCodec`."""
         found: str | None = self._tokenizer.id_to_token(token_id)
         return found
 
@@ -158,25 +153,20 @@ class TransformersCodec:
         self.added_ids = frozenset(self._tokenizer.get_added_vocab().values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `TextCodec`."""
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def spans(self, text: str, *, add_special_tokens: bool) -> list[Span]:
-        """See `TextCodec`."""
         return []
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """See `TextCodec`."""
         known = [token for token in tokens if 0 <= token <= self.largest_id]
         settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(known, **settings))
 
     def id_of(self, token: str) -> int | None:
-        """See `TextCodec`."""
         return self._ids.get(token)
 
     def token_of(self, token_id: int) -> str | None:
-        """See `TextCodec`."""
         return self._tokens.get(token_id)
 
 

@@ -9,12 +9,11 @@ from ...metrics import CacheCounters
 from ..identifiers import BlockId, SlotId
 from ..pools import CachePools
 from ..slot_owners import SlotOwner
-from .copies import Agree, Copies, CopyLedger, Lane
+from .copies import Agree, Copies, CopyLedger, Lane, TierPair
 from .disk_index import DiskIndex
 from .disk_moves import DiskMoves
 from .host_writes import HostWrites
 from .restores import Restores, WaitingPrompt
-from .tier_pair import TierPair
 from .times import AgreedTimes, CopyTimes
 
 LOOK_AHEAD = 16
@@ -198,15 +197,12 @@ class HostTier:
 
     @property
     def takes_room(self) -> bool:
-        """See `Tiers`."""
         return self._restores.takes_room
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """See `Tiers`."""
         self._writes.write_last(blocks, prompt_len)
 
     def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
-        """See `Tiers`."""
         num_blocks = 0
         for prompt in waiting:
             here = self._device.kv.longest_match(prompt.keys)
@@ -217,24 +213,20 @@ class HostTier:
                 self._restores.begin(prompt, here)
 
     def awaits(self, request_id: int) -> bool:
-        """See `Tiers`."""
         return self._restores.awaits(request_id) or (self._disk is not None and self._disk.awaits(request_id))
 
     def claim(self, request_id: int) -> BroughtBlocks:
-        """See `Tiers`."""
         num_read = 0 if self._disk is None else self._disk.forget(request_id)
         num_restored = self._restores.claim(request_id)
         from_disk = min(num_read, num_restored)
         return BroughtBlocks(num_restored - from_disk, from_disk)
 
     def forget(self, request_id: int) -> None:
-        """See `Tiers`."""
         self._restores.forget(request_id)
         if self._disk is not None:
             self._disk.forget(request_id)
 
     def make_room(self, request_id: int | None = None) -> bool:
-        """See `Tiers`."""
         if not self._restores.takes_room:
             return False
         self.start()  # a copy that waits to be started never ends
@@ -246,7 +238,6 @@ class HostTier:
         return self._restores.give_up()
 
     def flushed(self) -> None:
-        """See `Tiers`."""
         self._ledger.void_all()
         self._restores.flushed()
         if self._disk is not None:
@@ -255,18 +246,15 @@ class HostTier:
         self.host.kv.flush()
 
     def blocks_held(self) -> Counter[BlockId]:
-        """See `Tiers`."""
         held = Counter(block for blocks in self._restores.held for block in blocks)
         for arrival in self._restores.arrivals:
             held.update((*arrival.known, *arrival.new))
         return held
 
     def slots_reserved(self) -> list[SlotId]:
-        """See `Tiers`."""
         return [arrival.slot for arrival in self._restores.arrivals]
 
     def check_integrity(self) -> None:
-        """See `Tiers`."""
         kv, slots = self.host.kv, self.host.slots
         self.host.space.check_integrity()
         kv.check_integrity()

@@ -1,9 +1,15 @@
-"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on how."""
+"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on how.
+
+`TierPair` is what they go between.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
+
+from ...metrics import CacheCounters
+from ..pools import CachePools
 
 
 class Lane(Enum):
@@ -156,3 +162,18 @@ class CopyLedger:
             self._void.discard(number)
             self._ends.pop(number)(status == CopyStatus.DONE and not is_void)
         return len(ended)
+
+
+@dataclass(frozen=True, slots=True)
+class TierPair:
+    """The device, and the host's memory below it.
+
+    Args:
+        block_size: Tokens of a KV block.
+    """
+
+    device: CachePools
+    host: CachePools
+    ledger: CopyLedger
+    counters: CacheCounters
+    block_size: int

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from ...errors import CacheCapacityError
 from ..identifiers import BlockId, BlockKey
 from .arrivals import Arrival, cancel, expect, publish
-from .copies import EntryName, Lane
+from .copies import EntryName, Lane, TierPair
 from .disk_index import DiskIndex
 from .restores import WaitingPrompt
-from .tier_pair import TierPair
 from .times import AgreedTimes
 
 MOST_STORES = 64

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from ...errors import CacheCapacityError
 from ..identifiers import BlockId, BlockKey
 from .arrivals import Arrival, cancel, expect, has_state, publish
-from .copies import Lane
-from .tier_pair import TierPair
+from .copies import Lane, TierPair
 
 MOST_AT_EVICTION = 4
 """The most states on their way to the host for which evictions take others; beyond it, states are lost."""

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...kernels.kernel_language import appended
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ...kernels.tuples import appended
 from ..rows import PrefillRows, check_prefill_rows
 from .parts import (
     ConvInputs,

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.masks import only_if
-from ...kernels.tuples import appended
+from ...kernels.kernel_language import appended, only_if
 from ..rows import PAD_SLOT
 
 _PAD = tl.constexpr(PAD_SLOT)

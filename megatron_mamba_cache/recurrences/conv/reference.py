@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ...kernels.reference import compute_dtype
 from ..draft_inputs import DraftInputs, windows_with_drafts
-from ..reference_slots import load_slots, store_slots
 from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
+from ..slot_copies import load_slots, store_slots
 
 
 def causal_conv_ref(

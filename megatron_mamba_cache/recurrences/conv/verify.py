@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...kernels.kernel_language import appended, only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
-from ...kernels.masks import only_if
 from ...kernels.overlap import await_then_release, overlapping
-from ...kernels.tuples import appended
 from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
 from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
 from .parts import ConvInputs, ConvWindows, check_conv, load_bias, load_taps, weigh_and_activate

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...kernels.reference import compute_dtype
 from ..quantized_states import QuantizedStates, store_quantized_ref
-from ..reference_slots import load_slots, store_empty_rows, store_slots
 from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
+from ..slot_copies import load_slots, store_empty_rows, store_slots
 from .inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
 _TOKENS_AT_ONCE = 64

@@ -1,5 +1,7 @@
-"""The routes of Anthropic's messages API."""
+"""The routes of Anthropic's messages API, and replies as its messages: blocks, whole and in events."""
 
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -7,11 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..job import JobRules
+from ..conversation import arguments_object
+from ..errors import ApiError
+from ..formats import Event
+from ..job import Choice, Job, JobRules
 from ..orders import OrderMaker, ServedModel, tenant_of
+from ..parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, merged
+from ..reply import Piece
 from ..responses import reply_to
-from .format import MessagesFormat
+from ..strict_json import strict_text
 from .schemas import CountTokensRequest, MessagesRequest
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:
@@ -34,3 +43,166 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
+
+
+class MessagesFormat:
+    """`/v1/messages`; see `Format`. A job has one choice.
+
+    Args:
+        max_tokens: What the client asked for; fewer may fit after the prompt.
+        tells_thinking: Whether blocks of reasoning have their text.
+    """
+
+    def __init__(self, model: str, max_tokens: int, *, tells_thinking: bool = True) -> None:
+        self._common = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
+        self._max_tokens = max_tokens
+        self._tells_thinking = tells_thinking
+        self._blocks = _BlockEvents()
+        self._has_started = False
+
+    def opening(self, _job: Job) -> list[Event]:
+        """See `Format`; a message starts with its first piece, when the cached tokens are known."""
+        return []
+
+    def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
+        return [*self._start(job), *(event for part in self._told(piece.parts) for event in self._blocks.of(part))]
+
+    def closing(self, job: Job) -> list[Event]:
+        delta = _event("message_delta", delta=self._end(job), usage=_usage(job))
+        return [*self._start(job), *self._blocks.end(), delta, _event("message_stop")]
+
+    def failure(self, error: ApiError) -> Event:
+        return Event(error.anthropic_body(), "error")
+
+    def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
+        (choice,) = job.choices
+        content = _content(self._told(merged(choice.reply.parts)))
+        return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
+
+    def _told(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Return the parts as the client wants them."""
+        if self._tells_thinking:
+            return parts
+        return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
+
+    def _end(self, job: Job) -> dict[str, Any]:
+        """Return why the reply ended."""
+        reply, fitting = job.choices[0].reply, job.choices[0].request.max_tokens
+        if reply.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
+        reason = _REASONS.get(reply.finish_reason or "", "end_turn")
+        if reason == "max_tokens" and fitting < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _start(self, job: Job) -> list[Event]:
+        if self._has_started:
+            return []
+        self._has_started = True
+        message: dict[str, Any] = {
+            **self._common,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(job),
+        }
+        return [_event("message_start", message=message)]
+
+
+class _BlockEvents:
+    """The events of one reply's blocks.
+
+    A call's input is sent once it is complete, since only then is it certain to be an object; pings keep the stream
+    alive until then.
+    """
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind: type[Part] | None = None  # of the part that the open block takes
+        self._arguments = ""  # of the open call
+
+    def of(self, part: Part) -> list[Event]:
+        """Return the events of a part."""
+        match part:
+            case CallBegin(name):
+                return self._begin(CallArguments, _tool_use(name, {}))
+            case CallEnd():
+                return self.end()
+            case CallArguments(text):
+                self._arguments += text
+                return [_event("ping")]
+            case Reasoning(text):
+                opened = [] if self._kind is Reasoning else self._begin(Reasoning, _thinking(""))
+                return [*opened, *([self._delta(type="thinking_delta", thinking=text)] if text else [])]
+            case Content(text):
+                opened = [] if self._kind is Content else self._begin(Content, {"type": "text", "text": ""})
+                return [*opened, self._delta(type="text_delta", text=text)]
+
+    def end(self) -> list[Event]:
+        """Return the events that end the open block, if there is one."""
+        if self._kind is None:
+            return []
+        last = []
+        if self._kind is Reasoning:
+            last = [self._delta(type="signature_delta", signature="")]
+        if self._kind is CallArguments:
+            last = [self._delta(type="input_json_delta", partial_json=strict_text(arguments_object(self._arguments)))]
+        self._kind, self._arguments = None, ""
+        return [*last, _event("content_block_stop", index=self._index)]
+
+    def _begin(self, kind: type[Part], block: dict[str, Any]) -> list[Event]:
+        ended = self.end()
+        self._index += 1
+        self._kind = kind
+        return [*ended, _event("content_block_start", index=self._index, content_block=block)]
+
+    def _delta(self, **delta: str) -> Event:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return Event({"type": kind, **fields}, kind)
+
+
+def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return a reply's blocks."""
+    blocks: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case Content(text):
+                blocks.append({"type": "text", "text": text})
+            case Reasoning(text):
+                blocks.append(_thinking(text))
+            case CallBegin(name):
+                blocks.append(_tool_use(name, ""))
+            case CallArguments(text):
+                blocks[-1]["input"] += text
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = arguments_object(block["input"])
+    return blocks
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_use(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": arguments}
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    """Return the usage in Anthropic's terms, where input tokens are those that were neither cached nor are now."""
+    usage = job.usage()
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.written_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        **usage.by_tier,
+        "cache_creation_input_tokens": usage.written_tokens,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": usage.written_tokens - usage.hour_tokens,
+            "ephemeral_1h_input_tokens": usage.hour_tokens,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }

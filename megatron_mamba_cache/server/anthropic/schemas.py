@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from ..answer_fields import JsonSchema
 from ..field_types import (
@@ -23,9 +22,11 @@ from ..field_types import (
 from ..ignored import note_ignored
 from ..schemas import ChatRequest
 from ..tool_schemas import own_tools
-from ..unsupported import LABELS, Table, Unsupported
-from .blocks import (
+from ..unsupported import LABELS, Table, Unsupported, schema_fault
+from .message_parts import (
     Blocks,
+    MessagesToolChoice,
+    MessagesTools,
     RedactedThinkingBlock,
     TextBlock,
     Texts,
@@ -34,7 +35,6 @@ from .blocks import (
     ToolUseBlock,
     parts_of,
 )
-from .tools import MessagesToolChoice, MessagesTools
 
 _KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _UNSUPPORTED: Table = {
@@ -70,8 +70,7 @@ class Turn(PartlySupported):
         for index, block in enumerate(() if isinstance(self.content, str) else self.content):
             if block.type in foreign:
                 sentence = f"a block of type {block.type!r} cannot be in a message of role {self.role}"
-                field = f"content.{index}.type"
-                raise PydanticCustomError("foreign_block", "{sentence}", {"field": field, "sentence": sentence})
+                raise schema_fault("foreign_block", sentence, f"content.{index}.type")
         return self
 
     @property
@@ -154,7 +153,7 @@ class CountTokensRequest(PartlySupported):
         last = self.messages[-1]
         if self.continues and (last.has_calls or not last.has_text):
             sentence = "the reply continues the last message, which needs text and no tool_use; send a user's message"
-            raise PydanticCustomError("not_continued", "{sentence}", {"field": "messages", "sentence": sentence})
+            raise schema_fault("not_continued", sentence, "messages")
         return self
 
     def as_chat(self) -> ChatRequest:

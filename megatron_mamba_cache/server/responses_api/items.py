@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from ..field_types import CacheControl, JsonObject, Name, PromptCacheBreakpoint, Text
 from ..ignored import note_ignored
 from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
-from ..unsupported import REFUSED
+from ..unsupported import REFUSED, schema_fault
 
 _MOST_ITEMS = 8192
 _MOST_PARTS = 4096
@@ -34,7 +34,7 @@ def _with_known_type(names: Sequence[str], what: str) -> BeforeValidator:
 
 def _unsupported(what: str, kind: str, names: Sequence[str]) -> PydanticCustomError:
     sentence = f"{what} of type {kind!r:.50} is not supported by this server; send one of {', '.join(names)}"
-    return PydanticCustomError(REFUSED, "{sentence}", {"field": "type", "sentence": sentence})
+    return schema_fault(REFUSED, sentence, "type")
 
 
 class TextItemPart(BaseModel):
@@ -177,13 +177,11 @@ class _Messages:
         self._tools: dict[str, str] = {}
 
     def all(self) -> list[ChatMessage]:
-        """Return all messages."""
         self._end_reply()
         self._end_results()
         return self._messages
 
     def add(self, item: Any) -> None:
-        """Add an item."""
         match item:
             case FunctionCallOutputItem():
                 self._end_reply()

@@ -1,18 +1,27 @@
 """The routes of OpenAI's responses API."""
 
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..job import JobRules
+from ..errors import ApiError
+from ..formats import Event
+from ..job import Choice, Job, JobRules
 from ..orders import OrderMaker, ServedModel, tenant_of
+from ..parsers.parts import merged
+from ..reply import Piece
 from ..responses import reply_to
-from .format import ResponsesFormat
 from .items import ChatMessage
+from .output import ResponseEvents, ResponseOutput
 from .schemas import ResponsesRequest
 from .stored import StoredResponses
+
+_STATUS = {"length": "incomplete"}
 
 
 def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, stored: StoredResponses) -> APIRouter:
@@ -45,6 +54,95 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
         return {"id": response_id, "object": "response", "deleted": True}
 
     return router
+
+
+class ResponsesFormat:
+    """`/v1/responses`; see `Format`. A job has one choice.
+
+    Args:
+        settings: Fields of the request that the response repeats.
+        keep: Called with the reply as a message, and the body of a response that is complete.
+        summarizes: Whether reasoning is a summary too.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, Any],
+        keep: Callable[[ChatMessage, dict[str, Any]], None],
+        *,
+        summarizes: bool = False,
+    ) -> None:
+        created = int(time.time())
+        self._common = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            **settings,
+        }
+        self._keep = keep
+        self._events = ResponseEvents()
+        self._output = ResponseOutput(self._events, summarizes=summarizes)
+
+    def opening(self, _job: Job) -> list[Event]:
+        response = self._response("in_progress", usage=None)
+        kinds = ("response.created", "response.in_progress")
+        return [self._events.event(kind, response=response) for kind in kinds]
+
+    def events(self, _job: Job, _choice: Choice, piece: Piece) -> list[Event]:
+        return [event for part in piece.parts for event in self._output.add(part)]
+
+    def closing(self, job: Job) -> list[Event]:
+        status = _status(job)
+        ended = self._output.cut(status)
+        return [*ended, self._events.event(f"response.{status}", response=self._complete(job))]
+
+    def failure(self, error: ApiError) -> Event:
+        return self._events.event("error", code=error.code, message=error.message, param=error.param)
+
+    def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
+        for part in merged(job.choices[0].reply.parts):
+            self._output.add(part)
+        self._output.cut(_status(job))
+        return self._complete(job)
+
+    def _complete(self, job: Job) -> dict[str, Any]:
+        """Return the body of a response that has ended, and keep it."""
+        response = self._response(_status(job), usage=_usage(job))
+        self._keep(self._output.message(), response)
+        return response
+
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._common,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None,
+            "incomplete_details": details,
+            "output": list(self._output.items),
+            "usage": usage,
+        }
+
+
+def _status(job: Job) -> str:
+    return _STATUS.get(job.choices[0].reply.finish_reason or "", "completed")
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    usage = job.usage()
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.written_tokens,
+            **usage.by_tier,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _owner_of(request: Request) -> str:

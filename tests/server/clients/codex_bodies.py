@@ -76,7 +76,7 @@ LATER: list[dict[str, Any]] = [
         "id": "ctc_1",
         "call_id": "c2",
         "name": "patch",
-        "input": "*** Begin\n+x = \"1\"\n*** End",
+        "input": '*** Begin\n+x = "1"\n*** End',
         "status": "completed",
     },
     {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "pwd"}', "call_id": "c3"},

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....kernels.masks import only_if
+from ....kernels.kernel_language import only_if
 from ....kernels.overlap import await_then_release, overlapping
 from ...rows import PAD_SLOT, ReplayRows
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step

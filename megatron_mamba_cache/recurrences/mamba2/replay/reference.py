@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ....kernels.reference import compute_dtype, redirect_padding
 from ...quantized_states import QuantizedStates, store_quantized_ref
-from ...reference_slots import load_slots, store_slots
 from ...rows import PAD_SLOT, AlignRows, ReplayRows
+from ...slot_copies import load_slots, store_slots
 from ..inputs import SSMTokens, SSMWeights
 from .rows import BoundaryFolds, ReplayRing
 

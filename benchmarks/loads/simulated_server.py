@@ -1,0 +1,287 @@
+"""A server without a model: timed requests go through the real scheduler, cache and tiers on a simulated clock.
+
+Admission, prefill chunks, publishing, decode checkpoints, growth, evictions and copies between tiers are those of an
+engine; only the forward is missing, and takes the time that it is said to take. Decode steps in which nothing can
+happen are taken at once: up to the next arrival, end of a copy, block boundary or end of a request.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+
+import numpy as np
+
+from megatron_mamba_cache.planning.block_texts import BlockText, RecordedKeys, block_texts
+from megatron_mamba_cache.planning.recorded_load import RecordedLoad
+from megatron_mamba_cache.policy.admission import Refusal
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
+from megatron_mamba_cache.policy.running_requests import RunningRequests
+from megatron_mamba_cache.policy.scheduler import StepScheduler
+from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
+
+from .timed_copies import Clock, TimedCopies
+
+_ANY_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request, and when it comes.
+
+    Args:
+        after: The request, by its place in the load, whose end it follows; None: it follows the start of the load.
+        delay_s: Seconds between the two.
+    """
+
+    text: BlockText
+    after: int | None
+    delay_s: float
+
+
+def open_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
+    """Let each request come when it was recorded, however long the server takes."""
+    texts = block_texts(load, block_size)
+    return [TimedRequest(text, None, request.arrival_s) for request, text in zip(load.requests, texts, strict=True)]
+
+
+def closed_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
+    """Let each agent's requests wait for its answers.
+
+    A request comes as long after the end of its agent's last one as it was recorded after that one came. The first of a
+    sub-agent follows the request of the session before it, and the first of a session comes when it was recorded.
+    """
+    last: dict[tuple[int, int], int] = {}  # by session and agent
+    timed = []
+    texts: Sequence[BlockText] = block_texts(load, block_size)
+    for place, (request, text) in enumerate(zip(load.requests, texts, strict=True)):
+        agent = request.session, request.agent
+        after = last.get(agent, last.get((request.session, 0)))
+        start = 0.0 if after is None else load.requests[after].arrival_s
+        timed.append(TimedRequest(text, after, request.arrival_s - start))
+        last[agent] = place
+    return timed
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """The limits of a step, and how long one takes.
+
+    Args:
+        decode_rows, decode_steps_s: Rows, and the seconds of a step in which as many decode; straight lines in between.
+        prompt_token_s: Seconds that a prompt token adds to a step.
+    """
+
+    max_requests: int
+    max_tokens: int
+    decode_rows: tuple[int, ...]
+    decode_steps_s: tuple[float, ...]
+    prompt_token_s: float
+
+    def step_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
+        """Return the seconds of a step."""
+        prompt_s = num_prompt_tokens * self.prompt_token_s
+        if not num_decoding:
+            return prompt_s
+        return prompt_s + float(np.interp(num_decoding, self.decode_rows, self.decode_steps_s))
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """What became of a request: tokens of its prompt, and seconds since the start.
+
+    Args:
+        skipped: Prompt tokens skipped at its first admission.
+        restored: Those of them that came back from the host for it.
+        copy_wait_s: How long it was passed over for a copy.
+    """
+
+    prompt_len: int
+    arrived_s: float
+    skipped: int = 0
+    restored: int = 0
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    copy_wait_s: float = 0.0
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from its arrival to its first token."""
+        return self.first_token_s - self.arrived_s
+
+
+class SimulatedServer:
+    """Serves timed requests, once.
+
+    Args:
+        copies: The copies of the tier, and of none if there is none.
+        tier: The host's memory below the cache; None: there is none.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[TimedRequest],
+        cache: PrefixCache,
+        settings: ServerSettings,
+        clock: Clock,
+        copies: TimedCopies,
+        tier: HostTier | None = None,
+    ) -> None:
+        self.served: dict[int, ServedRequest] = {}
+        self.num_preempted = 0
+        self._requests = requests
+        self._cache = cache
+        self._settings = settings
+        self._clock = clock
+        self._copies = copies
+        self._tier = tier
+        self._scheduler = StepScheduler()
+        self._running = _ObservedRequests(cache, settings.max_requests, settings.max_tokens)
+        self._queue: list[int] = []
+        self._candidates: dict[int, Candidate] = {}
+        self._ages: dict[int, int] = {}
+        self._followers: dict[int | None, list[int]] = {}
+        for number, request in enumerate(requests):
+            self._followers.setdefault(request.after, []).append(number)
+        self._arrivals: list[tuple[float, int]] = []
+        self._expect_followers(None)
+
+    def run(self) -> list[ServedRequest]:
+        """Serve all requests; return what became of each, in order.
+
+        Raises:
+            RuntimeError: If a request does not fit into an empty cache.
+        """
+        while self._arrivals or self._queue or self._running:
+            self._receive()
+            if self._tier is not None:
+                self._tier.land()
+            self._schedule()
+            self._start_copies()
+            if self._running:
+                self._step()
+            else:
+                self._idle()
+        return [self.served[number] for number in range(len(self._requests))]
+
+    def _expect_followers(self, number: int | None) -> None:
+        for follower in self._followers.get(number, ()):
+            heapq.heappush(self._arrivals, (self._clock.now + self._requests[follower].delay_s, follower))
+
+    def _receive(self) -> None:
+        while self._arrivals and self._arrivals[0][0] <= self._clock.now:
+            arrived_s, number = heapq.heappop(self._arrivals)
+            text = self._requests[number].text
+            self.served[number] = ServedRequest(text.prompt_len, arrived_s)
+            self._candidates[number] = self._candidate(number, text)
+            self._queue.append(number)
+
+    def _candidate(self, number: int, text: BlockText, num_replayed: int = 0) -> Candidate:
+        prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
+        most = max(text.length, text.prompt_len + 1)
+        spec = RequestSpec(number, prompt, most, SamplingSettings(), num_replayed=num_replayed)
+        return Candidate(spec, RecordedKeys(text, self._cache.block_size), self._cache.epoch)
+
+    def _schedule(self) -> None:
+        self._running.waiting_for_copy.clear()
+        step = self._scheduler.fill_step(self._running, self._queue, self._candidates.__getitem__, self._ages.get)
+        for row in step.admitted:
+            number = row.request_id
+            self._queue.remove(number)
+            if number not in self._ages:
+                served = self.served[number]
+                served.skipped, served.restored = row.computed, row.from_host
+                served.admitted_s = self._clock.now
+            self._ages[number] = row.age
+
+    def _start_copies(self) -> None:
+        if self._tier is not None:
+            self._tier.start()
+
+    def _idle(self) -> None:
+        events = [self._copies.next_end(), *(arrival for arrival, _ in self._arrivals[:1])]
+        if min(events) == inf:
+            raise RuntimeError(f"need room for request {self._queue[0]} in an empty cache, found none")
+        self._pass_time_until(min(events))
+
+    def _step(self) -> None:
+        decoding = self._running.decoding
+        prefilling = [row for row in self._running.prefilling if row.scheduled]
+        num_tokens = sum(row.scheduled for row in prefilling)
+        step_s = self._settings.step_s(len(decoding), num_tokens)
+        num_quiet = 0 if prefilling else self._take_quiet_steps(decoding, step_s)
+        for row in decoding:
+            self._cache.schedule_decode(row)
+        for row in prefilling:
+            self._cache.publish(row, row.scheduled)
+        self._pass_time_until(self._clock.now + step_s * (num_quiet + 1))
+        ended = [row for row in (*decoding, *prefilling) if self._advance(row)]
+        self._running.drop(ended)
+        for row in ended:
+            self.served[row.request_id].ended_s = self._clock.now
+            del self._candidates[row.request_id]
+            self._expect_followers(row.request_id)
+        self._grow()
+        self._start_copies()
+
+    def _take_quiet_steps(self, decoding: Sequence[RunningRequest], step_s: float) -> int:
+        """Take all but the last of the decode steps up to the next event; return how many."""
+        block = self._cache.block_size
+        quiet = min(min(block - row.computed % block, row.spec.max_len - row.length) for row in decoding) - 1
+        next_event = min(self._copies.next_end(), self._arrivals[0][0] if self._arrivals else inf)
+        if next_event < inf:
+            quiet = min(quiet, max(ceil((next_event - self._clock.now) / step_s) - 1, 0))
+        for row in decoding if quiet else ():
+            row.append([_ANY_TOKEN] * quiet)
+            row.advance(quiet)
+        return quiet
+
+    def _advance(self, row: RunningRequest) -> bool:
+        """End a row's step; return whether it was its last."""
+        samples, is_prefilling = row.samples_this_step, row.is_prefilling
+        if samples:
+            row.append([_ANY_TOKEN])
+        if not is_prefilling:
+            self._cache.publish(row, row.scheduled)
+        elif samples and not row.spec.num_replayed:
+            self.served[row.request_id].first_token_s = self._clock.now
+        self._cache.advance(row, row.scheduled)
+        return samples and row.length >= row.spec.max_len
+
+    def _grow(self) -> None:
+        evicted = self._running.grow(self._cache.kv.num_blocks // 4).evicted
+        self.num_preempted += len(evicted)
+        for row in evicted:
+            text = self._requests[row.request_id].text
+            longer = BlockText(text.keys, row.length, text.length)
+            num_replayed = row.spec.num_replayed + len(row.generated)
+            self._candidates[row.request_id] = self._candidate(row.request_id, longer, num_replayed)
+            self._queue.insert(0, row.request_id)
+
+    def _pass_time_until(self, now: float) -> None:
+        for number in self._running.waiting_for_copy:
+            self.served[number].copy_wait_s += now - self._clock.now
+        self._clock.now = now
+
+
+class _ObservedRequests(RunningRequests):
+    """Notes which requests are passed over because their prefix is on its way.
+
+    Attributes:
+        waiting_for_copy: Those of the step in preparation.
+    """
+
+    def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int) -> None:
+        super().__init__(cache, max_requests, max_tokens)
+        self.waiting_for_copy: list[int] = []
+
+    def admit(
+        self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()
+    ) -> RunningRequest | Refusal:
+        outcome = super().admit(candidate, budget, age, following)
+        if outcome is Refusal.WAITS_FOR_COPY:
+            self.waiting_for_copy.append(candidate.spec.request_id)
+        return outcome

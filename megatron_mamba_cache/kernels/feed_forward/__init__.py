@@ -1,1 +1,0 @@
-"""Activations between the two products of dense feed-forward layers and shared experts."""

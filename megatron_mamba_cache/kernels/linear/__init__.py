@@ -1,1 +1,0 @@
-"""Products of a step's tokens with the weights of linear layers."""

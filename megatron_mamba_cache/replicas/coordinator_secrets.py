@@ -1,0 +1,112 @@
+"""The secrets of a coordinator: a joining secret on one host, or a key file that all hosts share."""
+
+import hashlib
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_NUM_BYTES = 32
+_MAKE = "(umask 077; openssl rand -hex 32 > FILE)"
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningSecret:
+    """A secret in a file of this user's temporary folder, which only the user's processes can read.
+
+    A client needs only the address, as with Megatron. A replica gets other clients' prompts, so it must know the
+    secret.
+    """
+
+    path: Path
+    value: bytes
+
+    @classmethod
+    def create(cls, port: int) -> Self:
+        """Draw a secret and write it for the replicas, replacing that of an earlier coordinator on the port.
+
+        Raises:
+            PermissionError: If the folder belongs to another user or is open to others.
+        """
+        made = cls(_path_of(port), secrets.token_bytes(_NUM_BYTES))
+        draft = made.path.with_name(f"{made.path.name}.{secrets.token_hex(8)}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(made.value)
+        os.replace(draft, made.path)
+        return made
+
+    @classmethod
+    def read(cls, port: int) -> Self:
+        """Return the secret of the coordinator on a port of this host.
+
+        Raises:
+            ConnectionError: If there is none.
+            PermissionError: As `create`.
+        """
+        path = _path_of(port)
+        try:
+            value = path.read_bytes()
+        except OSError as error:
+            raise ConnectionError(
+                f"no coordinator of this user has port {port} ({path}: {error.strerror}); start replicas as the user "
+                "and with the TMPDIR of the coordinator, or give all of them a coordinator key file"
+            ) from error
+        return cls(path, value)
+
+    def remove(self) -> None:
+        """Delete the file, unless another coordinator has replaced it."""
+        with suppress(OSError):
+            if self.path.read_bytes() == self.value:
+                self.path.unlink()
+
+
+def _path_of(port: int) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"mamba-cache-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone; remove it, or set TMPDIR to another")
+    host = hashlib.blake2b(host_identity().encode(), digest_size=8).hexdigest()
+    return folder / f"coordinator-{host}-{port}"
+
+
+def read_key_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the secret of a key file: 32 bytes as 64 hexadecimal digits.
+
+    Raises:
+        ValueError: If the file cannot be read, holds something else, or other users can read or change it.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        text = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ValueError(f"key file {path}: {error.strerror or error}; make one with {_MAKE}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"key file {path} is not text; make one with {_MAKE}") from error
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise ValueError(f"key file {path} is open to other users (mode {mode & 0o777:03o}); run chmod 600 {path}")
+    if len(text) != 2 * _NUM_BYTES or not all(digit in "0123456789abcdefABCDEF" for digit in text):
+        raise ValueError(
+            f"key file {path} has {len(text)} characters that are not {2 * _NUM_BYTES} hexadecimal digits; make one "
+            f"with {_MAKE}"
+        )
+    return bytes.fromhex(text)
+
+
+def host_identity() -> str:
+    """Return a string that is equal in two processes only if they can reach each other over loopback.
+
+    The hostname alone is not enough: containers may share it, or share the host's kernel but not its network.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux, or a sandbox that hides them
+        boot = network = ""
+    return "/".join((socket.gethostname(), boot, network))

@@ -1,0 +1,38 @@
+"""When requests of a recorded load come: in an open loop, and after the answers that they wait for."""
+
+from dataclasses import replace
+
+from benchmarks.loads.simulated_server import closed_loop, open_loop
+from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
+
+
+def asked(at: float, session: int, agent: int = 0) -> RecordedRequest:
+    return RecordedRequest(at, session, 64, 1, ((session, 0),), agent)
+
+
+LOAD = RecordedLoad(
+    64, (asked(0, 0), asked(5, 1), asked(7, 0), asked(8, 0, agent=1), asked(9, 0, agent=1), asked(10, 0), asked(12, 1))
+)
+
+
+def test_requests_of_an_open_loop_come_when_they_were_recorded() -> None:
+    assert [(request.after, request.delay_s) for request in open_loop(LOAD, 64)] == [
+        (None, request.arrival_s) for request in LOAD.requests
+    ]
+
+
+def test_each_agent_waits_for_its_own_answers() -> None:
+    assert [(request.after, request.delay_s) for request in closed_loop(LOAD, 64)] == [
+        (None, 0.0),
+        (None, 5.0),
+        (0, 7.0),
+        (2, 1.0),  # a sub-agent begins after the request before it
+        (3, 1.0),
+        (2, 3.0),  # the session itself does not wait for it
+        (1, 7.0),
+    ]
+
+
+def test_first_request_of_a_sub_agent_in_a_session_without_others_comes_when_it_was_recorded() -> None:
+    load = replace(LOAD, requests=(asked(3, 0, agent=1), asked(4, 0)))
+    assert [(request.after, request.delay_s) for request in closed_loop(load, 64)] == [(None, 3.0), (None, 4.0)]

@@ -1,0 +1,46 @@
+"""Quantized places for kernel tests, filled with a pattern that shows every write."""
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
+from tests.kernels.packed_rows import same_bits
+
+
+def patterned(num_slots: int, state_shape: tuple[int, int, int], device: str, *lead: int) -> QuantizedStates:
+    """Return places whose slots a kernel must not read, each with numbers of its own; `lead` are layers."""
+    heads, d_state, head_dim = state_shape
+    values = torch.randint(-99, 99, (*lead, num_slots, heads, d_state, head_dim), dtype=torch.int8, device=device)
+    return QuantizedStates(values, torch.rand(*lead, num_slots, heads, head_dim, device=device) + 7)
+
+
+def cloned(places: QuantizedStates) -> QuantizedStates:
+    """Return a copy."""
+    return QuantizedStates(places.values.clone(), places.scales.clone())
+
+
+def holds_quantized(places: QuantizedStates, slot: int, state: Tensor) -> bool:
+    """Return whether a slot of one layer holds exactly what `state` is quantized to, computed on the CPU."""
+    values, scales = by_the_formula(state.cpu())
+    return same_bits(places.values[slot].cpu(), values) and same_bits(places.scales[slot].cpu(), scales)
+
+
+def by_the_formula(state: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a state [heads, d_state, head_dim] channel by channel."""
+    values = torch.zeros(state.shape, dtype=torch.int8)
+    scales = torch.zeros(state.shape[0], state.shape[2])
+    for head in range(state.shape[0]):
+        for channel in range(state.shape[2]):
+            column = state[head, :, channel].float()
+            scale = column.abs().max() / 127
+            if scale >= 2.0**-126:
+                scales[head, channel] = scale
+                values[head, :, channel] = torch.floor(column / scale + 0.5).to(torch.int8)
+    return values, scales
+
+
+def assert_only_written(before: QuantizedStates, after: QuantizedStates, written: set[int]) -> None:
+    """Check that every slot not in `written` kept its bits, in places of one layer."""
+    for slot in range(before.values.shape[0]):
+        kept = same_bits(before.values[slot], after.values[slot]) and same_bits(before.scales[slot], after.scales[slot])
+        assert slot in written or kept, f"slot {slot} changed"

@@ -1,0 +1,203 @@
+"""Random workloads with quantized cached states: what is restored was published, and little else changes."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
+from megatron_mamba_cache.policy.state_reservations import StateReservations
+from megatron_mamba_cache.recurrences.cached_form import StoredStates
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from megatron_mamba_cache.step.memory import CacheMemory
+from tests.mcore.engine_runs import EngineRun, OracleTally, allow_every_cached_form
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import (
+    FLAVOURS,
+    MODEL_FORMS,
+    Workload,
+    WorkloadOutcome,
+    make_workload,
+    run_workload,
+    undisturbed,
+)
+from tests.mcore.split_replays import capture_in_parts
+from tests.mcore.workload_totals import WorkloadTotals
+from tests.recurrences.toy import on_cpu
+
+NAMES = [name for name in FLAVOURS if name != "uncached"]
+NUM_DRAFTS = 3
+FORMS = {
+    "plain": (0, False),
+    "replayed drafts": (NUM_DRAFTS, True),
+    "window": (NUM_DRAFTS, False),
+    "replayed": (0, True),
+}
+"""Most drafts, and whether states are replayed."""
+TOY_FORMS = {"toy": (0, False), "toy with drafts": (NUM_DRAFTS, False)}
+BY_DEFAULT = [(name, list(FORMS)[i % len(FORMS)], bool(i % 3), "int8", range(1)) for i, name in enumerate(NAMES)]
+OTHERS = [
+    pytest.param(name, form, has_graphs, "int8", range(1, 7), marks=pytest.mark.slow)
+    for name in NAMES
+    for form in FORMS
+    for has_graphs in (False, True)
+]
+TOYS = [
+    pytest.param(
+        name,
+        "toy with drafts" if i % 2 else "toy",
+        bool(i % 3),
+        ("int8", "fp8")[(i + at) % 2],
+        range(1),
+        marks=[on_cpu, *([] if not at and i % 3 == 1 else [pytest.mark.long])],
+    )
+    for i, name in enumerate(NAMES)
+    for at in range(2)
+]
+MOST_CHANGED = 0.01
+"""Of the tokens, those that may not be the oracle's choice."""
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[WorkloadTotals]:
+    """Collect the totals of the module; print them at its end."""
+    totals = WorkloadTotals()
+    yield totals
+    print(f"\n{totals.tally.num_compared} tokens, {totals.tally.num_stopped} of them not the oracle's choice")
+    assert totals.tally.num_stopped <= MOST_CHANGED * totals.tally.num_compared
+
+
+def digest_of(states: StoredStates, slot: int) -> bytes:
+    """Return a digest of all that a slot holds."""
+    parts = [part[:, slot] for part in states.parts]
+    return sha256(b"".join(part.contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in parts)).digest()
+
+
+@contextmanager
+def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[bytes]]]:
+    """Check that what a request starts from is, bit for bit, what a request has published under its key.
+
+    Whatever lay between: evictions, other tiers, suspended engines. Yields the digests of what was published.
+    """
+    published: dict[BlockKey, set[bytes]] = defaultdict(set)
+    memories: list[CacheMemory] = []
+    publish, prepare, begin = StateReservations._publish_state, CacheMemory.prepare, CacheMemory.__init__
+
+    def noted(memory: CacheMemory, *arguments: Any, **settings: Any) -> None:
+        begin(memory, *arguments, **settings)
+        memories.append(memory)
+
+    def published_state(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
+        (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
+        quantized = memory.state_pool.cached
+        assert not quantized.is_live
+        published[memory.blocks.key_of(block)].add(digest_of(quantized, state.slot))
+        publish(pool, row, state, block)
+
+    def checked(memory: CacheMemory, rows: Sequence[RunningRequest]) -> None:
+        prepare(memory, rows)
+        pool, quantized = memory.state_pool, memory.state_pool.cached
+        assert not quantized.is_live
+        for row in rows:
+            if row.source_block is not None and row.cursor.live_slot != PAD_SLOT:
+                source = row.source_slot
+                assert digest_of(quantized, source) in published[memory.blocks.key_of(row.source_block)]
+                for index, tensor in enumerate(tensor for group in pool.groups for tensor in group.tensors):
+                    live, stored = pool.tensors[index][:, row.cursor.live_slot], quantized.place(index)
+                    if isinstance(stored, QuantizedStates):
+                        restored = stored.values[:, source].float() * stored.scales[:, source, ..., None, :]
+                    else:
+                        restored, live = stored[:, source], live[:, : tensor.shape[0]]
+                    assert torch.equal(live, restored), tensor.name
+
+    patch.setattr(CacheMemory, "__init__", noted)
+    patch.setattr(StateReservations, "_publish_state", published_state)
+    patch.setattr(CacheMemory, "prepare", checked)
+    yield published
+
+
+def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload, NoisyDrafter | None]:
+    """Return the workload of a flavour, and a drafter that is often right if it has drafts."""
+    num_drafts, replays = (FORMS | TOY_FORMS)[form]
+    models = MODEL_FORMS["toy" if form in TOY_FORMS else "dense"]
+    work = make_workload(FLAVOURS[name], seed, num_drafts, models=models, replays=replays, **settings)
+    if not num_drafts:
+        return work, None
+    texts = run_workload(undisturbed(work)).texts
+    vocab = work.subject.sizes.vocab_size
+    return work, NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab, seed=seed, varies=True)
+
+
+@pytest.mark.parametrize(("name", "form", "has_graphs", "cached_form", "seeds"), BY_DEFAULT + OTHERS + TOYS)
+def test_what_is_restored_was_published_and_all_is_returned(
+    name: str, form: str, has_graphs: bool, cached_form: str, seeds: range, totals: WorkloadTotals
+) -> None:
+    def run(seed: int) -> WorkloadOutcome:
+        with pytest.MonkeyPatch.context() as patch:
+            allow_every_cached_form(patch)
+            work, drafter = run_form(name, form, seed, cached_form=cached_form)
+            if has_graphs:
+                capture_in_parts(patch)
+                prefill_tokens = min(24, work.config.max_tokens)
+                graphs = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": prefill_tokens}
+                work = replace(work, config=replace(work.config, **graphs))
+            with checked_restores(patch):
+                return run_workload(work, drafter)
+
+    totals.run_batch(f"{name}, {form}", seeds, run, ())
+
+
+@contextmanager
+def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let engines that store cached states as live ones round them when they publish them."""
+    memories: list[CacheMemory] = []
+    publish, begin = StateReservations._publish_state, CacheMemory.__init__
+
+    def noted(memory: CacheMemory, *arguments: Any, **settings: Any) -> None:
+        begin(memory, *arguments, **settings)
+        memories.append(memory)
+
+    def quantized(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
+        (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
+        for number, group in enumerate(memory.state_pool.groups):
+            for tensor in (tensor for tensor in group.tensors if tensor.is_matrix):
+                states = memory.state_pool.tensor(tensor.name, number)[:, state.slot]
+                values, scales = quantize(states, torch.int8)
+                states.copy_(values * scales[..., None, :])
+        publish(pool, row, state, block)
+
+    patch.setattr(CacheMemory, "__init__", noted)
+    patch.setattr(StateReservations, "_publish_state", quantized)
+    yield
+
+
+@pytest.mark.parametrize("form", [*FORMS, *(pytest.param(form, marks=on_cpu) for form in TOY_FORMS)])
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(range(2), id="few"), pytest.param(range(2, 30), id="more", marks=pytest.mark.slow)]
+)
+def test_tokens_are_those_of_an_exact_cache_whose_states_are_quantized_when_published(form: str, seeds: range) -> None:
+    """Both engines have room for everything, so that they decide alike."""
+    skipped = 0
+    for seed in seeds:
+        name = random.Random(seed).choice(["roomy", "small_steps"])
+        work, drafter = run_form(name, form, seed, cached_form="int8")
+        roomy = {"buffer_size_gb": 0.02, "prefix_caching_mamba_gb": 0.02, "paused_buffer_size_gb": None}
+        work = replace(work, config=replace(work.config, **roomy))
+        outcome = run_workload(work, drafter)
+        exact = replace(work, config=replace(work.config, cached_state_dtype="live"))
+        with pytest.MonkeyPatch.context() as patch, quantizing_when_published(patch):
+            patch.setattr(EngineRun, "assert_matches_oracle", lambda *_: OracleTally())  # it does not quantize
+            other = run_workload(exact, drafter)
+        assert outcome.texts == other.texts
+        assert not (outcome.seen["states_evicted"] or other.seen["states_evicted"])
+        assert outcome.seen["prompt_tokens_skipped"] == other.seen["prompt_tokens_skipped"]
+        skipped += outcome.seen["prompt_tokens_skipped"]
+    assert skipped
