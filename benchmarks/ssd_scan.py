@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron_mamba_cache.policy.chunks import plan_chunks
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
-from megatron_mamba_cache.recurrences.mamba2.tiles import TILE_LEN, HopperTiling, tile_shape
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
+from megatron_mamba_cache.recurrences.row_tiles import TILE_LEN, tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 
 CHUNK = 256

@@ -17,7 +17,7 @@ from typing_extensions import override
 from ..kernels.experts.beside_experts import BesideExperts
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
-from ..kernels.experts.routing import RoutingRule, route
+from ..kernels.experts.routing import RoutingRule, SharedGate, route
 from ..kernels.experts.shared_product import shared_product, takes_shared_product
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
@@ -64,9 +64,14 @@ class Router(MegatronModule):
         self.register_buffer("expert_bias", torch.zeros(num_experts, device=device) if has_bias else None)
         self._rule = rule
 
-    def forward(self, x: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the experts of tokens [tokens, hidden] and their weights; see `route`."""
-        return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real)
+    def forward(self, x: Tensor, is_real: Tensor | None, gate_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the experts of tokens [tokens, hidden] and their weights; see `route`.
+
+        Args:
+            gate_weight: Of the shared expert's gate; None: its weight is not wanted.
+        """
+        shared = None if gate_weight is None else SharedGate(x, gate_weight)
+        return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real, shared)
 
 
 class Projection(MegatronModule):
@@ -141,7 +146,7 @@ class MixtureOfExperts(MegatronModule):
         if taken_along is None:
             out = self._routed_and_shared(x, hidden_states, batch)
         else:
-            ids, weights = self.router(x, None if batch is None else batch.real_tokens)
+            ids, weights = self.router(x, None if batch is None else batch.real_tokens, self._summed_gate)
             out = self.experts(x, ids, weights, shared=taken_along)
         if self._tensor_ranks.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
@@ -154,6 +159,14 @@ class MixtureOfExperts(MegatronModule):
         weights = self.shared_experts.weights()
         return weights if weights is not None and self.experts.takes(weights, x) else None
 
+    @property
+    def _summed_gate(self) -> Tensor | None:
+        """The weights of the shared expert's gate, if the weighted sum of experts multiplies by it; None otherwise."""
+        if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
+            return None
+        weight: Tensor | None = self.shared_experts.gate_weight
+        return weight
+
     def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
         shared, experts = None, self.shared_experts
         if experts is not None:
@@ -165,9 +178,12 @@ class MixtureOfExperts(MegatronModule):
 
     def _begin_shared(self, experts: Any, x: Tensor, hidden_states: Tensor) -> Callable[[], Tensor]:
         """Launch what of the shared expert runs beside the routing; return a function that computes the rest."""
-        weights, activation = experts.weights() if self.exchange is None else None, fused_activation(self.config)
+        compute = experts if self._summed_gate is None else experts.ungated
+        gates_itself = experts.gate_weight is not None and self._summed_gate is None
+        weights = None if gates_itself or self.exchange is not None else experts.weights()
+        activation = fused_activation(self.config)
         if weights is None or not takes_shared_product(x, weights.first, activation):
-            return lambda: experts(hidden_states).flatten(0, -2)
+            return lambda: compute(hidden_states).flatten(0, -2)
         inner, second = shared_product(x, weights.first, activation), weights.second
         return lambda: F.linear(inner, second)
 
@@ -198,7 +214,7 @@ class MixtureOfExperts(MegatronModule):
         shared: BesideExperts | None,
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
-        ids, weights = self.router(x, is_real)
+        ids, weights = self.router(x, is_real, self._summed_gate)
         return self.experts(
             x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, beside=shared
         )

@@ -49,12 +49,23 @@ class DenseLayer(MLPLayer):
 
 
 class SharedFeedForward(SharedExpertMLP, FeedForward):
-    """The expert that every token goes to."""
+    """The expert that every token goes to.
+
+    Attributes:
+        gate_weight: [1, hidden]; the sigmoid of its product with a token is the factor of the output. None for none.
+    """
+
+    gate_weight: Tensor | None
+
+    def ungated(self, hidden_states: Tensor) -> Tensor:
+        """Return the output [..., hidden] before its gate; without a sum over ranks."""
+        output: Tensor = FeedForward.forward(self, hidden_states)[0]
+        return output
 
     def weights(self) -> SharedExpert | None:
-        """Return the weights if nothing but products and activations makes the output; without a sum over ranks."""
+        """Return the weights if nothing but products and activations makes `ungated`; without a sum over ranks."""
         first, second = self.linear_fc1, self.linear_fc2
-        is_plain = not self.use_shared_expert_gate and first.bias is None and second.bias is None
+        is_plain = first.bias is None and second.bias is None
         if not is_plain or self.config.sequence_parallel or fused_activation(self.config) == "none":
             return None
         return SharedExpert(first.weight, second.weight)

@@ -97,6 +97,9 @@ def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
     for layer in (layer for layer, symbol in zip(whole.decoder.layers, sizes.pattern, strict=True) if symbol == "E"):
         layer.mlp.experts.local_experts = list(vars(layer.mlp.experts.local_experts).values())
         layer.mlp.router._rule = random_architecture(sizes).experts.rule
+    if sizes.gated_delta is not None:
+        for layer in (layer for layer in whole.decoder.layers if hasattr(layer, "mixer")):
+            layer.mixer.recurrence = SimpleNamespace(name="gated_delta")
     if isinstance(sizes, ToyHybridConfig):
         for number, layer in enumerate(whole.decoder.layers):
             layer.layer_number = number + 1

@@ -43,17 +43,26 @@ SHARED = [
         for seed, name in enumerate(("few_states", "disturbed", "disturbed_budget", "disk_tier"), 14)
         for layout in (TENSOR, PIPELINE)
     ),
+    (TENSOR, "tight_blocks", 18, 3, 1, "gated delta"),
+    *(
+        pytest.param(layout, name, seed, 3, int(layout is PIPELINE), "gated delta", marks=pytest.mark.long)
+        for seed, name in enumerate(("few_states", "disturbed", "disturbed_budget", "disk_tier"), 19)
+        for layout in (TENSOR, PIPELINE)
+    ),
+    pytest.param(TENSOR_OF_4, "disturbed", 23, 3, 1, "gated delta", marks=needs_4),
 ]
 MANY_SEEDS = range(100, 150)
 REPLICAS = [
-    pytest.param(Layout(), ("uncached", "few_states"), 0, 0, 1, marks=pytest.mark.long),
-    pytest.param(Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1, marks=pytest.mark.long),
-    (Layout(expert=2), ("strides",) * 2, 2, 3, 0),
-    (Layout(expert=2), ("disturbed",) * 2, 5, 3, 0),
-    (Layout(expert=2), ("few_states",) * 2, 7115, 3, 0),  # a rank is full while the other begins prompts
-    pytest.param(Layout(expert=2), ("disturbed",) * 2, 6, 0, 1, marks=pytest.mark.long),
-    pytest.param(Layout(2, expert=2), ("roomy",) * 2, 3, 3, 0, marks=needs_4),
-    pytest.param(Layout(expert=4), ("few_states",) * 4, 4, 3, 0, marks=needs_4),
+    pytest.param(Layout(), ("uncached", "few_states"), 0, 0, 1, "dense", marks=pytest.mark.long),
+    pytest.param(Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1, "dense", marks=pytest.mark.long),
+    (Layout(expert=2), ("strides",) * 2, 2, 3, 0, "dense"),
+    (Layout(expert=2), ("disturbed",) * 2, 5, 3, 0, "dense"),
+    (Layout(expert=2), ("few_states",) * 2, 7115, 3, 0, "dense"),  # a rank is full while the other begins prompts
+    pytest.param(Layout(expert=2), ("disturbed",) * 2, 6, 0, 1, "dense", marks=pytest.mark.long),
+    pytest.param(Layout(2, expert=2), ("roomy",) * 2, 3, 3, 0, "dense", marks=needs_4),
+    pytest.param(Layout(expert=4), ("few_states",) * 4, 4, 3, 0, "dense", marks=needs_4),
+    (Layout(expert=2), ("strides",) * 2, 8, 3, 0, "gated delta"),
+    pytest.param(Layout(expert=2), ("disturbed",) * 2, 9, 0, 1, "gated delta", marks=pytest.mark.long),
 ]
 
 
@@ -157,6 +166,7 @@ def test_ranks_of_a_draft_model_draft_alike(layout: Layout, num_graphs: int, wor
         pytest.param(TENSOR, "disturbed_tiers", "dense", marks=pytest.mark.long),
         (PIPELINE, "one_budget", "dense"),
         pytest.param(PIPELINE, "one_budget", "toy", marks=[on_cpu, pytest.mark.long]),
+        pytest.param(TENSOR, "disturbed_tiers", "gated delta", marks=pytest.mark.long),
     ],
     ids=name_of,
 )
@@ -185,19 +195,20 @@ def test_kv_and_states_that_take_room_from_each_other_on_every_rank(
     assert min(evicted["states_evicted"], evicted["kv_blocks_evicted"]) > len(MANY_SEEDS)
 
 
-@pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps"), REPLICAS, ids=name_of)
+@pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps", "form"), REPLICAS, ids=name_of)
 def test_replicas_side_by_side_generate_the_oracles_tokens(
     layout: Layout,
     flavours: tuple[str, ...],
     seed: int,
     num_graphs: int,
     digest_steps: int,
+    form: str,
     worlds: Worlds,
     totals: Totals,
 ) -> None:
     """Those that share experts replay graphs of one shape together and run ahead together."""
     world = worlds.of(layout.tensor * len(flavours))
-    outcomes = world.run(run_workloads_of_replicas, layout, flavours, seed, num_graphs, digest_steps)
+    outcomes = world.run(run_workloads_of_replicas, layout, flavours, seed, num_graphs, digest_steps, form)
     assert outcomes[0].texts != outcomes[-1].texts
     for outcome in outcomes:
         totals.add(outcome)

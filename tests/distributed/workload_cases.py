@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
+from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step import shared_steps
 from megatron_mamba_cache.step.early_step import EarlyStep
@@ -24,7 +25,16 @@ from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, LATENT_EXPERTS, MODEL_FORMS, Workload, make_workload, run_workload
+from tests.mcore.random_workloads import (
+    FLAVOURS,
+    GATED_DELTA_MODELS,
+    LATENT_EXPERTS,
+    MODEL_FORMS,
+    WITHOUT_REPLAY,
+    Workload,
+    make_workload,
+    run_workload,
+)
 from tests.mcore.test_speculative_workloads import start_draft_model
 
 NUM_DRAFTS = 3
@@ -32,11 +42,15 @@ GRAPH_TOKENS = 40
 REPLAYED = ("disturbed", "one_budget", "strides")  # flavours whose states are replayed
 _OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
 _FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
-_MODELS_WITH_EXPERTS = (
-    {"pattern": "ME*M-", "ssm_chunk_size": 8},
-    {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "experts": LATENT_EXPERTS},
-)
+_MODELS_WITH_EXPERTS = {
+    "dense": (
+        {"pattern": "ME*M-", "ssm_chunk_size": 8},
+        {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "experts": LATENT_EXPERTS},
+    ),
+    "gated delta": (GATED_DELTA_MODELS[1] | {"num_experts": 8},),
+}
 _WIDTHS = {"mamba_num_groups": 4, "num_query_groups": 4}  # four ranks have a part of each
+_DELTA_WIDTHS = {"gated_delta": GatedDeltaSizes(4, 8, 16, 24), "num_query_groups": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +96,36 @@ def run_workloads(
             patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
         models = MODEL_FORMS[form]
         if layout.tensor > 2:
-            models = tuple(model | _WIDTHS for model in models)
+            models = tuple(model | (_DELTA_WIDTHS if "gated_delta" in model else _WIDTHS) for model in models)
         capture_without_cuda(patch)
         settings: dict[str, Any] = {"has_grammars": has_grammars, "cached_form": cached_form, "models": models}
-        settings["replays"] = flavour in REPLAYED and form != "toy"
+        settings["replays"] = flavour in REPLAYED and form not in WITHOUT_REPLAY
         return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **settings), drafts_with_model)
 
 
 def run_workloads_of_replicas(
-    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int
+    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int, form: str = "dense"
 ) -> RankOutcome:
     """Run a workload of each replica's own, in step with the others, which may share experts with it."""
     with parallel(layout):
-        return _run_workloads_of_replica(layout, flavours, seed, num_graphs, digest_steps)
+        return _run_workloads_of_replica(layout, flavours, seed, num_graphs, digest_steps, form)
 
 
 def _run_workloads_of_replica(
-    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int
+    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int, form: str
 ) -> RankOutcome:
     """Do so within the layout; what this function holds, graphs among it, is gone before the ranks' groups are."""
     with pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
         if layout.expert > 1:  # of one model
-            patch.setattr(random_workloads, "MODELS", (_MODELS_WITH_EXPERTS[seed % len(_MODELS_WITH_EXPERTS)],))
+            models = _MODELS_WITH_EXPERTS[form]
+            patch.setattr(random_workloads, "MODELS", (models[seed % len(models)],))
         steps = SharedSteps()
         steps.install(patch)
         replica = parallel_state.get_data_parallel_rank()
         own_seed = seed if layout.expert > 1 else seed + replica
-        work = _workload(flavours[replica], own_seed, num_graphs, digest_steps)
+        replays = flavours[replica] in REPLAYED and form not in WITHOUT_REPLAY
+        work = _workload(flavours[replica], own_seed, num_graphs, digest_steps, replays=replays)
         if layout.expert > 1:  # settings are the same on all ranks, loads are not: fewer requests, and later
             later = (replace(arrival, step=arrival.step + 5 * replica) for arrival in work.arrivals)
             # Others take no part in one rank's flush or suspend; a fault of one rank is what they must not notice.

@@ -111,6 +111,38 @@ def test_the_shared_expert_is_added(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_last_of_a_token_s_weights_is_the_shared_expert_s(ops: str, dtype: torch.dtype, device: str) -> None:
+    """Of its product here, or of an addend, whose product with the weight is rounded."""
+    layer, shared = (Layer(*sizes, "gated_silu", dtype).to(device) for sizes in ((5, 72, 40), (1, 72, 24)))
+    torch.manual_seed(8)
+    x, ids = torch.randn(3, 72).to(dtype).to(device), choice(3, 2, 5, "random").to(device)
+    weights, none = torch.rand(3, 3).to(device), torch.zeros(3, 2, device=device)
+    own, everyone = weights[:, :2].contiguous(), torch.zeros_like(ids[:, :1])
+    of_shared = shared.expected(x, everyone, weights[:, 2:].cpu())
+    expected = layer.expected(x, ids, own) + of_shared
+    tolerance = TOLERANCES[dtype] * expected.abs().max().item()
+    found = run(ops, layer, x, ids, weights, shared=shared)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=tolerance)
+    addend = shared.expected(x, everyone, torch.ones(3, 1)).to(dtype).to(device)
+    found = run(ops, layer, x, ids, weights, addend)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=tolerance)
+    nothing = torch.cat((none, weights[:, 2:]), dim=1)
+    rounded = (addend.float() * weights[:, 2:]).to(dtype)
+    assert same_bits(run(ops, layer, x, ids, nothing, addend), rounded)
+    both = run(ops, layer, x, ids, weights, addend, shared)  # then it is that of the product here
+    torch.testing.assert_close(both.double().cpu(), expected + addend.double().cpu(), rtol=0, atol=2 * tolerance)
+
+
+def test_other_weights_than_experts_are_refused() -> None:
+    layer = Layer(5, 72, 40, "none", torch.float32)
+    rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
+    for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
+        with pytest.raises(ValueError, match="contiguous weights of 3 tokens and 2 experts"):
+            sum_of_products(rows, layer.second, ids, weights)
+
+
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)

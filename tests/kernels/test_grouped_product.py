@@ -109,6 +109,21 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_last_of_a_token_s_weights_is_the_addend_s(ops: str, dtype: torch.dtype, device: str) -> None:
+    total, generator = OPS[ops][1], torch.Generator().manual_seed(6)
+    rows, addend = (torch.randn(number, 1030, generator=generator).to(dtype).to(device) for number in (10, 5))
+    places = torch.tensor([[0, 3], [1, -1], [-1, -1], [9, 2], [4, 5]], dtype=torch.int32, device=device)
+    weights = torch.rand(5, 3, generator=generator).to(device)
+    own = weights[:, :2].contiguous()
+    product = (addend.float() * weights[:, 2:]).to(dtype)  # rounded once, then added
+    assert same_bits(total(rows, places, weights, addend), total(rows, places, own, product))
+    assert same_bits(total(rows, places, weights), total(rows, places, own))
+    with pytest.raises(ValueError, match="5 tokens and 2 experts, or one more"):
+        weighted_sum(rows, places, torch.rand(5, 4).to(device))
+
+
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)

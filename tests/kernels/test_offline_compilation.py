@@ -35,9 +35,10 @@ from megatron_mamba_cache.recurrences.mamba2 import scan_hopper, scan_portable
 from megatron_mamba_cache.recurrences.mamba2 import tiles as tiles_module
 from megatron_mamba_cache.recurrences.mamba2 import verify as state_verify_module
 from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling, scan_tiles, ssd_scan
-from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, tile_shape
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.quantized_states import restore_states
+from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses

@@ -29,6 +29,7 @@ from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import tiles, verify
+from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.rows import whole_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
@@ -55,7 +56,7 @@ def update_states(*, after_conv: bool = False) -> object:
 
 def cut_prompt() -> object:
     steps = random_steps(4, "cpu", SSMShape(heads=2, head_dim=64, d_state=128, groups=1), dtype=torch.bfloat16)
-    tile = tiles.tile_shape(64, torch.bfloat16)
+    tile = tile_shape(64, torch.bfloat16)
     assert tile is not None
     return tiles.cut_tiles(steps.tokens.dt, steps.weights, PROMPT, tile, 64, torch.bfloat16)
 

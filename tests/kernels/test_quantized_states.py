@@ -24,13 +24,14 @@ from megatron_mamba_cache.recurrences.mamba2.replay import boundary_folds
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
-from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, tile_shape
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
 from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.recurrences.quantized_states import (
     quantize,
     restore_states,
     restore_states_ref,
 )
+from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected

@@ -9,13 +9,14 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import expert_order, routing
 from megatron_mamba_cache.kernels.experts import router_logits as logits_kernels
 from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order_by_expert, order_by_expert_ref
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits, router_logits_ref
-from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, route_ref
+from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route, route_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import same_bits
 
@@ -29,6 +30,8 @@ RULES = {
     "nemotron 3 nano": (128, RoutingRule(6, "sigmoid", scale=2.5)),
     "nemotron 3 super": (512, RoutingRule(22, "sigmoid", scale=5.0)),
     "granite 4 small": (72, RoutingRule(10)),
+    "qwen3 next": (512, RoutingRule(10)),
+    "qwen3.6 35b": (256, RoutingRule(8)),
     "groups": (64, RoutingRule(4, "sigmoid", num_groups=8, top_groups=3)),
     "groups of odd sizes": (15, RoutingRule(5, "sigmoid", num_groups=5, top_groups=2, normalizes=False)),
     "groups of one": (6, RoutingRule(2, "softmax", num_groups=6, top_groups=2)),
@@ -124,6 +127,57 @@ def test_tokens_of_padding_get_no_expert(op: Route, device: str) -> None:
     assert same_bits(weights[[0, 2, 3]], expected_weights[[0, 2, 3]])
 
 
+@both_routes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("num_inputs", [5, 130, 2048])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_the_shared_expert_weighs_the_sigmoid_of_its_gate(
+    num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
+) -> None:
+    """Both the gate's product and its sigmoid are rounded, as by the linear layer and the function of torch."""
+    torch.manual_seed(num_inputs)
+    x = torch.randn(6, num_inputs + 8).to(dtype).to(device)[:, :num_inputs]
+    gate = torch.randn(1, num_inputs).mul(2 / num_inputs**0.5).to(dtype).to(device)
+    logits, is_real = torch.randn(2, 6, 8, device=device), torch.ones(6, dtype=torch.int32, device=device)
+    is_real[2] = 0
+    given = (is_real,) if has_padding else (None,)
+    ids, weights = op(logits, None, RoutingRule(3), *given, SharedGate(x, gate))
+    expected_ids, expected = op(logits, None, RoutingRule(3), *given)
+    assert torch.equal(ids, expected_ids) and same_bits(weights[:, :3], expected)
+    found, shared = weights[:, 3], F.linear(x, gate).sigmoid()[:, 0]
+    assert weights.shape == (6, 4) and weights.dtype is torch.float32
+    assert torch.equal(found.to(dtype).float(), found)  # is a number of the dtype
+    tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), shared.double(), rtol=tolerance, atol=0)
+
+
+def test_a_token_s_shared_weight_has_the_same_bits_in_any_batch(device: str) -> None:
+    torch.manual_seed(4)
+    x, gate = torch.randn(5, 70, device=device).bfloat16(), torch.randn(1, 70, device=device).bfloat16()
+    logits = torch.randn(1, 5, 8, device=device)
+    _, together = route(logits, None, RoutingRule(2), None, SharedGate(x, gate))
+    for token in range(5):
+        own = slice(token, token + 1)
+        _, alone = route(logits[:, own], None, RoutingRule(2), None, SharedGate(x[own], gate))
+        assert same_bits(alone, together[own])
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(512, 10), (256, 8)])
+def test_experts_are_those_of_transformers_router(num_experts: int, top_k: int, device: str) -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    if not hasattr(modeling, "Qwen3NextTopKRouter"):
+        pytest.skip("this transformers routes inside its layer of experts")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
+    router = modeling.Qwen3NextTopKRouter(modeling.Qwen3NextConfig(**sizes))
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(40, 64)
+    _, expected_weights, expected_ids = router(x)
+    ids, weights = route(router_logits(x.to(device), router.weight.detach().to(device)), None, RoutingRule(top_k))
+    assert torch.equal(ids.cpu().long(), expected_ids)
+    torch.testing.assert_close(weights.cpu(), expected_weights, rtol=2e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("op", [router_logits, router_logits_ref])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5), (torch.float64, 1e-12)]
@@ -213,6 +267,10 @@ def test_no_tokens(device: str) -> None:
         ({"bias": torch.zeros(8, device="meta")}, "one device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),
         ({"rule": RoutingRule(2, num_groups=3)}, "3 groups of one size"),
+        ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"tokens \[3, inputs\]"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"gate \[1, inputs\]"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "of one dtype"),
+        ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "contiguous inputs"),
     ],
 )
 def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
@@ -240,9 +298,19 @@ def test_rules_that_cannot_be_are_refused(fields: dict) -> None:
         RoutingRule(**fields)
 
 
-@pytest.mark.parametrize("name", ["nemotron 3 nano", "nemotron 3 super", "granite 4 small", "groups"])
+@pytest.mark.parametrize(
+    ("name", "has_shared_gate"),
+    [
+        ("nemotron 3 nano", False),
+        ("nemotron 3 super", False),
+        ("granite 4 small", False),
+        ("groups", False),
+        ("qwen3.6 35b", True),
+        ("qwen3 next", True),
+    ],
+)
 def test_other_numbers_of_tokens_compile_nothing_new(
-    name: str, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
+    name: str, has_shared_gate: bool, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ) -> None:
     routes = compile_for_hopper(routing, "_route_kernel")
     products = compile_for_hopper(logits_kernels, "_logits_kernel")
@@ -254,7 +322,9 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     gate, bias = torch.empty(num_experts, 256).bfloat16(), torch.empty(num_experts)
     numbers = (1, 2, 16, 33, 90, 170, 300, 600, 2048, 4096, 8192)
     for num_tokens in numbers:
-        ids, _ = route(router_logits(torch.empty(num_tokens, 256).bfloat16(), gate), bias, rule)
+        x = torch.empty(num_tokens, 256).bfloat16()
+        shared = SharedGate(x, gate[:1]) if has_shared_gate else None
+        ids, _ = route(router_logits(x, gate), bias, rule, None, shared)
         order_by_expert(ids, num_experts)
     assert len(routes.ptx) == len(products.ptx) == len(numbers)
     has_fewer_parts = num_experts <= 128  # of up to 4,096 tokens, which are multiplied whole by more experts

@@ -16,7 +16,8 @@ from megatron_mamba_cache.recurrences.mamba2 import scan_portable
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import cut_rows, scan_tiles, ssd_scan
-from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices, tile_shape
+from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices
+from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import (

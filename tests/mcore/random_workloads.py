@@ -64,7 +64,7 @@ GATED_DELTA_MODELS = tuple(
     sizes | {"gated": True}
     for sizes in (
         {"pattern": "M-M*-", "gated_delta": GatedDeltaSizes(2, 4, 16, 24), "ssm_chunk_size": 8},
-        {"pattern": "ME*EM", "gated_delta": GatedDeltaSizes(1, 3, 24, 16), "ssm_chunk_size": 16, "num_experts": 7},
+        {"pattern": "ME*EM", "gated_delta": GatedDeltaSizes(2, 6, 24, 16), "ssm_chunk_size": 16, "num_experts": 7},
         {
             "pattern": "*MM",
             "gated_delta": GatedDeltaSizes(4, 4, 16, 16, d_conv=3),
@@ -111,6 +111,8 @@ MODEL_FORMS = {
     "half, gated delta": tuple(sizes | _HALF for sizes in GATED_DELTA_MODELS),
     "half, experts": tuple(sizes | _HALF for sizes in EXPERT_MODELS),
 }
+WITHOUT_REPLAY = ("toy", "gated delta")
+"""Forms of models whose states cannot be replayed."""
 
 _WISHES: tuple[dict[str, Any], ...] = (
     {},

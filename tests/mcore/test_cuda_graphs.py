@@ -42,11 +42,13 @@ FORMS = {
     "replayed": (MODEL_FORMS["dense"], True),
 }
 TOY = MODEL_FORMS["toy"], False
+GATED_DELTA = MODEL_FORMS["gated delta"], False
 forms = pytest.mark.parametrize(
     ("models", "replays"),
     [
         *(pytest.param(*form, id=name) for name, form in FORMS.items()),
         pytest.param(*TOY, id="toy", marks=[on_cpu, pytest.mark.long]),
+        pytest.param(*GATED_DELTA, id="gated-delta", marks=pytest.mark.long),
     ],
 )
 # By default each flavour in one form only, without drafts.
@@ -57,6 +59,10 @@ FORMS_OF_FLAVOURS = [
 ]
 TOYS_OF_FLAVOURS = [
     pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, *([] if place % 4 == 0 else [pytest.mark.long])])
+    for place, name in enumerate(FLAVOURS)
+]
+GATED_DELTA_OF_FLAVOURS = [
+    pytest.param(name, *GATED_DELTA, id=f"{name}-gated-delta", marks=[] if place % 4 == 1 else [pytest.mark.long])
     for place, name in enumerate(FLAVOURS)
 ]
 
@@ -85,7 +91,7 @@ def start(**settings: object) -> EngineRun:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("name", "models", "replays"), FORMS_OF_FLAVOURS + TOYS_OF_FLAVOURS)
+@pytest.mark.parametrize(("name", "models", "replays"), FORMS_OF_FLAVOURS + TOYS_OF_FLAVOURS + GATED_DELTA_OF_FLAVOURS)
 def test_random_workloads_match_the_oracle(
     name: str, models: Any, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:

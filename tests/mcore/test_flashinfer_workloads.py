@@ -127,7 +127,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 def run_seed(name: str, form: str, seed: int, num_drafts: int, prefill_tokens: int = 40) -> WorkloadOutcome:
-    half = {"dense": "half", "experts": "half, experts"}
+    half = {"dense": "half", "experts": "half, experts", "gated delta": "half, gated delta"}
     rng = random.Random(f"flashinfer {name} {seed}")
     drafted = rng.randrange(1, num_drafts + 1) if num_drafts else 0
     work = make_workload(FLAVOURS[name], 7000 + seed, drafted, models=MODEL_FORMS[half[form] if HAS_CUDA else form])
@@ -142,6 +142,7 @@ def run_seed(name: str, form: str, seed: int, num_drafts: int, prefill_tokens: i
     [
         pytest.param("dense", SHORT, id="dense"),
         pytest.param("experts", SHORT, id="experts", marks=pytest.mark.long),
+        pytest.param("gated delta", SHORT, id="gated-delta", marks=pytest.mark.long),
         pytest.param("dense", range(8, 20), id="dense-more", marks=pytest.mark.slow),
         pytest.param("experts", range(8, 20), id="experts-more", marks=pytest.mark.slow),
     ],

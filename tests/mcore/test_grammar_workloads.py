@@ -8,12 +8,25 @@ import pytest
 
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload, undisturbed
+from tests.mcore.random_workloads import (
+    FLAVOURS,
+    MODEL_FORMS,
+    WorkloadOutcome,
+    make_workload,
+    run_workload,
+    undisturbed,
+)
 from tests.mcore.workload_totals import WorkloadTotals
 
 SHORT, ENOUGH = range(3), 1
 SEEDS = [pytest.param(SHORT, id="short"), pytest.param(range(1, 20), id="long", marks=pytest.mark.slow)]
 BY_DEFAULT = ("tight_blocks", "disturbed", "disturbed_budget")
+CASES = [
+    pytest.param(name, "dense", id=name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS
+] + [
+    pytest.param(name, "gated delta", id=f"{name}-gated-delta", marks=() if name == "strides" else pytest.mark.long)
+    for name in FLAVOURS
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +39,13 @@ def totals() -> Iterator[WorkloadTotals]:
 
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("has_drafts", [False, True])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
-)
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_tokens_are_the_oracles_best_of_those_that_the_grammar_allows(
-    name: str, has_drafts: bool, seeds: range, totals: WorkloadTotals
+    name: str, form: str, has_drafts: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
         num_drafts = random.Random(f"grammars {name} {seed}").randrange(1, 6) if has_drafts else 0
-        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts, has_grammars=True)
+        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts, has_grammars=True, models=MODEL_FORMS[form])
         assert work.has_grammars
         drafter = None
         if has_drafts:

@@ -11,6 +11,7 @@ from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
     MODEL_FORMS,
+    WITHOUT_REPLAY,
     WorkloadOutcome,
     make_workload,
     run_workload,
@@ -43,6 +44,7 @@ BY_DEFAULT = {
     ("all, with tiers", True),
 }
 TOYS_BY_DEFAULT = {("suspend", True), ("failed steps", False)}
+GATED_DELTA_BY_DEFAULT = {("cancelled neighbours", True), ("too few blocks", False)}
 CASES = [
     pytest.param(name, has_drafts, "dense", marks=() if (name, has_drafts) in BY_DEFAULT else pytest.mark.long)
     for name in INTERRUPTIONS
@@ -54,6 +56,16 @@ CASES += [
         has_drafts,
         "toy",
         marks=[on_cpu, *([] if (name, has_drafts) in TOYS_BY_DEFAULT else [pytest.mark.long])],
+    )
+    for name in INTERRUPTIONS
+    for has_drafts in (False, True)
+]
+CASES += [
+    pytest.param(
+        name,
+        has_drafts,
+        "gated delta",
+        marks=() if (name, has_drafts) in GATED_DELTA_BY_DEFAULT else pytest.mark.long,
     )
     for name in INTERRUPTIONS
     for has_drafts in (False, True)
@@ -88,7 +100,7 @@ def test_replies_are_those_of_fp64_whatever_was_asked_for_and_whatever_interrupt
             changed_share=0.7,
             has_grammars=seed % 2 == 1,
             models=MODEL_FORMS[form],
-            replays=seed % 2 == 1 and form != "toy",
+            replays=seed % 2 == 1 and form not in WITHOUT_REPLAY,
         )
         work = replace(work, disturbances=disturbances, disturbed_share=0.3, scores_prompts=seed % 2 == 0)
         plain = run_workload(undisturbed(work))

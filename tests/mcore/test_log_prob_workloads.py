@@ -8,18 +8,27 @@ import pytest
 
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload, undisturbed
+from tests.mcore.random_workloads import (
+    FLAVOURS,
+    MODEL_FORMS,
+    WorkloadOutcome,
+    make_workload,
+    run_workload,
+    undisturbed,
+)
 from tests.mcore.record_lists import assert_same_lists
 from tests.mcore.workload_totals import WorkloadTotals
 
 SEEDS = [pytest.param(range(2), id="short"), pytest.param(range(2, 8), id="long", marks=pytest.mark.slow)]
 CASES = [
-    ("disturbed", True),
-    ("tight_blocks", False),
-    pytest.param("disturbed", False, marks=pytest.mark.long),
-    pytest.param("small_steps", True, marks=pytest.mark.long),
-    pytest.param("tight_blocks", True, marks=pytest.mark.long),
-    pytest.param("small_steps", False, marks=pytest.mark.long),
+    ("disturbed", True, "dense"),
+    ("tight_blocks", False, "dense"),
+    pytest.param("disturbed", False, "dense", marks=pytest.mark.long),
+    pytest.param("small_steps", True, "dense", marks=pytest.mark.long),
+    pytest.param("tight_blocks", True, "dense", marks=pytest.mark.long),
+    pytest.param("small_steps", False, "dense", marks=pytest.mark.long),
+    ("tight_blocks", False, "gated delta"),
+    pytest.param("disturbed", True, "gated delta", marks=pytest.mark.long),
 ]
 
 
@@ -32,14 +41,14 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("name", "has_drafts"), CASES)
+@pytest.mark.parametrize(("name", "has_drafts", "form"), CASES)
 def test_lists_are_those_of_an_undisturbed_run(
-    name: str, has_drafts: bool, seeds: range, totals: WorkloadTotals
+    name: str, has_drafts: bool, form: str, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"log-probs {name} {seed}")
         num_drafts = rng.randrange(1, 5) if has_drafts else 0
-        work = make_workload(FLAVOURS[name], 2000 + seed, num_drafts, has_log_probs=True)
+        work = make_workload(FLAVOURS[name], 2000 + seed, num_drafts, has_log_probs=True, models=MODEL_FORMS[form])
         plain = run_workload(undisturbed(work))
         vocab = work.subject.sizes.vocab_size
         drafter = NoisyDrafter(plain.texts, accuracy=0.8, vocab_size=vocab, seed=seed) if has_drafts else None

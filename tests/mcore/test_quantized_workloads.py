@@ -42,7 +42,11 @@ FORMS = {
     "replayed": (0, True),
 }
 """Most drafts, and whether states are replayed."""
-TOY_FORMS = {"toy": (0, False), "toy with drafts": (NUM_DRAFTS, False)}
+OTHER_FORMS = {
+    f"{form}{drafts}": (num_drafts, False)
+    for form in ("toy", "gated delta")
+    for drafts, num_drafts in (("", 0), (" with drafts", NUM_DRAFTS))
+}
 BY_DEFAULT = [(name, list(FORMS)[i % len(FORMS)], bool(i % 3), "int8", range(1)) for i, name in enumerate(NAMES)]
 OTHERS = [
     pytest.param(name, form, has_graphs, "int8", range(1, 7), marks=pytest.mark.slow)
@@ -50,17 +54,21 @@ OTHERS = [
     for form in FORMS
     for has_graphs in (False, True)
 ]
-TOYS = [
+OTHER_RECURRENCES = [
     pytest.param(
         name,
-        "toy with drafts" if i % 2 else "toy",
+        f"{form} with drafts" if i % 2 else form,
         bool(i % 3),
-        ("int8", "fp8")[(i + at) % 2],
+        cached_form,
         range(1),
-        marks=[on_cpu, *([] if not at and i % 3 == 1 else [pytest.mark.long])],
+        marks=[*marks, *([] if not at and i % 3 == by_default else [pytest.mark.long])],
+    )
+    for by_default, form, marks, cached_forms in (
+        (1, "toy", [on_cpu], ("int8", "fp8")),
+        (2, "gated delta", [], ("int8",)),  # fp8 has a 16th of the precision, which its norms enlarge
     )
     for i, name in enumerate(NAMES)
-    for at in range(2)
+    for at, cached_form in enumerate(cached_forms[i % 2 :] + cached_forms[: i % 2])
 ]
 MOST_CHANGED = 0.01
 """Of the tokens, those that may not be the oracle's choice."""
@@ -126,8 +134,8 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
 
 def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload, NoisyDrafter | None]:
     """Return the workload of a flavour, and a drafter that is often right if it has drafts."""
-    num_drafts, replays = (FORMS | TOY_FORMS)[form]
-    models = MODEL_FORMS["toy" if form in TOY_FORMS else "dense"]
+    num_drafts, replays = (FORMS | OTHER_FORMS)[form]
+    models = MODEL_FORMS[form.removesuffix(" with drafts") if form in OTHER_FORMS else "dense"]
     work = make_workload(FLAVOURS[name], seed, num_drafts, models=models, replays=replays, **settings)
     if not num_drafts:
         return work, None
@@ -136,7 +144,9 @@ def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload
     return work, NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab, seed=seed, varies=True)
 
 
-@pytest.mark.parametrize(("name", "form", "has_graphs", "cached_form", "seeds"), BY_DEFAULT + OTHERS + TOYS)
+@pytest.mark.parametrize(
+    ("name", "form", "has_graphs", "cached_form", "seeds"), BY_DEFAULT + OTHERS + OTHER_RECURRENCES
+)
 def test_what_is_restored_was_published_and_all_is_returned(
     name: str, form: str, has_graphs: bool, cached_form: str, seeds: range, totals: WorkloadTotals
 ) -> None:
@@ -179,7 +189,9 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("form", [*FORMS, *(pytest.param(form, marks=on_cpu) for form in TOY_FORMS)])
+@pytest.mark.parametrize(
+    "form", [*FORMS, *(pytest.param(form, marks=on_cpu if "toy" in form else ()) for form in OTHER_FORMS)]
+)
 @pytest.mark.parametrize(
     "seeds", [pytest.param(range(2), id="few"), pytest.param(range(2, 30), id="more", marks=pytest.mark.slow)]
 )

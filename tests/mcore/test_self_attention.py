@@ -1,6 +1,6 @@
 """Attention with norms of heads, a partial rotation and an output gate computes what Megatron's own modules compute."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,7 @@ from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 from megatron_mamba_cache.mcore import self_attention
-from megatron_mamba_cache.mcore.between_layers import LayerNorm
-from megatron_mamba_cache.mcore.local_spec import local_hybrid_spec
+from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.mcore.process_groups import initialize_single_process
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention, rotation_table
 from tests.kernels.packed_rows import same_bits
@@ -49,17 +48,9 @@ def built_layer(
         params_dtype=dtype,
         **settings,
     )
-    spec = local_hybrid_spec()
-    layers = spec.submodules
-    norm = LayerNorm if has_norms else None
-    attention = layers.attention_layer.submodules.self_attention
-    parts = replace(attention.submodules, q_layernorm=norm, k_layernorm=norm)
-    of_layer = replace(layers.attention_layer.submodules, self_attention=replace(attention, submodules=parts))
-    layers = replace(layers, attention_layer=replace(layers.attention_layer, submodules=of_layer))
+    spec = local_hybrid_spec(LocalSpecOptions(has_head_norms=has_norms))
     rope = {"position_embedding_type": "rope", "rotary_percent": 0.5} if rotates else {}
-    model = MambaModel(config, replace(spec, submodules=layers), 64, 64, hybrid_override_pattern="M*", **rope).to(
-        torch.cuda.current_device()
-    )
+    model = MambaModel(config, spec, 64, 64, hybrid_override_pattern="M*", **rope).to(torch.cuda.current_device())
     layer = model.decoder.layers[1].self_attention
     generator = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
@@ -150,11 +141,23 @@ COMBINATIONS = pytest.mark.parametrize(("has_gate", "has_norms", "rotates"), lis
 
 
 @COMBINATIONS
+@pytest.mark.parametrize("is_zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_computes_what_megatron_s_modules_compute(
-    has_gate: bool, has_norms: bool, rotates: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    has_gate: bool,
+    has_norms: bool,
+    rotates: bool,
+    is_zero_centered: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer, angles = built_layer(has_gate=has_gate, has_norms=has_norms, rotates=rotates, dtype=dtype)
+    layer, angles = built_layer(
+        has_gate=has_gate,
+        has_norms=has_norms,
+        rotates=rotates,
+        dtype=dtype,
+        layernorm_zero_centered_gamma=is_zero_centered,
+    )
     hidden, context = inputs_of(layer)
     with torch.inference_mode():
         with pytest.MonkeyPatch.context() as patch:
@@ -177,7 +180,9 @@ def test_a_step_computes_what_megatron_s_modules_compute(
 def test_a_step_computes_what_megatron_s_parts_compute_of_each_prompt(
     has_gate: bool, has_norms: bool, rotates: bool
 ) -> None:
-    layer, angles = built_layer(has_gate=has_gate, has_norms=has_norms, rotates=rotates)
+    layer, angles = built_layer(
+        has_gate=has_gate, has_norms=has_norms, rotates=rotates, layernorm_zero_centered_gamma=True
+    )
     hidden, context = inputs_of(layer)
     with torch.inference_mode():
         found, _ = layer(hidden, None, inference_context=context, rotary_pos_emb=angles)

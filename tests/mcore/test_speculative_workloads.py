@@ -36,6 +36,9 @@ SEEDS = [
     pytest.param("toy", False, range(1), id="toy", marks=on_cpu),
     pytest.param("toy", False, range(1, len(SHORT)), id="toy-more", marks=[on_cpu, pytest.mark.long]),
     pytest.param("toy", False, range(len(SHORT), 38), id="toy-long", marks=[on_cpu, pytest.mark.slow]),
+    pytest.param("gated delta", False, range(1), id="gated-delta"),
+    pytest.param("gated delta", False, range(1, len(SHORT)), id="gated-delta-more", marks=pytest.mark.long),
+    pytest.param("gated delta", False, range(len(SHORT), 38), id="gated-delta-long", marks=pytest.mark.slow),
 ]
 ACCURACIES = (0.0, 0.5, 0.8, 0.95, 1.0)
 
@@ -118,6 +121,6 @@ def test_tokens_are_the_oracles_whatever_is_drafted(
             drafter.assert_nothing_held()
         return outcome
 
-    has_few = (replays or form == "toy") and len(seeds) < len(SHORT)
+    has_few = (replays or form != "dense") and len(seeds) < len(SHORT)
     exercises = ("draft_tokens",) if has_few else EXERCISES[name]
     totals.run_batch(name, seeds, run, exercises, enough=ENOUGH if seeds is SHORT else None)

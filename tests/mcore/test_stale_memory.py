@@ -66,6 +66,8 @@ def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         pytest.param("disturbed_budget", 3, "dense", marks=pytest.mark.long),
         pytest.param("one_budget", 3, "toy", marks=[on_cpu, pytest.mark.long]),
         pytest.param("disturbed_budget", 0, "toy", marks=[on_cpu, pytest.mark.long]),
+        pytest.param("one_budget", 3, "gated delta", marks=pytest.mark.long),
+        ("disturbed_budget", 0, "gated delta"),
     ],
 )
 def test_tokens_are_the_oracles_where_states_have_left_no_numbers(

@@ -36,7 +36,7 @@ from tests.mcore.engine_runs import (
 )
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.random_workloads import QUANTIZATION_MARGIN
+from tests.mcore.random_workloads import GATED_DELTA_MODELS, QUANTIZATION_MARGIN
 from tests.recurrences.toy import on_cpu
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,11 +59,19 @@ def on_disk(config: CacheConfig, directory: Path, **settings: Any) -> CacheConfi
 
 @pytest.fixture
 def subject(request: pytest.FixtureRequest) -> Hybrid:
-    """Return a model, of which toys are the recurrent layers if the parameter is True."""
-    return tiny_hybrid(is_toy=request.param)
+    """Return a tiny model with some of its sizes changed."""
+    return tiny_hybrid(**request.param)
 
 
-subjects = pytest.mark.parametrize("subject", [False, pytest.param(True, id="toy", marks=on_cpu)], indirect=True)
+subjects = pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param({}, id="mamba2"),
+        pytest.param({"is_toy": True}, id="toy", marks=on_cpu),
+        pytest.param(GATED_DELTA_MODELS[0], id="gated-delta"),
+    ],
+    indirect=True,
+)
 
 
 class Conversations:

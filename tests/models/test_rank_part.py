@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
 from megatron_mamba_cache.models.part_shape import rank_shape
 from megatron_mamba_cache.models.placement import unstacked_parameters
@@ -62,8 +63,11 @@ def test_ends_are_on_the_outer_stages(is_first: bool, is_last: bool, tied: bool)
 
 
 @pytest.mark.parametrize("pattern", ["M*-", "M*E-M", "-EM*"])
-def test_parameters_are_those_that_megatron_builds_in_its_order(pattern: str) -> None:
-    shape = RandomHybridConfig(pattern=pattern)
+@pytest.mark.parametrize("gated_delta", [None, GatedDeltaSizes(2, 4, 8, 12)], ids=["mamba2", "gated-delta"])
+def test_parameters_are_those_that_megatron_builds_in_its_order(
+    pattern: str, gated_delta: GatedDeltaSizes | None
+) -> None:
+    shape = RandomHybridConfig(pattern=pattern, gated_delta=gated_delta)
     model, parameters = random_hybrid_model(shape), parameters_of(random_architecture(shape))
     built = [(name, tuple(parameter.shape)) for name, parameter in unstacked_parameters(model).items()]
     assert built == [(name, whole.shape) for name, whole in parameters.items()]

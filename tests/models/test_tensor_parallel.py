@@ -34,7 +34,7 @@ from tests.models.training_checkpoints import write_training_checkpoint
 NUM_RANKS = 2
 TOLERANCE = 1e-5  # of the largest logit: partial sums of two ranks round otherwise
 TIMEOUT_S = 240
-CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense and with experts
+CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense and with experts, with shared key heads
     "nemotron_h-1",
     "nemotron_h-6",
     "nemotron_h_moe-0",
@@ -44,6 +44,9 @@ CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense 
     "granite-1",
     "granite_moe-4",
     "granite_moe-7",
+    "qwen3_next-5",
+    "qwen3_5-3",
+    "qwen3_5_moe-1",
 )
 
 STACKED_CASES = ("nemotron_h_moe-5", "granite_moe-7")  # with one tensor for all experts of a layer
@@ -123,18 +126,20 @@ def test_weights_that_two_ranks_loaded_from_a_training_run_load_into_one(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("name", "fields", "said"),
     [
-        ({"vocab_size": 127}, "vocab_size 127"),
-        ({"num_key_value_heads": 1}, "number of KV heads 1"),
-        ({"n_groups": 1}, "number of Mamba groups 1"),
-        ({"intermediate_size": 49}, "feed-forward size 49"),
+        ("nemotron_h-6", {"vocab_size": 127}, "vocab_size 127"),
+        ("nemotron_h-6", {"num_key_value_heads": 1}, "number of KV heads 1"),
+        ("nemotron_h-6", {"n_groups": 1}, "number of Mamba groups 1"),
+        ("nemotron_h-6", {"intermediate_size": 49}, "feed-forward size 49"),
+        ("qwen3_5-3", {"linear_num_key_heads": 1}, "number of key heads 1"),
+        ("qwen3_5-3", {"linear_num_key_heads": 1, "linear_num_value_heads": 7}, "number of value heads 7"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_before_anything_is_built(
-    fields: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, fields: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = tiny_checkpoint("nemotron_h-6")
+    case = tiny_checkpoint(name)
     case.config.vocab_size = fields.get("vocab_size", 128)
     case.write(case.model(), tmp_path)
     set_fields(tmp_path, **fields)

@@ -13,7 +13,7 @@ from ..kernel_language import appended, only_if
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, await_launcher, overlapping, release
 from .few_tokens import check_few, tile_width
-from .reference_experts import sum_of_products_ref
+from .reference_experts import check_weights, sum_of_products_ref
 
 __all__ = ["sum_of_products", "sum_of_products_ref"]
 
@@ -47,13 +47,13 @@ def _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS: tl.constexpr, SIZE:
 
 @triton.jit
 def _of_expert(
-    rows, weight, ids, shares, pair, own, first_expert,
+    rows, weight, ids, share, pair, own, first_expert,
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return a pair's weighted partial products [ROWS, WIDTH]."""
     weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
     products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
-    return tl.load(shares + pair) * products
+    return tl.load(share) * products
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -70,6 +70,7 @@ def _sum_kernel(
     HAS_ADDEND: tl.constexpr,
     FOLLOWS_PAIRS: tl.constexpr,
     TOP_K: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -105,24 +106,30 @@ def _sum_kernel(
             products += _multiply(
                 rows + pair * INPUTS + WIDTH, weights + own * INPUTS + WIDTH, is_here, INPUTS - WIDTH, ROWS, WIDTH
             )
-        partial += tl.load(shares + pair) * products
+        partial += tl.load(shares + token * NUM_SHARES + slot) * products
     if UNROLLS:
         for slot in tl.static_range(AHEAD, TOP_K):
-            pair = token * TOP_K + slot
+            pair, share = token * TOP_K + slot, shares + token * NUM_SHARES + slot
             partial += _of_expert(
-                rows, weight, ids, shares, pair, own, first_expert, NUM_EXPERTS, INPUTS, OUTPUTS, ROWS, WIDTH
+                rows, weight, ids, share, pair, own, first_expert, NUM_EXPERTS, INPUTS, OUTPUTS, ROWS, WIDTH
             )
     else:
         for slot in range(AHEAD, TOP_K):
-            pair = token * TOP_K + slot
+            pair, share = token * TOP_K + slot, shares + token * NUM_SHARES + slot
             partial += _of_expert(
-                rows, weight, ids, shares, pair, own, first_expert, NUM_EXPERTS, INPUTS, OUTPUTS, ROWS, WIDTH
+                rows, weight, ids, share, pair, own, first_expert, NUM_EXPERTS, INPUTS, OUTPUTS, ROWS, WIDTH
             )
     if SHARED > 0:
-        partial += _multiply(shared_rows + token * SHARED, shared_weight + own * SHARED, True, SHARED, ROWS, WIDTH)
+        shared = _multiply(shared_rows + token * SHARED, shared_weight + own * SHARED, True, SHARED, ROWS, WIDTH)
+        if NUM_SHARES > TOP_K:
+            shared *= tl.load(shares + token * NUM_SHARES + TOP_K)
+        partial += shared
     total = tl.sum(partial, axis=1)
     if HAS_ADDEND:
-        total += tl.load(addend + token * OUTPUTS + row, mask=row < OUTPUTS, other=0).to(tl.float32)
+        added = tl.load(addend + token * OUTPUTS + row, mask=row < OUTPUTS, other=0).to(tl.float32)
+        if NUM_SHARES > TOP_K and SHARED == 0:
+            added = (added * tl.load(shares + token * NUM_SHARES + TOP_K)).to(out.dtype.element_ty).to(tl.float32)
+        total += added
     tl.store(out + token * OUTPUTS + row, total.to(out.dtype.element_ty), mask=row < OUTPUTS)
 
 
@@ -146,7 +153,8 @@ def sum_of_products(
         rows: [tokens * top_k, inputs], contiguous; those of experts that are elsewhere are not read.
         weight: [experts, outputs, inputs], contiguous.
         ids: [tokens, top_k] int32, contiguous: each token's experts.
-        shares: [tokens, top_k] float32, contiguous: what each of them weighs.
+        shares: [tokens, top_k] float32, contiguous: what each of them weighs; or [tokens, top_k + 1], whose last one
+            is that of the shared expert: of `shared_rows`, or of the addend, whose product is rounded first.
         addend: [tokens, outputs], contiguous, added to the sum; None for none.
         shared_rows: [tokens, shared inputs], contiguous, whose products with the shared expert's weights are added.
         shared_weight: [outputs, shared inputs], contiguous; None for no such expert.
@@ -163,6 +171,7 @@ def sum_of_products(
     Reference: `sum_of_products_ref`. CUDA-graph safe: no host sync, one launch.
     """
     check_few(rows, weight, ids, ids.shape[1], shared_weight, shared_rows)
+    check_weights(shares, *ids.shape)
     if not launches_kernel(rows) or not is_computed_in_fp32(rows):
         return sum_of_products_ref(
             rows,
@@ -191,6 +200,7 @@ def sum_of_products(
         HAS_ADDEND=addend is not None,
         FOLLOWS_PAIRS=follows_pairs,
         TOP_K=top_k,
+        NUM_SHARES=shares.shape[1],
         NUM_EXPERTS=weight.shape[0],
         INPUTS=rows.shape[1],
         OUTPUTS=outputs,

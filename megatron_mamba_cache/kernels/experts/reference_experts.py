@@ -67,9 +67,14 @@ def sum_of_products_ref(
     dtype = compute_dtype(rows)
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_product_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
-    total = weighted_sum_ref(products, order.places, shares, None if addend is None else addend.to(dtype))
+    top_k = ids.shape[1]
+    total = weighted_sum_ref(products, order.places, shares[:, :top_k])
     if shared_rows is not None and shared_weight is not None:
-        total = total + F.linear(shared_rows.to(dtype), shared_weight.to(dtype))
+        shared = F.linear(shared_rows.to(dtype), shared_weight.to(dtype))
+        total = total + (shared if shares.shape[1] == top_k else shared * shares[:, top_k:].to(dtype))
+        shares = shares[:, :top_k]  # the addend has no weight
+    if addend is not None:
+        total = total + _weighted_addend(addend, shares, top_k)
     return total.to(rows.dtype)
 
 
@@ -81,7 +86,24 @@ def weighted_sum_ref(rows: Tensor, places: Tensor, weights: Tensor, addend: Tens
         place = places[:, slot].long()
         products = weights[:, slot, None].to(dtype) * rows[place.clamp_min(0)].to(dtype)
         total = total + products.masked_fill((place < 0).unsqueeze(-1), 0)
-    return (total if addend is None else total + addend.to(dtype)).to(rows.dtype)
+    return (total if addend is None else total + _weighted_addend(addend, weights, places.shape[1])).to(rows.dtype)
+
+
+def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
+    """Raise `ValueError` unless each of a token's experts has a weight, and perhaps the shared one."""
+    if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
+        raise ValueError(
+            f"need contiguous weights of {num_tokens} tokens and {top_k} experts, or one more for the shared expert, "
+            f"found {tuple(weights.shape)}, strides {weights.stride()}"
+        )
+
+
+def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
+    """Return the addend, times its weight if there is one; this product has the addend's rounding."""
+    dtype = compute_dtype(addend)
+    if weights.shape[1] == top_k:
+        return addend.to(dtype)
+    return (addend.to(dtype) * weights[:, top_k:].to(dtype)).to(addend.dtype).to(dtype)
 
 
 def sum_of_ranks_ref(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference import compute_dtype
 from .product_tiles import tile_rows
-from .routing_rule import RoutingRule
+from .routing_rule import RoutingRule, SharedGate
 
 
 def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
@@ -19,7 +19,11 @@ def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def route_ref(
-    logits: Tensor, bias: Tensor | None, rule: RoutingRule, is_real: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor | None,
+    rule: RoutingRule,
+    is_real: Tensor | None = None,
+    shared: SharedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts and their weights; see `route`."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()).sum(0)
@@ -35,10 +39,14 @@ def route_ref(
     if rule.normalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     weights, ids = weights * rule.scale, ids.to(torch.int32)
-    if is_real is None:
+    if is_real is not None:
+        is_own = is_real.bool().unsqueeze(-1)
+        ids, weights = ids.where(is_own, -1), weights.where(is_own, 0)
+    if shared is None:
         return ids, weights
-    is_own = is_real.bool().unsqueeze(-1)
-    return ids.where(is_own, -1), weights.where(is_own, 0)
+    dtype = compute_dtype(shared.x)
+    logit = F.linear(shared.x.to(dtype), shared.weight.to(dtype)).to(shared.x.dtype)
+    return ids, torch.cat((weights, logit.sigmoid().to(weights.dtype)), dim=-1)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def routed_experts(
     Args:
         x: [tokens, inputs].
         ids: [tokens, top_k] int32: each token's experts; -1 for none.
-        weights: [tokens, top_k] float32: what each of them weighs.
+        weights: [tokens, top_k] float32: what each of them weighs; or [tokens, top_k + 1], whose last one weighs
+            the shared expert, given as `shared` or as `addend`.
         first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, see `grouped_product`.
         second: [experts, outputs, inner].
         activation: In the first product's launch.
@@ -69,7 +70,7 @@ def routed_experts(
         first_expert: Number of the first expert whose weights are here.
         addend: Returns [tokens, outputs], which is added to the sum; called once all else that does not need it is
             launched, so that it may wait for another stream. None for none.
-        shared: An expert of all tokens, whose product is added without a weight; only where `takes_shared_expert`, and
+        shared: An expert of all tokens, whose product is added; only where `takes_shared_expert`, and
             without an activation `apart`.
         beside: What to launch in between, where it takes least time; None for nothing. Its result is not added.
 

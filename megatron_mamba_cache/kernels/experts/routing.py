@@ -2,8 +2,8 @@
 
 A program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2. The best
 expert is found `top_k` times: the largest key, an integer in the order of the scores, and the lowest number that has
-it, so that equal scores go to the lowest number. All arithmetic is fp32. A token's result depends on its logits alone.
-Graph safe.
+it, so that equal scores go to the lowest number. If the shared expert has a gate, the program computes its weight too.
+All arithmetic is fp32. A token's result depends on that token alone. Graph safe.
 """
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference_routing import route_ref
-from .routing_rule import RoutingRule
+from .routing_rule import RoutingRule, SharedGate
 
-__all__ = ["RoutingRule", "route", "route_ref"]
+__all__ = ["RoutingRule", "SharedGate", "route", "route_ref"]
 
 _LOWEST = tl.constexpr(-(2**31))
+_GATE_WIDTH = 1024
+"""Inputs of the shared expert's gate that a program multiplies at once."""
 
 
 @triton.jit
@@ -63,15 +65,31 @@ def _sum_parts(places, part_stride, exists, PARTS: tl.constexpr):
     return logit
 
 
+@triton.jit
+def _shared_weight(x, gate, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the sigmoid of a token's product with the shared expert's gate, both rounded to the token's dtype."""
+    element = tl.arange(0, WIDTH)
+    products = tl.zeros([WIDTH], tl.float32)
+    for begin in tl.static_range(0, INPUTS, WIDTH):
+        inside = begin + element < INPUTS
+        given = tl.load(x + begin + element, mask=inside, other=0).to(tl.float32)
+        products += given * tl.load(gate + begin + element, mask=inside, other=0).to(tl.float32)
+    logit = tl.sum(products, axis=0).to(x.dtype.element_ty).to(tl.float32)
+    return (1 / (1 + tl.exp(-logit))).to(x.dtype.element_ty).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
     logits,
     bias,
     is_real,
+    x,
+    gate,
     ids,
     weights,
     stride,
     part_stride,
+    x_stride,
     scale,
     PARTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -86,6 +104,8 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    GATE_INPUTS: tl.constexpr,
+    GATE_WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Choose the experts of a token. Long because of its arguments."""
@@ -127,11 +147,19 @@ def _route_kernel(
         is_own = tl.load(is_real + token) != 0
         picked, weight = tl.where(is_own, picked, -1), tl.where(is_own, weight, 0.0)
     tl.store(ids + token * TOP_K + slot, picked, mask=slot < TOP_K)
-    tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)
+    NUM_WEIGHTS: tl.constexpr = TOP_K + (1 if GATE_INPUTS > 0 else 0)
+    tl.store(weights + token * NUM_WEIGHTS + slot, weight * scale, mask=slot < TOP_K)
+    if GATE_INPUTS > 0:
+        shared = _shared_weight(x + token * x_stride, gate, GATE_INPUTS, GATE_WIDTH)
+        tl.store(weights + token * NUM_WEIGHTS + TOP_K, shared)
 
 
 def route(
-    logits: Tensor, bias: Tensor | None, rule: RoutingRule, is_real: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor | None,
+    rule: RoutingRule,
+    is_real: Tensor | None = None,
+    shared: SharedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts, best first, and their weights.
 
@@ -142,9 +170,11 @@ def route(
         logits: [parts, tokens, experts], summed over parts; experts contiguous.
         bias: [experts], added to the scores for the choice only; None for none.
         is_real: [tokens] int32, 0 for tokens of padding, which get expert -1; None if all are real.
+        shared: The gate of an expert that every token goes to; None if there is none.
 
     Returns:
-        Experts [tokens, top_k] int32, and weights [tokens, top_k] float32.
+        Experts [tokens, top_k] int32, and weights [tokens, top_k] float32; with a gate [tokens, top_k + 1], whose last
+        one is that of the shared expert.
 
     Raises:
         ValueError: If shapes, strides or devices disagree, or the rule does not fit the number of experts.
@@ -152,11 +182,14 @@ def route(
     Reference: `route_ref`. CUDA-graph safe: no host sync, one launch.
     """
     _check(logits, bias, rule)
+    if shared is not None:
+        _check_gate(shared, logits)
     if not launches_kernel(logits) or logits.dtype == torch.float64:
-        return route_ref(logits, bias, rule, is_real)
+        return route_ref(logits, bias, rule, is_real, shared)
     num_parts, num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits.device)
+    num_weights = rule.top_k + (shared is not None)
+    weights = torch.empty(num_tokens, num_weights, dtype=torch.float32, device=logits.device)
     if not num_tokens:
         return ids, weights
     size = num_experts // rule.num_groups
@@ -164,10 +197,13 @@ def route(
         logits=logits,
         bias=logits if bias is None else bias,
         is_real=ids if is_real is None else is_real,
+        x=logits if shared is None else shared.x,
+        gate=logits if shared is None else shared.weight,
         ids=ids,
         weights=weights,
         stride=logits.stride(1),
         part_stride=logits.stride(0),
+        x_stride=0 if shared is None else shared.x.stride(0),
         scale=rule.scale,
         PARTS=num_parts,
         NUM_GROUPS=rule.num_groups,
@@ -182,6 +218,8 @@ def route(
         HAS_BIAS=bias is not None,
         HAS_PADDING=is_real is not None,
         NORMALIZES=rule.normalizes,
+        GATE_INPUTS=0 if shared is None else shared.weight.shape[1],
+        GATE_WIDTH=_GATE_WIDTH,
         num_warps=1,
         enable_fp_fusion=True,
         **overlapping(logits.device),
@@ -200,3 +238,19 @@ def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
         raise ValueError(f"need contiguous experts, found strides {logits.stride()}")
     if bias is not None and bias.device != logits.device:
         raise ValueError(f"need logits and bias on one device, found {logits.device} and {bias.device}")
+
+
+def _check_gate(shared: SharedGate, logits: Tensor) -> None:
+    x, weight = shared
+    if x.dim() != 2 or len(x) != logits.shape[1] or weight.shape != (1, x.shape[1]):
+        raise ValueError(
+            f"need tokens [{logits.shape[1]}, inputs] and a gate [1, inputs] of the shared expert, found "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if x.dtype != weight.dtype or not x.device == weight.device == logits.device:
+        raise ValueError(
+            f"need tokens and gate of one dtype on {logits.device}, found {x.dtype} on {x.device} and {weight.dtype} "
+            f"on {weight.device}"
+        )
+    if x.shape[1] > 1 and not x.stride(1) == weight.stride(1) == 1:
+        raise ValueError(f"need contiguous inputs, found strides {x.stride()} and {weight.stride()}")

@@ -1,7 +1,21 @@
-"""How a router chooses experts."""
+"""How a router chooses experts, and how the expert that every token goes to is weighed."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+
+class SharedGate(NamedTuple):
+    """What weighs the shared expert: sigmoid(x @ weight.T), both rounded to x's dtype.
+
+    Args:
+        x: [tokens, inputs]; inputs contiguous.
+        weight: [1, inputs], contiguous, of x's dtype.
+    """
+
+    x: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True, slots=True)

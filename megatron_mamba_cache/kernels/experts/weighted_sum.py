@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, overlapping
-from .reference_experts import weighted_sum_ref
+from .reference_experts import check_weights, weighted_sum_ref
 
 __all__ = ["weighted_sum", "weighted_sum_ref"]
 
@@ -29,6 +29,7 @@ def _weighted_sum_kernel(
     HAS_ADDEND: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -39,12 +40,15 @@ def _weighted_sum_kernel(
     total = tl.zeros([WIDTH], tl.float32)
     for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all rows are under way at once
         place = tl.load(places + token * TOP_K + slot).to(tl.int64)
-        weight = tl.where(place >= 0, tl.load(weights + token * TOP_K + slot), 0)
+        weight = tl.where(place >= 0, tl.load(weights + token * NUM_WEIGHTS + slot), 0)
         is_there = tl.where(inside, place, -1) >= 0  # the interpreter makes no mask of `inside & (place >= 0)`
         row = tl.load(rows + tl.maximum(place, 0) * OUTPUTS + column, mask=is_there, other=0)
         total += weight * row.to(tl.float32)
     if HAS_ADDEND:
-        total += tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
+        added = tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
+        if NUM_WEIGHTS > TOP_K:
+            added = (added * tl.load(weights + token * NUM_WEIGHTS + TOP_K)).to(out.dtype.element_ty).to(tl.float32)
+        total += added
     tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -54,14 +58,19 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor |
     Args:
         rows: [pairs, outputs], contiguous.
         places: [tokens, top_k] int32: which row each slot has; -1 for none.
-        weights: [tokens, top_k] float32.
-        addend: [tokens, outputs], contiguous, added to the sum; None for none.
+        weights: [tokens, top_k] float32, contiguous; or [tokens, top_k + 1], whose last one is the addend's.
+        addend: [tokens, outputs], contiguous, added to the sum; its product with a weight is rounded first. None for
+            none.
 
     Returns:
         [tokens, outputs] in the rows' dtype; summed in fp32.
 
+    Raises:
+        ValueError: If there are other weights.
+
     Reference: `weighted_sum_ref`. CUDA-graph safe: no host sync, one launch.
     """
+    check_weights(weights, *places.shape)
     if not launches_kernel(rows) or not is_computed_in_fp32(rows):
         return weighted_sum_ref(rows, places, weights, addend)
     (num_tokens, top_k), outputs = places.shape, rows.shape[1]
@@ -77,6 +86,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor |
         HAS_ADDEND=addend is not None,
         OUTPUTS=outputs,
         TOP_K=top_k,
+        NUM_WEIGHTS=weights.shape[1],
         WIDTH=_SUM_WIDTH,
         num_warps=4,
         enable_fp_fusion=True,

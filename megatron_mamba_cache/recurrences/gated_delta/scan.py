@@ -1,11 +1,23 @@
-"""Scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end."""
+"""Scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
 
+`tile_systems` computes what depends on no state, for all tiles at once; `scan_portable` walks the tiles of each row.
+Graph safe: no host sync, grids fixed by the shapes of the arguments.
+"""
+
+import torch
 from torch import Tensor
 
+from ...kernels.kernel_launches import launches_kernel
 from ..quantized_states import QuantizedStates
+from ..row_tiles import TileShape, tile_shape
 from ..rows import PrefillRows, check_prefill_rows
 from .inputs import DeltaTokens, GateWeights, check_pool, check_tokens
 from .reference import delta_scan_ref
+from .scan_portable import scan_portably
+from .tile_systems import solve_tiles
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_MOST_KEY_DIM = 256
 
 
 def delta_scan(
@@ -19,7 +31,8 @@ def delta_scan(
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
-    at chunk and row ends in place.
+    at chunk and row ends in place. Keys of more than 256 dimensions, and dtypes other than bfloat16 and float32, use
+    the twin.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.
@@ -39,4 +52,29 @@ def delta_scan(
     if quantized is not None:
         quantized.check(pool)
     check_prefill_rows(rows, tokens.q.device)
-    return delta_scan_ref(tokens, gates, pool, rows, quantized)
+    shape = tile_shape(grain, tokens.q.dtype)
+    if not launches_kernel(tokens.q) or shape is None or not _fits_kernels(tokens, pool) or _is_empty(tokens, rows):
+        return delta_scan_ref(tokens, gates, pool, rows, quantized)
+    return scan_tiles(tokens, gates, pool, rows, shape, quantized)
+
+
+def scan_tiles(
+    tokens: DeltaTokens,
+    gates: GateWeights,
+    pool: Tensor,
+    rows: PrefillRows,
+    shape: TileShape,
+    quantized: QuantizedStates | None = None,
+) -> Tensor:
+    """Scan with the kernels and tiles of this shape; see `delta_scan`, which checks and chooses."""
+    tiles = solve_tiles(tokens, gates, rows, shape)
+    scan_portably(tokens, pool, rows, tiles, quantized)
+    return tiles.y
+
+
+def _is_empty(tokens: DeltaTokens, rows: PrefillRows) -> bool:
+    return 0 in (tokens.v.numel(), rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+
+
+def _fits_kernels(tokens: DeltaTokens, pool: Tensor) -> bool:
+    return tokens.k.shape[2] <= _MOST_KEY_DIM and tokens.q.dtype in _DTYPES and pool.dtype in _DTYPES

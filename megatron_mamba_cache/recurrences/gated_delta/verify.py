@@ -1,14 +1,172 @@
-"""State update of decode and verify steps: a row's base token and drafts, and the state after each of them."""
+"""State update of decode and verify steps: a row's base token and drafts, and the state after each of them.
 
+    kept = exp(g) state;  u = beta (v - k kept);  state = kept + k u;  y = q state
+
+Each row reads the state that its last step accepted, once, and writes one state a token; between tokens a state stays
+in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one. Both sums over key_dim are
+taken of the state before the token, since q state = q kept + (q k) u.
+
+Layout: a program owns one row and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
+key_dim: no sum crosses programs. Grid: a program for each row, head and width, plus one row that clears the outputs
+past the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..rows import DecodeRows, check_decode_rows
-from .inputs import DeltaTokens, GateWeights, check_pool, check_tokens
+from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from ...kernels.masks import only_if
+from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
+from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
+from .inputs import (
+    EPS,
+    DeltaTokens,
+    GateWeights,
+    KernelGates,
+    check_pool,
+    check_tokens,
+    kernel_tokens,
+    log_decay,
+    write_strength,
+)
 from .reference import delta_verify_ref
 
 
+@dataclass(frozen=True, slots=True)
+class VerifyTiling:
+    """How states are split over programs; the choice may change only the order of the sums over key_dim.
+
+    Args:
+        width: columns of value_dim of a program, a power of two.
+        num_warps: warps of a program.
+        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+    """
+
+    width: int
+    num_warps: int
+    max_registers: int
+
+
+TILING = VerifyTiling(width=32, num_warps=4, max_registers=96)
+_PAD = tl.constexpr(PAD_SLOT)
+_EPS = tl.constexpr(EPS)
+
+
+class _Rows(NamedTuple):
+    """The kernel's view of `DecodeRows`."""
+
+    cu_tokens: Tensor
+    columns: Tensor
+    accepted: Tensor
+
+
+@triton.jit
+def _load_inputs(tokens, token, end, head, key_head, n, p, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Load q, k, v, b and a of one head and token as they are stored; zeros from token `end` on."""
+    at = tl.cast(token, tl.int64)
+    exists = token < end
+    is_key, is_value = only_if(exists, n < KEY_DIM), only_if(exists, p < VALUE_DIM)
+    q = tl.load(tokens.q + at * tokens.q_stride + key_head * KEY_DIM + n, mask=is_key, other=0.0)
+    k = tl.load(tokens.k + at * tokens.k_stride + key_head * KEY_DIM + n, mask=is_key, other=0.0)
+    v = tl.load(tokens.v + at * tokens.v_stride + head * VALUE_DIM + p, mask=is_value, other=0.0)
+    b = tl.load(tokens.b + at * tokens.b_stride + head, mask=exists, other=0.0)
+    a = tl.load(tokens.a + at * tokens.a_stride + head, mask=exists, other=0.0)
+    return q, k, v, b, a
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
+def _delta_verify_kernel(
+    y,
+    tokens,
+    gates,
+    pool,
+    slot_stride,
+    rows,
+    scale,
+    num_rows,
+    num_tokens,
+    columns_stride,
+    HEADS: tl.constexpr,
+    HEADS_A_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    READS_EARLY: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Long because it is one loop with its values kept in registers."""
+    if READS_EARLY:
+        release(OVERLAPS)
+    else:
+        await_inputs(OVERLAPS)
+    PARTS: tl.constexpr = (VALUE_DIM + WIDTH - 1) // WIDTH
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % HEADS
+    row = tl.program_id(0) // (PARTS * HEADS)
+    is_row = row < num_rows
+    first_column = rows.columns + row.to(tl.int64) * columns_stride
+    start = tl.load(rows.cu_tokens + row)
+    end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
+    live = tl.load(first_column, mask=is_row, other=_PAD)
+    accepted = tl.load(rows.accepted + row, mask=is_row, other=1)
+
+    n = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+    p = part * WIDTH + tl.arange(0, WIDTH)
+    has_p = p < VALUE_DIM
+    y += head * VALUE_DIM + p
+    if live == _PAD:
+        if READS_EARLY:
+            await_launcher(OVERLAPS)
+        for token in range(start, end):
+            tl.store(y + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), tl.zeros_like(p), mask=has_p)
+        return
+
+    source = tl.load(first_column + accepted - 1).to(tl.int64)
+    key_head = head // HEADS_A_KEY
+    states = pool + head * (KEY_DIM * VALUE_DIM) + n[:, None] * VALUE_DIM + p[None, :]
+    is_state = (n < KEY_DIM)[:, None] & has_p[None, :]
+    stored = tl.load(
+        states + source * slot_stride, mask=only_if(source != _PAD, is_state), other=0.0
+    )  # [key_dim, width]
+    A_log, dt_bias = tl.load(gates.A_log + head), tl.load(gates.dt_bias + head)
+    if READS_EARLY:
+        await_launcher(OVERLAPS)
+    inputs = _load_inputs(tokens, start, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
+
+    for token in range(start, end):
+        q, k, v, b, a = inputs
+        # Prefetched: only the next token waits for these inputs.
+        inputs = _load_inputs(tokens, token + 1, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
+        slot = tl.load(first_column + (token - start)).to(tl.int64)
+        q, k = q.to(tl.float32), k.to(tl.float32)
+        q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + _EPS)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
+        decay, strength = tl.exp(log_decay(a, A_log, dt_bias)), write_strength(b)
+        state = stored.to(tl.float32)
+        held = tl.sum(state * k[:, None], axis=0)
+        asked = tl.sum(state * q[:, None], axis=0)
+        # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
+        written = strength * tl.fma(-decay, held, v.to(tl.float32))
+        out = tl.fma(tl.sum(q * k, axis=0), written, decay * asked)
+        tl.store(y + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), out, mask=has_p)
+        state = tl.fma(k[:, None], written[None, :], decay * state)
+        stored = state.to(pool.dtype.element_ty)
+        tl.store(states + slot * slot_stride, stored, mask=only_if(slot != _PAD, is_state))
+
+
 def delta_verify(
-    tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeRows, *, after_conv: bool = False
+    tokens: DeltaTokens,
+    gates: GateWeights,
+    pool: Tensor,
+    rows: DecodeRows,
+    tiling: VerifyTiling = TILING,
+    *,
+    after_conv: bool = False,
 ) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
@@ -17,7 +175,8 @@ def delta_verify(
 
     Args:
         pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.
-        after_conv: True if `conv_verify` was launched right before and wrote q, k and v.
+        after_conv: True if `conv_verify` was launched right before and wrote q, k and v: states are read while it
+            still runs.
 
     Returns:
         [tokens, value heads, value_dim] in v's dtype.
@@ -25,9 +184,51 @@ def delta_verify(
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `delta_verify_ref`, which also computes float64.
+    Reference: `delta_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
+    at capture.
     """
     check_tokens(tokens, gates)
     check_pool(tokens, pool)
     check_decode_rows(rows, pool.device)
-    return delta_verify_ref(tokens, gates, pool, rows)
+    if not launches_kernel(pool) or not is_computed_in_fp32(tokens.v, pool):
+        return delta_verify_ref(tokens, gates, pool, rows)
+    y = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
+    if y.numel() > 0:
+        _launch(y, tokens, gates, pool, rows, tiling, after_conv)
+    return y
+
+
+def _launch(
+    y: Tensor,
+    tokens: DeltaTokens,
+    gates: GateWeights,
+    pool: Tensor,
+    rows: DecodeRows,
+    tiling: VerifyTiling,
+    after_conv: bool,
+) -> None:
+    num_tokens, heads, value_dim = y.shape
+    key_heads, key_dim = tokens.k.shape[1:]
+    num_rows, width = rows.accepted.shape[0], min(tiling.width, triton.next_power_of_2(value_dim))
+    _delta_verify_kernel[((num_rows + 1) * heads * triton.cdiv(value_dim, width),)](
+        y=y,
+        tokens=kernel_tokens(tokens),
+        gates=KernelGates(gates.A_log, gates.dt_bias),
+        pool=pool,
+        slot_stride=pool.stride(0),
+        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        scale=key_dim**-0.5,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        columns_stride=rows.columns.stride(0),
+        HEADS=heads,
+        HEADS_A_KEY=heads // key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        WIDTH=width,
+        READS_EARLY=after_conv,
+        num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers,
+        enable_fp_fusion=True,
+        **overlapping(pool.device),
+    )

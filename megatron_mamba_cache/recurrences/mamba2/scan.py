@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
 from ..quantized_states import QuantizedStates
+from ..row_tiles import TILE_LEN, TileShape, tile_shape
 from ..rows import PrefillRows, check_prefill_rows
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
 from .scan_portable import scan_portably
-from .tiles import TILE_LEN, HopperTiling, ScanTiles, TileShape, cut_tiles, head_slices, tile_shape
+from .tiles import HopperTiling, ScanTiles, cut_tiles, head_slices
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes, of what TMA copies

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..quantized_states import QuantizedStates, quantized_places
+from ..row_tiles import TILE_LEN, tiled_rows
 from ..rows import PrefillRows
 from .hopper_pipeline import (
     PackedTiles,
@@ -36,7 +37,7 @@ from .hopper_pipeline import (
     put_state,
 )
 from .inputs import SSMTokens
-from .tiles import TILE_LEN, HeadSlice, HopperTiling, ScanTiles, tiled_rows
+from .tiles import HeadSlice, HopperTiling, ScanTiles
 
 _SCAN_REGISTERS = 240
 _FILL_REGISTERS = 40

@@ -20,9 +20,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantized_states import QuantizedStates, quantized_places, store_quantized
+from ..row_tiles import tiled_rows
 from ..rows import PrefillRows
 from .inputs import SSMTokens
-from .tiles import HeadSlice, ScanTiles, tiled_rows
+from .tiles import HeadSlice, ScanTiles
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2

@@ -1,15 +1,11 @@
 """How the SSD scan is cut: rows into tiles, with the decays of each tile's tokens; heads into slices.
 
-A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
-row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
-absolute position; it is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk on; the tiles of a
-row's first chunk take the last of its numbers, so the numbers of a row are consecutive.
+`row_tiles` says where tiles begin.
 
 Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,30 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.overlap import await_then_release, overlapping
+from ..row_tiles import TileShape, find_tile, rows_to_cut
 from ..rows import PAD_SLOT, PrefillRows
 from .inputs import SSMWeights, time_step
 
-TILE_LEN = 64
-LEAST_WIDTH = 16
-"""The fewest rows of a matrix product."""
 _HEADS_AT_A_TIME = 8
 _PAD = tl.constexpr(PAD_SLOT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """How SSM chunks of one size are cut.
-
-    Args:
-        length: Tokens of a full tile.
-        width: Tokens that a tile has room for, a power of two.
-        per_chunk: Tiles of a full chunk.
-    """
-
-    length: int
-    width: int
-    per_chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,60 +83,6 @@ class ScanTiles:
     y: Tensor
 
 
-class _CutRows(NamedTuple):
-    """The cutting kernel's view of `PrefillRows`."""
-
-    cu_rows: Tensor
-    cu_chunks: Tensor
-    chunk_rows: Tensor
-    cu_row_chunks: Tensor
-    chunk_slots: Tensor
-
-
-class TiledRows(NamedTuple):
-    """A scan kernel's view of `PrefillRows`."""
-
-    cu_rows: Tensor
-    cu_chunks: Tensor
-    cu_row_chunks: Tensor
-    longest_first: Tensor
-    initial_slots: Tensor
-    final_slots: Tensor
-
-
-def tiled_rows(rows: PrefillRows) -> TiledRows:
-    """Return what the scan kernels read of the rows."""
-    return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
-
-
-def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
-    """Return how chunks of this size are cut for tokens of this dtype; None if they are not a multiple of a tile.
-
-    float32 products run without tensor cores, unrolled: long tiles would not fit in registers.
-    """
-    longest = TILE_LEN if dtype == torch.bfloat16 else LEAST_WIDTH
-    if chunk_size % longest == 0:
-        return TileShape(longest, longest, chunk_size // longest)
-    if chunk_size <= TILE_LEN:
-        return TileShape(chunk_size, max(LEAST_WIDTH, triton.next_power_of_2(chunk_size)), 1)
-    return None
-
-
-@triton.jit
-def _find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position that it is cut at."""
-    row = tl.load(rows.chunk_rows + tile // PER_CHUNK)
-    first_chunk = tl.load(rows.cu_row_chunks + row)
-    number = tile % PER_CHUNK
-    begin = start + number * LENGTH
-    if tile // PER_CHUNK == first_chunk:
-        number += in_chunk - PER_CHUNK
-        begin = start + number * LENGTH
-        if tl.load(rows.cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
-            begin = end - (in_chunk - number) * LENGTH
-    return number, begin
-
-
 @triton.jit(do_not_specialize=["dt_stride", "num_tiles", "num_rows", "num_tokens"])
 def _tiles_kernel(
     dt,
@@ -199,7 +124,7 @@ def _tiles_kernel(
     start = tl.load(rows.cu_chunks + chunk)
     end = tl.load(rows.cu_chunks + chunk + 1)
     in_chunk = (end - start + LENGTH - 1) // LENGTH
-    number, begin = _find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
+    number, begin = find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
     if (number < 0) | (number >= in_chunk):
         return
     if tl.program_id(1) == 0:
@@ -248,7 +173,7 @@ def cut_tiles(
         dt=dt,
         A_log=weights.A_log,
         dt_bias=weights.dt_bias,
-        rows=_CutRows(*(getattr(rows, name) for name in _CutRows._fields)),
+        rows=rows_to_cut(rows),
         decays=decays,
         slots=slots,
         y=y,

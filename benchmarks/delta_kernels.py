@@ -1,0 +1,285 @@
+"""How fast and how exact are the kernels of Gated DeltaNet, compared to fla-core's and FlashInfer's?
+
+    PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only prefill decode errors] [--layers NAME ...]
+
+bf16 tokens, float32 states. Each time is the median of a launch inside a CUDA graph of several, on random data: prompts
+are larger than the L2 cache, and successive decode steps use different slots, a GiB in total. Prompts: our op with its
+two kernels, and each alone; peers are given gates and write strengths that are computed already. Decode: the ratio is
+the time of a plain copy that reads and writes the states' bytes, over the kernel's. Errors are relative to the largest
+output of the twin in float64, over 4,096 tokens.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate, product
+from pathlib import Path
+
+import torch
+from measuring.ceilings import copy_us
+from measuring.graph_timing import Launch, launch_us
+from measuring.machine import describe_machine
+from peers.delta_rule_peers import Peer, fla_peer, flashinfer_peer
+from torch import Tensor
+
+from megatron_mamba_cache.policy.chunks import plan_chunks
+from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
+from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
+from megatron_mamba_cache.recurrences.gated_delta.scan_portable import scan_portably
+from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
+from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
+from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
+
+GRAIN = 64
+DIM = 128
+LAYERS = {"Qwen3-Next": (16, 32), "Qwen3.6-27B": (16, 48)}
+MIXED = tuple(random.Random(0).randint(200, 4000) for _ in range(16))
+PROMPTS = {
+    "1 x 512": (512,),
+    "1 x 4k": (4096,),
+    "8 x 4k": (4096,) * 8,
+    "16 rows of 200 to 4000": MIXED,
+    "1 x 32k": (32768,),
+}
+BOUNDARIES = {"8 x 4k, three boundaries": (1024, 2048, 3072), "8 x 4k, a boundary every 256": range(256, 4096, 256)}
+REQUESTS, DRAFTS = (1, 8, 64, 256), (0, 3)
+ROTATED_BYTES = 2**30
+ERROR_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured case: microseconds, or a relative error; the copy's microseconds where one is compared."""
+
+    layer: str
+    case: str
+    form: str
+    value: float
+    copy_us: float | None = None
+
+
+def random_tokens(heads: tuple[int, int], num_tokens: int, device: str = "cuda") -> DeltaTokens:
+    """Return bf16 tokens that are slices of a convolution's output, and gates of a projection's."""
+    key_heads, value_heads = heads
+    of_keys = key_heads * DIM
+    qkv = torch.empty(num_tokens, 2 * of_keys + value_heads * DIM, device=device, dtype=torch.bfloat16).normal_()
+    q, k, v = qkv.split([of_keys, of_keys, value_heads * DIM], dim=1)
+    b, a = torch.randn(2, num_tokens, value_heads, device=device).bfloat16()
+    return DeltaTokens(*(t.unflatten(1, (-1, DIM)) for t in (q, k, v)), b, a)
+
+
+def random_gates(heads: tuple[int, int], device: str = "cuda") -> GateWeights:
+    """Return gates as models are initialized: A from 0 to 16, time steps from 0.001 to 0.1."""
+    A_log = torch.log(16 * torch.rand(heads[1], device=device) + 1e-3)
+    return GateWeights(A_log, torch.log(torch.expm1(10 ** (-3 + 2 * torch.rand(heads[1], device=device)))))
+
+
+def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: str = "cuda") -> PrefillRows:
+    """Return rows that start without a state, each with a slot for its last one and for those at boundaries."""
+    starts = [0, *accumulate(lengths)]
+    plan = plan_chunks([0] * len(lengths), starts, GRAIN)
+    chunk_slots = [PAD_SLOT] * len(plan.chunk_rows)
+    places = [start + place for start in starts[:-1] for place in boundaries]
+    for slot, place in enumerate(places, start=len(lengths)):
+        chunk_slots[plan.chunk_at_end(place)] = slot
+    columns = (
+        starts,
+        [PAD_SLOT] * len(lengths),
+        range(len(lengths)),
+        plan.cu_chunks,
+        plan.chunk_rows,
+        chunk_slots,
+        plan.cu_row_chunks,
+        sorted(range(len(lengths)), key=lambda row: -lengths[row]),
+    )
+    return PrefillRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+
+
+def prompt_launches(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: PrefillRows) -> dict[str, Launch]:
+    """Return our scan, and each of its kernels."""
+    shape = tile_shape(GRAIN, tokens.q.dtype)
+    assert shape is not None
+    tiles = solve_tiles(tokens, gates, rows, shape)
+    return {
+        "ours": lambda: delta_scan(tokens, gates, pool, rows, GRAIN),
+        "systems": lambda: solve_tiles(tokens, gates, rows, shape),
+        "scan": lambda: scan_portably(tokens, pool, rows, tiles),
+    }
+
+
+def peer_prompts(peer: Peer, tokens: DeltaTokens, gates: GateWeights, lengths: Sequence[int]) -> Launch:
+    """Return a peer's scan of the same tokens, without initial states and with final ones."""
+    assert peer.prefill is not None
+    prefill = peer.prefill
+    q, k, v = (t.contiguous() for t in (tokens.q, tokens.k, tokens.v))
+    g, beta = gates.log_decays(tokens.a, torch.float32), write_strengths(tokens.b)
+    is_varlen = len(set(lengths)) > 1 or peer.name != "fla-core"
+    cu_rows = torch.tensor([0, *accumulate(lengths)], device="cuda") if is_varlen else None
+    return lambda: prefill(q, k, v, g, beta, cu_rows, len(lengths))
+
+
+def measured(layer: str, case: str, form: str, launches: Sequence[Launch], guess_us: float) -> Iterator[Figure]:
+    """Yield the time of a launch; print why there is none if it fails."""
+    try:
+        yield Figure(layer, case, form, launch_us(launches, guess_us))
+    except Exception as error:  # a peer that does not run here is no reason to stop
+        if form in ("ours", "systems", "scan"):
+            raise
+        print(f"{form} does not run {case} of {layer}: {type(error).__name__}: {str(error)[:200]}")
+    finally:
+        torch.cuda.empty_cache()
+
+
+def measure_prompts(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
+    """Yield every scan of each case."""
+    for layer in layers:
+        gates = random_gates(LAYERS[layer])
+        for case, lengths in PROMPTS.items():
+            tokens, rows = random_tokens(LAYERS[layer], sum(lengths)), prompt_rows(lengths)
+            guess_us = max(20.0, 0.03 * sum(lengths))
+            pool = torch.empty(len(lengths), LAYERS[layer][1], DIM, DIM, device="cuda")
+            for form, launch in prompt_launches(tokens, gates, pool, rows).items():
+                yield from measured(layer, case, form, [launch], guess_us)
+            for peer in peers:
+                if peer.prefill is not None:
+                    launch = peer_prompts(peer, tokens, gates, lengths)
+                    yield from measured(layer, case, peer.name, [launch], 2 * guess_us)
+            del tokens, launch
+        lengths = (4096,) * 8
+        tokens = random_tokens(LAYERS[layer], sum(lengths))
+        for case, boundaries in BOUNDARIES.items():
+            rows = prompt_rows(lengths, boundaries)
+            pool = torch.empty(8 * (1 + len(boundaries)), LAYERS[layer][1], DIM, DIM, device="cuda")
+            launch = prompt_launches(tokens, gates, pool, rows)["ours"]
+            yield from measured(layer, case, "ours", [launch], 1000)
+
+
+def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda") -> DecodeRows:
+    """Return rows of 1 + `num_drafts` tokens with slots unique to step `number`."""
+    num_columns = 1 + num_drafts
+    row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
+    columns = slots.view(num_columns, num_rows).t() + number * num_rows * num_columns
+    return DecodeRows(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
+
+
+class DecodeBench:
+    """One layer's states, in slots of their own for each of many steps, and the tokens of a step."""
+
+    def __init__(self, layer: str, requests: int, num_drafts: int) -> None:
+        state_bytes = LAYERS[layer][1] * DIM * DIM * 4
+        of_step = requests * (1 + num_drafts)
+        count = min(256, max(2, -(-ROTATED_BYTES // (of_step * state_bytes))))
+        self.num_bytes = requests * (2 + num_drafts) * state_bytes
+        self.requests = requests
+        self.gates, self.tokens = random_gates(LAYERS[layer]), random_tokens(LAYERS[layer], of_step)
+        self.pool = torch.empty(count * of_step, LAYERS[layer][1], DIM, DIM, device="cuda").normal_()
+        self.steps = [decode_rows(number, requests, num_drafts) for number in range(count)]
+
+    def launches(self) -> list[Launch]:
+        """Return the update of each step."""
+        return [partial(delta_verify, self.tokens, self.gates, self.pool, rows) for rows in self.steps]
+
+    def peer_launches(self, peer: Peer) -> list[Launch]:
+        """Return a peer's update of each step, without drafts."""
+        assert peer.decode is not None
+        plain = DeltaTokens(*(getattr(self.tokens, name).contiguous() for name in ("q", "k", "v", "b", "a")))
+        return [partial(peer.decode, plain, self.gates, state) for state in self.pool.split(self.requests)]
+
+
+def measure_decode(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
+    """Yield the state update of each number of requests and drafts, and the peers' of one token."""
+    for layer, num_drafts, requests in product(layers, DRAFTS, REQUESTS):
+        bench = DecodeBench(layer, requests, num_drafts)
+        copied, guess_us = copy_us(bench.num_bytes), max(3.0, bench.num_bytes / 3e6)
+        case = f"{requests} requests, {num_drafts} drafts"
+        forms = {"ours": bench.launches()}
+        if num_drafts == 0:
+            forms |= {peer.name: bench.peer_launches(peer) for peer in peers if peer.decode is not None}
+        for form, launches in forms.items():
+            for figure in measured(layer, case, form, launches, guess_us):
+                yield replace(figure, copy_us=copied)
+        del bench, forms, launches
+
+
+def scanned(tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the outputs and the last state of one row whose tokens are cast to a dtype."""
+    # b keeps its dtype, to which its sigmoid is rounded.
+    cast = replace(tokens, **{name: getattr(tokens, name).to(dtype) for name in ("q", "k", "v", "a")})
+    of_states = torch.float64 if dtype == torch.float64 else torch.float32
+    pool = torch.zeros(1, tokens.v.shape[1], DIM, DIM, device="cuda", dtype=of_states)
+    return delta_scan(cast, gates, pool, prompt_rows([tokens.v.shape[0]]), GRAIN), pool
+
+
+def measure_errors(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
+    """Yield the largest errors of outputs and final states, relative to the largest value, and those by norm."""
+    for layer in layers:
+        gates, tokens = random_gates(LAYERS[layer]), random_tokens(LAYERS[layer], ERROR_TOKENS)
+        exact = scanned(tokens, gates, torch.float64)
+        found = {f"ours, {str(d)[6:]}": scanned(tokens, gates, d) for d in (torch.bfloat16, torch.float32)}
+        for peer in peers:
+            if peer.prefill is None:
+                continue
+            try:
+                y, last = peer_prompts(peer, tokens, gates, [ERROR_TOKENS])()
+            except Exception as error:
+                print(f"{peer.name} does not run: {type(error).__name__}: {str(error)[:200]}")
+                continue
+            last = last if peer.name == "fla-core" else last.mT
+            found[f"{peer.name}, bfloat16"] = (y.reshape(exact[0].shape), last.reshape(exact[1].shape))
+        for form, results in found.items():
+            for name, result, wanted in zip(("y", "state"), results, exact, strict=True):
+                difference = result.double() - wanted
+                yield Figure(layer, f"{name}, largest", form, float(difference.abs().max() / wanted.abs().max()))
+                yield Figure(layer, f"{name}, norm", form, float(difference.norm() / wanted.norm()))
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as Markdown, a line a layer and case."""
+    forms = list(dict.fromkeys(figure.form for figure in figures))
+    found = {(figure.layer, figure.case, figure.form): figure for figure in figures}
+    lines = [f"| layer | case | {' | '.join(forms)} |", "|---|---|" + "---:|" * len(forms)]
+    for layer, case in dict.fromkeys((figure.layer, figure.case) for figure in figures):
+        cells = [_cell(found.get((layer, case, form))) for form in forms]
+        lines.append(f"| {layer} | {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    if figure.copy_us is not None:
+        return f"{figure.value:,.1f} ({figure.copy_us / figure.value:.2f} of copy)"
+    return f"{figure.value:,.1f}" if figure.value >= 1 else f"{figure.value:.2e}"
+
+
+MEASURES = {"prefill": measure_prompts, "decode": measure_decode, "errors": measure_errors}
+
+
+def main() -> None:
+    """Measure, then print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description="Measure the kernels of Gated DeltaNet.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    torch.manual_seed(0)
+    peers = (fla_peer(), flashinfer_peer())
+    figures: dict[str, list[Figure]] = {}
+    with torch.no_grad():
+        for name in arguments.only:
+            figures[name] = list(MEASURES[name](arguments.layers, peers))
+            print(f"\n{name}: {'relative errors' if name == 'errors' else 'microseconds'}\n\n{table(figures[name])}")
+            if arguments.json:
+                records = {each: [asdict(figure) for figure in found] for each, found in figures.items()}
+                arguments.json.write_text(json.dumps({"machine": describe_machine(), **records}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The scan of the gated delta rule in plain Triton, with the systems of `tile_systems`.
+
+One program takes some channels of a head of a row and walks the row's tiles, with its state in registers, transposed
+and in float32. In a tile that reaches beyond its row, it reads only the row's tokens.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..quantized_states import QuantizedStates, quantized_places
+from ..row_tiles import LEAST_WIDTH, tiled_rows
+from ..rows import PrefillRows
+from .inputs import DeltaTokens
+from .tile_systems import TileSystems
+from .tile_updates import advance_tile, store_boundary, store_state
+
+_ALIGNMENT = 16  # bytes, of what TMA copies
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiling:
+    """How a head is split over programs.
+
+    Args:
+        channels: Of value_dim, of a program; a power of two.
+        num_warps: Of a program.
+        num_stages: Tiles whose inputs are in shared memory.
+    """
+
+    channels: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiling(key_dim: int, value_dim: int, dtype: torch.dtype) -> ScanTiling:
+    """Return the tiling for heads of these sizes: with 64 channels, tensor cores take a state from registers."""
+    if dtype == torch.float32:
+        return ScanTiling(min(32, max(LEAST_WIDTH, triton.next_power_of_2(value_dim))), num_warps=4, num_stages=1)
+    return ScanTiling(64, num_warps=4 if key_dim <= 128 else 8, num_stages=2)
+
+
+class _Packed(NamedTuple):
+    """The kernel's view of packed tokens and tiles; strides count elements from token to token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    y: Tensor
+    solved: Tensor
+    scores: Tensor
+    q_stride: int
+    k_stride: int
+    v_stride: int
+
+
+@triton.jit
+def _scan_partly(
+    state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
+    head, key_head, first,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scan the row's tile `t`, of which only the tokens from `low` to `high`, exclusive, are the row's."""
+    place = tl.arange(0, WIDTH)
+    token = begin + t * LENGTH + place
+    inside = (token >= low) & (token < tl.minimum(high, begin + (t + 1) * LENGTH))
+    token = token.to(tl.int64)
+    dim = tl.arange(0, state.shape[1])[None, :]
+    exists = inside[:, None] & (dim < KEY_DIM)
+    channel = first + tl.arange(0, state.shape[0])[:, None]
+    is_value = inside[None, :] & (channel < VALUE_DIM)
+    q = tl.load(packed.q + token[:, None] * packed.q_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
+    k = tl.load(packed.k + token[:, None] * packed.k_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
+    channel += head * VALUE_DIM
+    v = tl.load(packed.v + token[None, :] * packed.v_stride + channel, mask=is_value, other=0.0)
+    square = (at + t) * (WIDTH * WIDTH) + place[:, None] * WIDTH + place[None, :]
+    solved, scores = tl.load(packed.solved + square), tl.load(packed.scores + square)
+    y, state = advance_tile(state, q, k, v, solved, scores, factors + t * (4 * WIDTH), tl.load(kept + t), PRECISION)
+    tl.store(packed.y + token[None, :] * (HEADS * VALUE_DIM) + channel, y, mask=is_value)
+    store_boundary(
+        states, slot_stride, quantized, tl.load(tile_slots + t), state, is_state, head, first, KEY_DIM, VALUE_DIM
+    )
+    return state
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _scan_kernel(
+    packed,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    y_tiles,
+    solved_tiles,
+    score_tiles,
+    rows,
+    factors,
+    kept,
+    tile_slots,
+    pool,
+    slot_stride,
+    quantized,
+    num_tiles,
+    HEADS: tl.constexpr,
+    HEADS_A_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned differently."""
+    PARTS: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS
+    first = tl.program_id(0) % PARTS * CHANNELS
+    head = tl.program_id(0) // PARTS % HEADS
+    key_head = head // HEADS_A_KEY
+    row = tl.load(rows.longest_first + tl.program_id(0) // (PARTS * HEADS))
+    low = tl.load(rows.cu_rows + row)
+    high = tl.load(rows.cu_rows + row + 1)
+
+    dim = tl.arange(0, triton.next_power_of_2(KEY_DIM) if KEY_DIM > 16 else 16)[None, :]
+    channel = first + tl.arange(0, CHANNELS)[:, None]
+    is_state = (channel < VALUE_DIM) & (dim < KEY_DIM)
+    states = pool + head * (KEY_DIM * VALUE_DIM) + dim * VALUE_DIM + channel
+    initial = tl.load(rows.initial_slots + row)
+    state = tl.zeros((CHANNELS, dim.shape[1]), tl.float32)
+    if initial >= 0:
+        state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=is_state, other=0.0).to(tl.float32)
+
+    # Where the row's tiles begin, in tokens and in tile numbers: see `row_tiles`.
+    first_chunk = tl.load(rows.cu_row_chunks + row)
+    num_chunks = tl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
+    in_first = (first_end - low + LENGTH - 1) // LENGTH
+    begin = tl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
+    num_row_tiles = (high - begin + LENGTH - 1) // LENGTH
+    tile = (first_chunk + 1) * PER_CHUNK - in_first
+    tile_slots += tile
+    at = head.to(tl.int64) * num_tiles + tile
+    factors += at * (4 * WIDTH)
+    kept += at
+
+    first_whole = tl.where(begin < low, 1, 0)
+    after_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
+    if k_tiles is None:
+        after_whole = first_whole
+    for t in tl.range(0, first_whole, num_stages=1):
+        state = _scan_partly(
+            state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
+            head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
+        )  # fmt: skip
+    if k_tiles is not None:
+        for t in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
+            token = begin + t * LENGTH
+            square = (head * num_tiles + tile + t) * WIDTH
+            k = k_tiles.load([token, key_head * KEY_DIM])
+            q = q_tiles.load([token, key_head * KEY_DIM])
+            v = v_tiles.load([token, head * VALUE_DIM + first])
+            solved = solved_tiles.load([square, 0])
+            scores = score_tiles.load([square, 0])
+            y, state = advance_tile(
+                state, q, k, tl.trans(v), solved, scores, factors + t * (4 * WIDTH), tl.load(kept + t), PRECISION
+            )
+            y_tiles.store([token, head * VALUE_DIM + first], tl.trans(y.to(packed.y.dtype.element_ty)))
+            store_boundary(
+                states, slot_stride, quantized, tl.load(tile_slots + t), state, is_state, head, first,
+                KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
+    for t in tl.range(after_whole, num_row_tiles, num_stages=1):
+        state = _scan_partly(
+            state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
+            head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
+        )  # fmt: skip
+
+    store_state(states, slot_stride, tl.load(rows.final_slots + row), state, is_state)
+
+
+def scan_portably(
+    tokens: DeltaTokens,
+    pool: Tensor,
+    rows: PrefillRows,
+    tiles: TileSystems,
+    quantized: QuantizedStates | None = None,
+    tiling: ScanTiling | None = None,
+) -> None:
+    """Scan the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
+
+    Args:
+        quantized: Where states at chunk ends go; None: to slots of `pool`.
+    """
+    num_heads, value_dim = tokens.v.shape[1:]
+    key_heads, key_dim = tokens.q.shape[1:]
+    shape = tiles.shape
+    tiling = tiling or choose_tiling(key_dim, value_dim, tokens.q.dtype)
+    q, k, v, y = (t.flatten(1) for t in (tokens.q, tokens.k, tokens.v, tiles.y))
+    solved, scores = (t.flatten(0, 2) for t in (tiles.solved, tiles.scores))
+    packed = _Packed(q, k, v, y, solved, scores, q.stride(0), k.stride(0), v.stride(0))
+    num_parts = triton.cdiv(value_dim, tiling.channels)
+    _scan_kernel[(num_parts * num_heads * rows.longest_first.shape[0],)](
+        packed=packed,
+        **_described(packed, tokens, tiles, tiling),
+        rows=tiled_rows(rows),
+        factors=tiles.factors,
+        kept=tiles.kept,
+        tile_slots=tiles.slots,
+        pool=pool,
+        slot_stride=pool.stride(0),
+        quantized=quantized_places(quantized),
+        num_tiles=tiles.slots.shape[0],
+        HEADS=num_heads,
+        HEADS_A_KEY=num_heads // key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        CHANNELS=tiling.channels,
+        LENGTH=shape.length,
+        WIDTH=shape.width,
+        PER_CHUNK=shape.per_chunk,
+        PRECISION="ieee" if tokens.q.dtype == torch.float32 else "tf32",
+        NUM_STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
+    )
+
+
+def _described(
+    packed: _Packed, tokens: DeltaTokens, tiles: TileSystems, tiling: ScanTiling
+) -> dict[str, TensorDescriptor | None]:
+    """Return the tiles of packed tensors as TMA copies them; None where it cannot copy whole tiles."""
+    key_dim, value_dim, width = tokens.q.shape[2], tokens.v.shape[2], tiles.shape.width
+    has_whole_tiles = (
+        tiles.shape.length == width
+        and key_dim >= LEAST_WIDTH
+        and key_dim & (key_dim - 1) == 0
+        and value_dim % tiling.channels == 0
+        and all(_is_aligned(each) for each in (tokens.q, tokens.k, tokens.v))
+    )
+    blocks = {
+        "q_tiles": (packed.q, key_dim),
+        "k_tiles": (packed.k, key_dim),
+        "v_tiles": (packed.v, tiling.channels),
+        "y_tiles": (packed.y, tiling.channels),
+        "solved_tiles": (packed.solved, width),
+        "score_tiles": (packed.scores, width),
+    }
+    return {
+        name: TensorDescriptor.from_tensor(tensor, [width, channels]) if has_whole_tiles else None
+        for name, (tensor, channels) in blocks.items()
+    }
+
+
+def _is_aligned(packed: Tensor) -> bool:
+    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0

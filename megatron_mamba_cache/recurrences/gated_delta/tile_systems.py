@@ -1,0 +1,230 @@
+"""What the scan needs of each tile that depends on no state: its system solved, its scores, its decays.
+
+For token i of a tile, with G the sum of g from the tile's start through it:
+
+    A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for j < i        solved = (I + A)^-1 diag(beta), below its diagonal
+    scores[i, j] = (q_i . k_j) exp(G_i - G_j) for j <= i
+
+q and k are normalized here and in `factors`, so the scan reads them as they are. The inverse (the WY form: Yang et al.
+2024, arXiv 2406.06484) is taken in blocks of 16 tokens by forward substitution; with D the inverses of the blocks and
+N = D times what is below them, it is (I - N)(I + N^2) D, exact since N^4 = 0.
+
+Grid: every tile number by key heads. Graph safe: no host sync, grid fixed by the number of chunks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernels.overlap import await_inputs, overlapping
+from ..row_tiles import TileShape, find_tile, rows_to_cut
+from ..rows import PAD_SLOT, PrefillRows
+from .inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
+
+NUM_FACTORS = 4
+_NUM_WARPS = 4
+_PAD = tl.constexpr(PAD_SLOT)
+_EPS = tl.constexpr(EPS)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_BLOCK = tl.constexpr(16)
+
+
+@dataclass(frozen=True, slots=True)
+class TileSystems:
+    """The tiles of a batch; value heads before tiles.
+
+    Args:
+        solved, scores: [heads, tiles, width, width] of the tokens' dtype; see above.
+        factors: [heads, tiles, 4, width] float32; of each token: exp(G) and 1 / the key's length, multiplied; beta;
+            exp(G) and 1 / the query's length and sqrt(key_dim), multiplied; what is left of the token at the tile's end
+            and 1 / the key's length, multiplied.
+        kept: [heads, tiles] float32; what is left at the tile's end of the state at its start.
+        slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
+        y: [tokens, heads, value_dim]; the scan writes its outputs here; zeros past the last row.
+    """
+
+    shape: TileShape
+    solved: Tensor
+    scores: Tensor
+    factors: Tensor
+    kept: Tensor
+    slots: Tensor
+    y: Tensor
+
+
+@triton.jit
+def _inverted(A, PRECISION: tl.constexpr):
+    """Return (I + A)^-1 of a strictly lower A [width, width]."""
+    WIDTH: tl.constexpr = A.shape[0]
+    BLOCKS: tl.constexpr = WIDTH // _BLOCK
+    row = tl.arange(0, _BLOCK)[None, :, None]
+    column = tl.arange(0, _BLOCK)[None, None, :]
+    block = tl.arange(0, BLOCKS)
+    is_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    cut = tl.reshape(A, [BLOCKS, _BLOCK, BLOCKS, _BLOCK])
+    below = tl.sum(tl.where(is_diagonal, cut, 0.0), axis=2)  # [blocks, row, column]
+    solved = tl.where(row == column, 1.0, tl.zeros_like(below))
+    for j in tl.static_range(_BLOCK - 1):
+        of_column = tl.sum(tl.where(column == j, below, 0.0), axis=2)
+        of_row = tl.sum(tl.where(row == j, solved, 0.0), axis=1)
+        solved = tl.fma(-of_column[:, :, None], of_row[:, None, :], solved)
+    whole = tl.where(is_diagonal, solved[:, :, None, :], 0.0)
+    blocks = tl.reshape(whole, [WIDTH, WIDTH])
+    if BLOCKS == 1:
+        inverse = blocks
+    else:
+        i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+        left = tl.where(i // _BLOCK > j // _BLOCK, A, 0.0)
+        left = tl.dot(blocks, left, input_precision=PRECISION)
+        series = tl.where(i == j, 1.0, 0.0) - left
+        if BLOCKS > 2:
+            series = tl.dot(series, tl.dot(left, left, input_precision=PRECISION), series, input_precision=PRECISION)
+        inverse = tl.dot(series, blocks, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def _sums_between(g, PRECISION: tl.constexpr):
+    """Return the sums of g [width] after token j through token i, [i, j] for j <= i, and after each token in all."""
+    WIDTH: tl.constexpr = g.shape[0]
+    i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    if PRECISION == "ieee":  # differences of long sums would lose digits
+        between = tl.cumsum(tl.where(i > j, g[:, None], 0.0), axis=0)
+        after = tl.sum(tl.where(i == WIDTH - 1, between, 0.0), axis=0)
+    else:
+        sums = tl.cumsum(g, axis=0)
+        between = sums[:, None] - sums[None, :]
+        after = tl.sum(g, axis=0) - sums
+    return between, after
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_rows", "num_tokens"])
+def _systems_kernel(
+    tokens,
+    gates,
+    rows,
+    solved,
+    scores,
+    factors,
+    kept,
+    slots,
+    y,
+    scale,
+    num_tiles,
+    num_rows,
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    HEADS_A_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Long because one launch finds a tile, solves its system for each head and clears outputs past the last row."""
+    await_inputs(OVERLAPS)
+    tile = tl.program_id(0) // KEY_HEADS
+    key_head = tl.program_id(0) % KEY_HEADS
+
+    lane = tl.arange(0, LANES)
+    channel = key_head * (HEADS_A_KEY * VALUE_DIM) + lane
+    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # past the last row
+        at = y + tl.cast(token, tl.int64) * (KEY_HEADS * HEADS_A_KEY * VALUE_DIM) + channel
+        tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=lane < HEADS_A_KEY * VALUE_DIM)
+
+    chunk = tile // PER_CHUNK
+    start = tl.load(rows.cu_chunks + chunk)
+    end = tl.load(rows.cu_chunks + chunk + 1)
+    in_chunk = (end - start + LENGTH - 1) // LENGTH
+    number, begin = find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
+    if (number < 0) | (number >= in_chunk):
+        return
+    if key_head == 0:
+        tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
+
+    i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    place = tl.arange(0, WIDTH)
+    token = begin + place
+    inside = (token >= start) & (token < tl.minimum(end, begin + LENGTH))
+    token = token.to(tl.int64)
+    dim = tl.arange(0, triton.next_power_of_2(KEY_DIM) if KEY_DIM > 16 else 16)[None, :]
+    exists = inside[:, None] & (dim < KEY_DIM)
+    q = tl.load(tokens.q + token[:, None] * tokens.q_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
+    k = tl.load(tokens.k + token[:, None] * tokens.k_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
+    of_query = scale * tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + _EPS)
+    of_key = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + _EPS)
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * of_key[:, None] * of_key[None, :]
+    asked = tl.dot(q, tl.trans(k), input_precision=PRECISION) * of_query[:, None] * of_key[None, :]
+    for in_group in range(HEADS_A_KEY):
+        head = key_head * HEADS_A_KEY + in_group
+        a = tl.load(tokens.a + token * tokens.a_stride + head, mask=inside, other=0.0)
+        b = tl.load(tokens.b + token * tokens.b_stride + head, mask=inside, other=0.0)
+        g = log_decay(a, tl.load(gates.A_log + head), tl.load(gates.dt_bias + head)) * _LOG2_E
+        g = tl.where(inside, g, 0.0)
+        strength = tl.where(inside, write_strength(b), 0.0)
+        between, after = _sums_between(g, PRECISION)
+        decay = tl.exp2(tl.where(i >= j, between, float("-inf")))
+        at = head.to(tl.int64) * num_tiles + tile
+        tl.store(scores + at * (WIDTH * WIDTH) + i * WIDTH + j, (asked * decay).to(scores.dtype.element_ty))
+        A = tl.where(i > j, alike * decay * strength[:, None], 0.0)
+        inverse = tl.where(i > j, _inverted(A, PRECISION) * strength[None, :], 0.0)
+        tl.store(solved + at * (WIDTH * WIDTH) + i * WIDTH + j, inverse.to(solved.dtype.element_ty))
+        since = tl.exp2(tl.cumsum(g, axis=0))
+        of_tile = factors + at * (4 * WIDTH) + place
+        tl.store(of_tile, since * of_key)
+        tl.store(of_tile + WIDTH, strength)
+        tl.store(of_tile + 2 * WIDTH, since * of_query)
+        tl.store(of_tile + 3 * WIDTH, tl.exp2(after) * of_key)
+        tl.store(kept + at, tl.exp2(tl.sum(g, axis=0)))
+
+
+def solve_tiles(tokens: DeltaTokens, gates: GateWeights, rows: PrefillRows, shape: TileShape) -> TileSystems:
+    """Cut the rows into tiles, solve each tile's system, and clear the outputs of tokens past the last row.
+
+    Args:
+        rows: At least one chunk.
+    """
+    num_tokens, num_heads, value_dim = tokens.v.shape
+    key_heads, key_dim = tokens.q.shape[1:]
+    num_tiles, dtype, device = rows.chunk_rows.shape[0] * shape.per_chunk, tokens.q.dtype, tokens.q.device
+    solved, scores = (
+        torch.empty(num_heads, num_tiles, shape.width, shape.width, dtype=dtype, device=device) for _ in range(2)
+    )
+    factors = torch.empty(num_heads, num_tiles, NUM_FACTORS, shape.width, dtype=torch.float32, device=device)
+    kept = torch.empty(num_heads, num_tiles, dtype=torch.float32, device=device)
+    slots = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    y = torch.empty(num_tokens, num_heads, value_dim, dtype=dtype, device=device)
+    _systems_kernel[(num_tiles * key_heads,)](
+        tokens=kernel_tokens(tokens),
+        gates=KernelGates(gates.A_log, gates.dt_bias),
+        rows=rows_to_cut(rows),
+        solved=solved,
+        scores=scores,
+        factors=factors,
+        kept=kept,
+        slots=slots,
+        y=y,
+        scale=key_dim**-0.5,
+        num_tiles=num_tiles,
+        num_rows=rows.cu_rows.shape[0] - 1,
+        num_tokens=num_tokens,
+        KEY_HEADS=key_heads,
+        HEADS_A_KEY=num_heads // key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        LENGTH=shape.length,
+        WIDTH=shape.width,
+        PER_CHUNK=shape.per_chunk,
+        LANES=triton.next_power_of_2(num_heads // key_heads * value_dim),
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
+        **overlapping(device),
+    )
+    return TileSystems(shape, solved, scores, factors, kept, slots, y)

@@ -1,0 +1,60 @@
+"""What a tile does to the state of some channels of a head, which a program keeps in registers, and stores at its end.
+
+    wanted = v - reach (k state)        written = beta wanted + solved wanted
+    y = read (q state) + scores written        state = kept state + k^T (left written)
+
+with the tile's `factors` reach, beta, read and left. The state is [channels, key_dim], transposed: so every matrix
+product takes it, and what comes of it, from registers.
+"""
+
+import triton
+import triton.language as tl
+
+from ..quantized_states import store_quantized
+
+
+@triton.jit
+def advance_tile(state, q, k, v, solved, scores, factors, kept, PRECISION: tl.constexpr):
+    """Return the outputs [channels, width] of a tile and the state [channels, key_dim] after it.
+
+    Args:
+        v: [channels, width].
+    """
+    WIDTH: tl.constexpr = k.shape[0]
+    token = tl.arange(0, WIDTH)
+    reach = tl.load(factors + token)
+    strength = tl.load(factors + WIDTH + token)
+    read = tl.load(factors + 2 * WIDTH + token)
+    left = tl.load(factors + 3 * WIDTH + token)
+    rounded = state.to(k.dtype)
+    held = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
+    from_state = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
+    # Fused by hand: every form rounds alike.
+    wanted = tl.fma(-reach[None, :], held, v.to(tl.float32))
+    written = tl.dot(wanted.to(k.dtype), tl.trans(solved), wanted * strength[None, :], input_precision=PRECISION)
+    y = tl.dot(written.to(k.dtype), tl.trans(scores), from_state * read[None, :], input_precision=PRECISION)
+    weighted = written * left[None, :]
+    state = tl.dot(weighted.to(k.dtype), k, state * kept, input_precision=PRECISION)
+    return y, state
+
+
+@triton.jit
+def store_state(states, slot_stride, slot, state, is_state):
+    if slot >= 0:
+        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty), mask=is_state)
+
+
+@triton.jit
+def store_boundary(
+    states, slot_stride, quantized, slot, state, is_state, head, first, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """Store the state at a tile's end, quantized if there are places for that."""
+    if quantized is None:
+        store_state(states, slot_stride, slot, state, is_state)
+    elif slot >= 0:
+        n, p = tl.arange(0, state.shape[1]), first + tl.arange(0, state.shape[0])
+        no_layer = slot.to(tl.int64) * 0
+        store_quantized(
+            quantized, no_layer, slot.to(tl.int64), tl.trans(state), head, n, p, n < KEY_DIM, p < VALUE_DIM,
+            KEY_DIM, VALUE_DIM,
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""How the rows of a scan are cut into tiles.
+
+A row is cut into its chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
+row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
+absolute position; it is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk on; the tiles of a
+row's first chunk take the last of its numbers, so the numbers of a row are consecutive.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .rows import PrefillRows
+
+TILE_LEN = 64
+LEAST_WIDTH = 16
+"""The fewest rows of a matrix product."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How chunks of one size are cut.
+
+    Args:
+        length: Tokens of a full tile.
+        width: Tokens that a tile has room for, a power of two.
+        per_chunk: Tiles of a full chunk.
+    """
+
+    length: int
+    width: int
+    per_chunk: int
+
+
+class CutRows(NamedTuple):
+    """The view that a kernel which cuts rows has of `PrefillRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    chunk_rows: Tensor
+    cu_row_chunks: Tensor
+    chunk_slots: Tensor
+
+
+class TiledRows(NamedTuple):
+    """A scan kernel's view of `PrefillRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    cu_row_chunks: Tensor
+    longest_first: Tensor
+    initial_slots: Tensor
+    final_slots: Tensor
+
+
+def rows_to_cut(rows: PrefillRows) -> CutRows:
+    """Return what a kernel reads of the rows that finds a tile by its number."""
+    return CutRows(*(getattr(rows, name) for name in CutRows._fields))
+
+
+def tiled_rows(rows: PrefillRows) -> TiledRows:
+    """Return what the scan kernels read of the rows."""
+    return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
+
+
+def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
+    """Return how chunks of this size are cut for tokens of this dtype; None if they are not a multiple of a tile.
+
+    float32 products run without tensor cores, unrolled: long tiles would not fit in registers.
+    """
+    longest = TILE_LEN if dtype == torch.bfloat16 else LEAST_WIDTH
+    if chunk_size % longest == 0:
+        return TileShape(longest, longest, chunk_size // longest)
+    if chunk_size <= TILE_LEN:
+        return TileShape(chunk_size, max(LEAST_WIDTH, triton.next_power_of_2(chunk_size)), 1)
+    return None
+
+
+@triton.jit
+def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
+    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position that it is cut at."""
+    row = tl.load(rows.chunk_rows + tile // PER_CHUNK)
+    first_chunk = tl.load(rows.cu_row_chunks + row)
+    number = tile % PER_CHUNK
+    begin = start + number * LENGTH
+    if tile // PER_CHUNK == first_chunk:
+        number += in_chunk - PER_CHUNK
+        begin = start + number * LENGTH
+        if tl.load(rows.cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
+            begin = end - (in_chunk - number) * LENGTH
+    return number, begin

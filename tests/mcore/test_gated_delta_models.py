@@ -1,0 +1,125 @@
+"""Gated DeltaNet models: each layer computes what the oracle does, and their states, dtypes and checkpoint names."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+
+from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
+from megatron_mamba_cache.mcore.mixers.gated_delta import GatedDeltaMixer
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.models.architecture import GatedDeltaSizes
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
+from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
+from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, rounded_bytes, state_bytes, tiny_sizes
+from tests.mcore.random_workloads import GATED_DELTA_MODELS
+from tests.mcore.test_configured_models import SETTINGS, built, configured
+
+MODELS = [tiny_sizes(**model) for model in GATED_DELTA_MODELS]
+models = pytest.mark.parametrize("sizes", MODELS, ids=lambda sizes: sizes.pattern)
+NUM_TOKENS = 40
+
+
+@models
+def test_each_layer_computes_whole_sequences_as_the_oracle_does(sizes: RandomHybridConfig) -> None:
+    subject = hybrid(sizes)
+    generator = torch.Generator().manual_seed(len(sizes.pattern))
+    hidden_from = ~torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()
+    has_rope = subject.model.position_embedding_type == "rope"
+    rotary = subject.model.rotary_pos_emb(NUM_TOKENS) if has_rope else None
+    for number, layer in enumerate(subject.model.decoder.layers):
+        hidden = torch.randn(NUM_TOKENS, 2, sizes.hidden_size, generator=generator)
+        with torch.inference_mode():
+            out = layer(hidden, attention_mask=hidden_from, rotary_pos_emb=rotary)
+        out = out[0] if isinstance(out, tuple) else out
+        for sequence in range(2):
+            before = hidden[:, sequence].double()
+            expected = before + subject.oracle.layers[number](before)
+            torch.testing.assert_close(out[:, sequence].double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@models
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_slots_have_the_bytes_of_a_window_and_a_matrix(sizes: RandomHybridConfig, num_drafts: int) -> None:
+    shape = hybrid(sizes).shape
+    config = cache_config(sizes, num_speculative_tokens=num_drafts).resolved()
+    assert shape.state_layout(config).slot_bytes == state_bytes(sizes, num_drafts)
+    layout = CACHED_FORMS["int8"].layout(shape.state_groups(config), shape.state_layout(config))
+    assert layout.slot_bytes == rounded_bytes(sizes)
+
+
+def test_states_after_drafts_are_kept_in_windows() -> None:
+    subject = hybrid(MODELS[0])
+    config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
+    assert subject.shape.resolved(config).draft_states == "window"
+    with pytest.raises(
+        ValueError, match="which a model of gated_delta layers does not have: set --draft-states window"
+    ):
+        EngineRun.start(subject, cache_config(subject.sizes, draft_states="replay"))
+
+
+def test_decays_stay_in_float32_and_all_else_has_the_models_dtype() -> None:
+    model = random_hybrid_model(replace(MODELS[1], dtype=torch.bfloat16))
+    dtypes = {name.rsplit(".", 1)[-1]: parameter.dtype for name, parameter in model.named_parameters()}
+    kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
+    assert kept == {"A_log", "dt_bias"} and set(dtypes.values()) == {torch.float32, torch.bfloat16}
+
+
+def test_an_epsilon_of_the_mixers_is_part_of_the_fingerprint() -> None:
+    model, other = (random_hybrid_model(MODELS[0]) for _ in range(2))
+    assert model_shape_of(model).fingerprint == model_shape_of(other).fingerprint
+    other.decoder.layers[0].mixer.norm.eps *= 2
+    assert model_shape_of(model).fingerprint != model_shape_of(other).fingerprint
+
+
+def test_checkpoints_name_the_parts_of_projection_and_convolution_as_megatron_does() -> None:
+    model = random_hybrid_model(MODELS[0])
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    found = {part.key: part for part in nested_values(state)}
+    prefix = "decoder.layers.0.mixer."
+    sizes = {"query": 32, "key": 32, "value": 96, "z": 96, "beta": 4, "alpha": 4}
+    for name, rows in sizes.items():
+        assert tuple(found[f"{prefix}in_proj.weight.{name}"].global_shape) == (rows, 32)
+    convolved = {key.rpartition(".")[2] for key in found if key.startswith(f"{prefix}conv1d.weight.")}
+    assert convolved == {"query", "key", "value"}
+    whole = torch.cat([found[f"{prefix}in_proj.weight.{name}"].data for name in sizes])
+    assert torch.equal(whole, model.decoder.layers[0].mixer.in_proj.weight)
+    assert found[f"{prefix}norm.weight"].data.shape == (24,)
+
+
+def test_training_and_packed_sequences_are_refused() -> None:
+    mixer = random_hybrid_model(MODELS[0]).decoder.layers[0].mixer
+    hidden = torch.zeros(8, 1, 32)
+    with pytest.raises(NotImplementedError, match="packed_seq_params is not supported"):
+        mixer(hidden, packed_seq_params=object())
+    mixer.train()
+    with pytest.raises(NotImplementedError, match=r"for inference here; call model\.eval\(\)"):
+        mixer(hidden)
+
+
+def test_a_user_of_megatron_builds_such_layers_from_the_local_spec() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8}
+    spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", grain=32, num_experts=4))
+    model = built(configured(**sizes, linear_value_head_dim=16), spec).eval()
+    mixers = [module for module in model.modules() if isinstance(module, GatedDeltaMixer)]
+    assert [mixer.recurrence.grain for mixer in mixers] == [32, 32]
+    build_engine(model, SETTINGS).close()
+
+
+@pytest.mark.parametrize(("num_heads", "said"), [((4, 6), "6 does not divide by linear_num_key_heads 4")])
+def test_heads_that_cannot_be_shared_are_refused(num_heads: tuple[int, int], said: str) -> None:
+    keys, values = num_heads
+    spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", num_experts=4))
+    with pytest.raises(ValueError, match=f"linear_num_value_heads {said}"):
+        built(configured(linear_num_key_heads=keys, linear_num_value_heads=values), spec)
+
+
+def test_random_architectures_have_all_that_such_models_have() -> None:
+    architecture = random_architecture(RandomHybridConfig("MEM*E", gated_delta=GatedDeltaSizes(2, 4, 8, 8)))
+    attention, experts = architecture.attention, architecture.experts
+    assert attention.has_output_gate and attention.has_head_norms and attention.rotary_percent == 0.25
+    assert architecture.zero_centered_norms and experts is not None and experts.has_shared_gate
