@@ -72,7 +72,6 @@ _UNUSED = {
     "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
 }
 
-
 _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
