@@ -48,7 +48,7 @@ def unmet_requirements(extra: str = "") -> list[Unmet]:
     Raises:
         importlib.metadata.PackageNotFoundError: If the package is imported without being installed.
     """
-    return [Unmet(str(one), _installed(one.name)) for one in _requirements(extra) if not _is_met(one)]
+    return [Unmet(str(one), installed_version(one.name)) for one in _requirements(extra) if not _is_met(one)]
 
 
 def require_extra(extra: str, purpose: str) -> None:
@@ -92,13 +92,14 @@ def _requirements(extra: str) -> Iterator["Requirement"]:
                 yield one
 
 
-def _is_met(one: "Requirement") -> bool:
-    found = _installed(one.name)
-    return found is not None and one.specifier.contains(found, prereleases=True)
-
-
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _is_met(one: "Requirement") -> bool:
+    found = installed_version(one.name)
+    return found is not None and one.specifier.contains(found, prereleases=True)

@@ -1,15 +1,16 @@
 """The doctor command: what this machine has, and which kernels run on it and why."""
 
 import platform
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import CacheConfig
-from ..installation import EXTRAS, install_command, unmet_requirements
+from ..installation import EXTRAS, install_command, installed_version, unmet_requirements
 from .model_choice import described_shape, has_shipped_model
 from .quiet import quiet_libraries
 
@@ -71,26 +72,22 @@ _UNUSED = {
     "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
 }
 
-
 _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
-def print_diagnosis(model: str | None = None, log_level: str = "warning") -> bool:
-    """Print device, versions, kernels, extras and optional packages; return whether package and model can be used.
+def print_diagnosis(arguments: Namespace) -> int:
+    """Print device, versions, kernels, extras and optional packages; return 1 if package or model cannot be used.
 
     A missing piece is a line, never an exception.
-
-    Args:
-        model: Directory of a model to describe too; None: there is none.
     """
-    with quiet_libraries(log_level):
+    with quiet_libraries(arguments.log_level):
         obstacle = _obstacle()
         for line in _diagnosis(obstacle):
             print(line)
-        found = None if model is None else _model(Path(model))
+        found = None if arguments.hf_model is None else _model(Path(arguments.hf_model))
     if found is not None:
         print(f"\nmodel              {found.line}")
-    return obstacle is None and (found is None or found.can_be_used)
+    return 0 if obstacle is None and (found is None or found.can_be_used) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ def _diagnosis(obstacle: str | None) -> Iterator[str]:
     yield f"device             {_device()}"
     yield f"python             {platform.python_version()}"
     for name in _VERSIONS:
-        yield f"{name:<18} {_version_of(name) or 'not installed'}"
+        yield f"{name:<18} {installed_version(name) or 'not installed'}"
     yield f"this package       {'ready' if obstacle is None else f'cannot be used: {obstacle}'}"
     yield f"default model      {_default_model()}"
     yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
@@ -237,7 +234,7 @@ def _attention_backends() -> Iterator[str]:
         state = "in use" if name == used else "could be used" if reason is None else f"no: {reason}"
         if name == "flashinfer" and reason is None:
             origin = import_module("..kernels.attention.flashinfer_compiler", __package__).origin_of_kernels()
-            state = f"{state}, {_version_of('flashinfer-python') or 'release unknown'}; {origin}"
+            state = f"{state}, {installed_version('flashinfer-python') or 'release unknown'}; {origin}"
         yield f"  {name:<16} {state}"
 
 
@@ -250,13 +247,13 @@ def _default_model() -> str:
 def _package_state(name: str, reason: str) -> str:
     if not _is_installed(name):
         return "not installed; not needed"
-    return f"{_version_of(name) or 'installed'}, not used: {reason}"
+    return f"{installed_version(name) or 'installed'}, not used: {reason}"
 
 
 def _apex_state() -> str:
     if not _is_installed("apex"):
         return "not installed; not needed"
-    found = _version_of("apex") or "installed"
+    found = installed_version("apex") or "installed"
     try:
         is_nvidia = hasattr(import_module("apex.normalization"), "FusedRMSNorm")
     except Exception:  # another project's package, or a broken build
@@ -274,13 +271,6 @@ def _is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _one_line(error: BaseException) -> str:

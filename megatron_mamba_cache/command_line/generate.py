@@ -40,10 +40,9 @@ def generate(arguments: Namespace) -> int:
         # These import torch, which fixes the device.
         hide_stacks_of_signals()
         from .generation import Generation
-        from .processes import Replicas, SeveralProcesses, own_process_groups, speaking_for_all
+        from .processes import joined_processes
 
-        with own_process_groups(), speaking_for_all(launch):
-            replicas = Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+        with joined_processes(launch, arguments, device) as replicas:
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
             if directory is not None and not generation.reads_text:  # a hub model, which was not on disk before
                 require_token_ids(lines, arguments.prompts, directory.path)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from .arguments import as_typed, command_parser
+from .commands import print_completion
 from .flag_parser import FlagParser, flags_of, placed
 from .flag_sources import SetFlag, misspelled_variables
 from .launch import Launch
@@ -41,7 +42,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
         arguments = parser.parse_args(argv)
         set_flags = arguments.set_flags
         _note_misspelled_variables(parser)
-        return _COMMANDS[arguments.command](arguments)
+        return _run(arguments)
     except UsageError as error:
         if _speaks_for_all():
             words = [*(sys.argv[1:] if argv is None else argv), *(one.flag for one in set_flags)]
@@ -95,53 +96,20 @@ def _speaks_for_all() -> bool:
         return True
 
 
-def _generate(arguments: Namespace) -> int:
+def _run(arguments: Namespace) -> int:
+    if arguments.command == "completion":
+        print_completion(command_parser(), arguments.shell)
+        return 0
     with quiet_libraries():
-        from .generate import generate
-
-    return generate(arguments)
-
-
-def _serve(arguments: Namespace) -> int:
-    with quiet_libraries():
-        from .serve import serve
-
-    return serve(arguments)
-
-
-def _doctor(arguments: Namespace) -> int:
-    with quiet_libraries():
-        from .doctor import print_diagnosis
-
-    return 0 if print_diagnosis(arguments.hf_model, arguments.log_level) else 1
-
-
-def _plan(arguments: Namespace) -> int:
-    with quiet_libraries():
-        from .plan import print_plan
-
-    print_plan(arguments)
-    return 0
-
-
-def _chat(arguments: Namespace) -> int:
-    from .chat import chat
-
-    return chat(arguments)
-
-
-def _completion(arguments: Namespace) -> int:
-    from .commands import print_completion
-
-    print_completion(command_parser(), arguments.shell)
-    return 0
-
-
-_COMMANDS = {
-    "generate": _generate,
-    "serve": _serve,
-    "chat": _chat,
-    "plan": _plan,
-    "doctor": _doctor,
-    "completion": _completion,
-}
+        match arguments.command:
+            case "generate":
+                from .generate import generate as run
+            case "serve":
+                from .serve import serve as run
+            case "chat":
+                from .chat import chat as run
+            case "plan":
+                from .plan import print_plan as run
+            case _:
+                from .doctor import print_diagnosis as run
+    return run(arguments)

@@ -16,8 +16,8 @@ from .quiet import quiet_libraries
 from .usage_error import UsageError
 
 
-def print_plan(arguments: Namespace) -> None:
-    """Replay the load and print a line for each size.
+def print_plan(arguments: Namespace) -> int:
+    """Replay the load and print a line for each size; return the exit status.
 
     Raises:
         UsageError: If a flag, the file or the model cannot be used.
@@ -46,7 +46,7 @@ def print_plan(arguments: Namespace) -> None:
     ]
     if arguments.json:
         print(json.dumps(rows, indent=2))
-        return
+        return 0
     print(
         f"{len(load.requests):,} requests; {sizes.kv_bytes_per_token:,} bytes of KV a token, "
         f"{sizes.state_bytes:,} bytes a state, blocks of {sizes.block_size} tokens"
@@ -58,6 +58,7 @@ def print_plan(arguments: Namespace) -> None:
         host = f"  {cache.host_cache_gb:>10g}" if has_host else ""
         print(f"{cache.cache_gb:>10g}{host}{_figures(cache.replayed)}")
     print(f"{'unlimited':>10}{' ' * len(host)}{_figures(result.unlimited)}")
+    return 0
 
 
 def _figures(replayed: ReplayedLoad) -> str:

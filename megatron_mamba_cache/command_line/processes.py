@@ -127,3 +127,10 @@ def own_process_groups() -> Iterator[None]:
         if dist.is_initialized() and not were_there:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def joined_processes(launch: Launch, arguments: Namespace, device: str) -> Iterator[Replicas]:
+    """Join the processes of a launch, of which only the first prints, and leave `torch.distributed` as it was found."""
+    with own_process_groups(), speaking_for_all(launch):
+        yield Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)

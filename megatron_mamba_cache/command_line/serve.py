@@ -40,11 +40,10 @@ def serve(arguments: Namespace) -> int:
             check_engine_arguments(arguments)
         # These import torch, which fixes the device.
         hide_stacks_of_signals()
-        from .processes import Replicas, SeveralProcesses, own_process_groups, speaking_for_all
+        from .processes import joined_processes
         from .serving import Serving
 
-        with own_process_groups(), speaking_for_all(launch):
-            replicas = Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+        with joined_processes(launch, arguments, device) as replicas:
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
             gc.freeze()  # modules and weights stay; no later collection, the one in `close` included, has to scan them
             with closing(replicas.make(serving.engine)) as engine:

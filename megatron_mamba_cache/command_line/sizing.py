@@ -41,7 +41,6 @@ _WIDEST_LAYERS = 4  # outputs of the widest layer's width that are live at once
 _BYTES_A_LOGIT = 12  # in bf16, and twice in float32 for log-probs: 10.0 measured, see `server_defaults.md`
 _BYTES_A_DRAWN_LOGIT = 24  # besides, what a draft model has drawn from and what that is compared with
 
-
 DRAFTER_SHARE = 0.15
 """A draft model's share of the memory for KV blocks and states."""
 

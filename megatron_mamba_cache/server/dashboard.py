@@ -23,7 +23,6 @@ _NUM_SAMPLES = 720
 _NUM_RECENT = 12  # samples of the last minute
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
-
 _STATUSES = {
     "refused": {429},
     "client_errors": {*range(400, 499)} - {429},

@@ -24,7 +24,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
-
 _OTHER_FORM = ("string_type", "list_type", "int_type")
 _MOST_CHARACTERS = 1000
 _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")

@@ -75,8 +75,8 @@ BASE_FACES = ("mcore", "models", "speculation")
 
 @cache
 def sources() -> Sources:
-    """Return the package, its examples and its tests."""
-    roots = {PACKAGE: REPOSITORY / PACKAGE, "tests": REPOSITORY / "tests"}
+    """Return the package, its examples, its tests and the benchmarks that these import."""
+    roots = {name: REPOSITORY / name for name in (PACKAGE, "tests", "benchmarks")}
     examples = {f"example_{file.stem}": file for file in (REPOSITORY / "examples").glob("*.py")}
     benchmarks = {file.stem: file for file in (REPOSITORY / "benchmarks").glob("*.py")}
     clients = {file.stem: file for file in SCRIPTS.glob("*.py")}
