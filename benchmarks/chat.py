@@ -44,6 +44,9 @@ LIMITS = {
     "8b": {"state_gb": 16.0, "kv_gb": 16.0},
     "nano3": {"state_gb": 12.0, "kv_gb": 4.0},
     "super": {"state_gb": 12.0, "kv_gb": 4.0},
+    "qwen36-27b": {"state_gb": 24.0, "kv_gb": 8.0},
+    "qwen36-35b": {"state_gb": 12.0, "kv_gb": 4.0},
+    "qwen3-next": {"state_gb": 12.0, "kv_gb": 4.0},
     "small": {"state_gb": 0.5},
 }
 

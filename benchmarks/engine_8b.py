@@ -84,6 +84,22 @@ _TINY_GRANITE = MODEL_FIELDS["granite-tiny"] | {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
+_TINY_QWEN = MODEL_FIELDS["qwen36-35b"] | {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "vocab_size": 512,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+    "max_position_embeddings": 1024,
+}
 _8B = replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0)
 
 
@@ -99,6 +115,7 @@ SCALES = {
     "granite-small": _large("granite-small", _GRANITE_LAYERS),
     "granite-tiny": _large("granite-tiny", _GRANITE_LAYERS),
     "bamba": _large("bamba", {"num_hidden_layers": 4, "attn_layer_indices": [2]}),
+    **{name: _large(name, {"num_hidden_layers": 4}) for name in ("qwen36-27b", "qwen36-35b", "qwen3-next")},
     "tiny": Scale(SHAPES["tiny"], {"hybrid_override_pattern": "M*-M-"}, fp32_kv_gb=0.02, workload=SMALL),
     "tiny-experts": Scale(
         replace(SHAPES["tiny"], fields=_TINY_EXPERTS),
@@ -111,6 +128,9 @@ SCALES = {
         {"layer_types": ["mamba", "attention"]},
         fp32_kv_gb=0.02,
         workload=SMALL,
+    ),
+    "tiny-qwen": Scale(
+        replace(SHAPES["tiny"], fields=_TINY_QWEN), {"full_attention_interval": 2}, fp32_kv_gb=0.02, workload=SMALL
     ),
 }
 LARGE_SHAPES = [name for name in SCALES if not name.startswith("tiny")]

@@ -6,7 +6,9 @@ Each time is the median of a layer inside a CUDA graph of many, whose tokens dif
 experts are not in the L2 cache. Weights and inputs are random in bf16; all experts are equally likely. The floor is
 the bytes of the experts that are hit, at the rate of a plain copy, or the FLOPs of their products, at the rate of a
 large matrix product, whichever takes longer; both rates are measured in the same run. The router's weights, the
-tokens and what is between the two products count as overhead. Latent projections are not included.
+tokens and what is between the two products count as overhead. Latent projections are not included, nor are shared
+experts but in Qwen's shapes: there the layer computes one as the engine does, and the floor has its weights. Shapes
+named "ungated" leave out its gate, for comparison.
 
 The peer is `torch.nn.functional.grouped_mm` with sorting and summing by torch around it, which captures as well. The
 columns after it are the parts of the layer, timed alone in the same way. Up to `FEW_TOKENS` tokens, the second product
@@ -26,15 +28,19 @@ from measuring.graph_timing import launch_us
 from measuring.machine import describe_machine
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.experts.beside_experts import BesideExperts
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS
 from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product
 from megatron_mamba_cache.kernels.experts.pair_products import product_of_pairs
 from megatron_mamba_cache.kernels.experts.product_sums import sum_of_products
-from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
+from megatron_mamba_cache.kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits
-from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route
+from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route
+from megatron_mamba_cache.kernels.experts.shared_product import shared_product, takes_shared_product
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
+from megatron_mamba_cache.kernels.feed_forward.gated_silu import gated_silu
+from megatron_mamba_cache.kernels.feed_forward.squared_relu import squared_relu
 
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
@@ -44,18 +50,34 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer of experts; `hidden` is what they read and write, `inner` what is between their products."""
+    """Sizes of a layer of experts; `hidden` is what they read and write, `inner` what is between their products.
+
+    Args:
+        shared_inner: The same of the shared expert; 0 for none.
+        has_gate: Whether the shared expert has a gate.
+    """
 
     num_experts: int
     hidden: int
     inner: int
     activation: Activation
     rule: RoutingRule
+    shared_inner: int = 0
+    has_gate: bool = False
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of an expert's weights in bf16."""
-        return 2 * (3 if self.activation == "gated_silu" else 2) * self.hidden * self.inner
+        return self.expert_bytes_of(self.inner)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the shared expert's weights in bf16."""
+        return self.expert_bytes_of(self.shared_inner)
+
+    def expert_bytes_of(self, inner: int) -> int:
+        """Return the bytes of an expert's weights in bf16."""
+        return 2 * (3 if self.activation == "gated_silu" else 2) * self.hidden * inner
 
 
 SHAPES = {
@@ -63,8 +85,12 @@ SHAPES = {
     "super": LayerShape(512, 1024, 2688, "squared_relu", RoutingRule(22, "sigmoid", scale=5.0)),
     "granite-small": LayerShape(72, 4096, 768, "gated_silu", RoutingRule(10)),
     "granite-tiny": LayerShape(64, 1536, 512, "gated_silu", RoutingRule(6)),
+    "qwen36-35b": LayerShape(256, 2048, 512, "gated_silu", RoutingRule(8), shared_inner=512, has_gate=True),
+    "qwen36-35b-ungated": LayerShape(256, 2048, 512, "gated_silu", RoutingRule(8), shared_inner=512),
+    "qwen3-next": LayerShape(512, 2048, 512, "gated_silu", RoutingRule(10), shared_inner=512, has_gate=True),
+    "qwen3-next-ungated": LayerShape(512, 2048, 512, "gated_silu", RoutingRule(10), shared_inner=512),
 }
-"""Nemotron 3 Nano and Super (their routed experts), Granite 4 H Small and Tiny."""
+"""Nemotron 3 Nano and Super, Granite 4 H Small and Tiny (their routed experts); Qwen3.6-35B-A3B, Qwen3-Next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +119,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens, and what the parts of the layer make of them; `of_pairs` is `inner` in the order of tokens."""
+    """Tokens, their shared expert, and what the parts make of them; `of_pairs` is `inner` in the order of tokens."""
 
     x: Tensor
+    shared: SharedExpert | None
     logits: Tensor
     ids: Tensor
     weights: Tensor
@@ -107,51 +134,62 @@ class Inputs:
 class Bench:
     """A layer of experts with random weights."""
 
-    def __init__(self, name: str, shape: LayerShape) -> None:
+    def __init__(self, name: str, shape: LayerShape, device: str = "cuda") -> None:
         torch.manual_seed(0)
+        self.device = device
         self.name = name
         self.shape = shape
         width = shape.inner * (2 if shape.activation == "gated_silu" else 1)
         self.gate = self._random(shape.num_experts, shape.hidden)
         self.first = self._random(shape.num_experts, width, shape.hidden)
         self.second = self._random(shape.num_experts, shape.hidden, shape.inner)
+        self.shared_gate = self._random(1, shape.hidden) if shape.has_gate else None
+
+    def _shared_expert(self) -> SharedExpert | None:
+        """Return a shared expert with weights of its own, so that a graph's are not in the L2 cache."""
+        shape = self.shape
+        width = shape.shared_inner * (2 if shape.activation == "gated_silu" else 1)
+        if not width:
+            return None
+        return SharedExpert(self._random(width, shape.hidden), self._random(shape.hidden, shape.shared_inner))
 
     def _random(self, *sizes: int) -> Tensor:
-        return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16).mul_(sizes[-1] ** -0.5)
+        return torch.randn(*sizes, device=self.device, dtype=torch.bfloat16).mul_(sizes[-1] ** -0.5)
 
     def measure(self, num_tokens: int) -> Figure:
         """Measure the layer, its peer and its parts."""
-        batches = [self._inputs(num_tokens)]
+        batches = [self.inputs(num_tokens)]
         hit = float(batches[0].ids.unique().numel())
         num_batches = min(MOST_TOKENS, 1 + int(COLD_BYTES / (hit * self.shape.expert_bytes)))
-        batches += [self._inputs(num_tokens) for _ in range(num_batches - 1)]
+        batches += [self.inputs(num_tokens) for _ in range(num_batches - 1)]
         hit = sum(float(batch.ids.unique().numel()) for batch in batches) / len(batches)
-        num_flops = self.shape.expert_bytes * num_tokens * self.shape.rule.top_k  # two a weight of two bytes
-        bytes_us = copy_us(round(hit * self.shape.expert_bytes))
+        of_token = self.shape.expert_bytes * self.shape.rule.top_k + self.shape.shared_bytes
+        num_flops = of_token * num_tokens  # two a weight of two bytes
+        bytes_us = copy_us(round(hit * self.shape.expert_bytes + self.shape.shared_bytes))
         flops_us = num_flops / matmul_tflops() / 1e6
         expected_us = max(bytes_us, flops_us, 5.0)
 
         def time(run: Callable[[Inputs], object]) -> float:
             return launch_us([lambda batch=batch: run(batch) for batch in batches], expected_us)
 
-        self._check(batches[0])
+        self.check(batches[0])
         orders = {id(batch): order_by_expert(batch.ids, self.shape.num_experts) for batch in batches}
         top_k, activation = self.shape.rule.top_k, self.shape.activation
         parts = {
             "logits": lambda batch: router_logits(batch.x, self.gate),
-            "route": lambda batch: route(batch.logits, None, self.shape.rule),
+            "route": lambda batch: route(batch.logits, None, self.shape.rule, None, self._gate_of(batch.x)),
             "order": lambda batch: order_by_expert(batch.ids, self.shape.num_experts),
             "first": lambda batch: grouped_product(
                 batch.x, self.first, orders[id(batch)], top_k=top_k, activation=activation
             ),
             "second": lambda batch: grouped_product(batch.inner, self.second, orders[id(batch)]),
-            "sum": lambda batch: weighted_sum(batch.rows, orders[id(batch)].places, batch.weights),
+            "sum": lambda batch: weighted_sum(batch.rows, orders[id(batch)].places, batch.weights, self._addend(batch)),
         }
         if num_tokens <= FEW_TOKENS:
             parts["first"] = lambda batch: product_of_pairs(batch.x, self.first, batch.ids, activation=activation)
             parts["second"] = lambda batch: sum_of_products(batch.of_pairs, self.second, batch.ids, batch.weights)
             del parts["order"], parts["sum"]
-        layer_us = time(lambda batch: self._layer(batch.x))
+        layer_us = time(self._layer)
         return Figure(
             self.name,
             num_tokens,
@@ -159,26 +197,51 @@ class Bench:
             bytes_us,
             flops_us,
             layer_us,
-            time(lambda batch: self._peer(batch.x)),
+            time(self._peer),
             {name: time(run) for name, run in parts.items()},
         )
 
-    def _inputs(self, num_tokens: int) -> Inputs:
-        x = torch.randn(num_tokens, self.shape.hidden, device="cuda").bfloat16()
+    def inputs(self, num_tokens: int) -> Inputs:
+        """Draw tokens and a shared expert, and compute the parts."""
+        x = torch.randn(num_tokens, self.shape.hidden, device=self.device).bfloat16()
         logits = router_logits(x, self.gate)
-        ids, weights = route(logits, None, self.shape.rule)
+        ids, weights = route(logits, None, self.shape.rule, None, self._gate_of(x))
         order = order_by_expert(ids, self.shape.num_experts)
         inner = grouped_product(x, self.first, order, top_k=self.shape.rule.top_k, activation=self.shape.activation)
         rows = grouped_product(inner, self.second, order)
-        return Inputs(x, logits, ids, weights, inner, rows, inner[order.places.flatten().long()])
+        return Inputs(x, self._shared_expert(), logits, ids, weights, inner, rows, inner[order.places.flatten().long()])
 
-    def _layer(self, x: Tensor) -> Tensor:
-        ids, weights = route(router_logits(x, self.gate), None, self.shape.rule)
-        return routed_experts(x, ids, weights, self.first, self.second, self.shape.activation)
+    def _layer(self, batch: Inputs) -> Tensor:
+        """Compute the layer as the engine does."""
+        x, shared, experts = batch.x, batch.shared, (self.first, self.second, self.shape.activation)
+        takes_along = shared is not None and takes_shared_expert(x)
+        beside = None
+        if shared is not None and not takes_along:
+            beside = BesideExperts(lambda: self._begin_shared(shared, x), x.device)
+        ids, weights = route(router_logits(x, self.gate), None, self.shape.rule, None, self._gate_of(x))
+        if beside is None:
+            return routed_experts(x, ids, weights, *experts, shared=shared)
+        return routed_experts(x, ids, weights, *experts, addend=beside.output, beside=beside)
 
-    def _peer(self, x: Tensor) -> Tensor:
+    def _begin_shared(self, shared: SharedExpert, x: Tensor) -> Callable[[], Tensor]:
+        activation = self.shape.activation
+        if takes_shared_product(x, shared.first, activation):
+            inner = shared_product(x, shared.first, activation)
+            return lambda: F.linear(inner, shared.second)
+        return lambda: F.linear(self._activated(F.linear(x, shared.first)), shared.second)
+
+    def _activated(self, products: Tensor) -> Tensor:
+        return gated_silu(products) if self.shape.activation == "gated_silu" else squared_relu(products)
+
+    def _gate_of(self, x: Tensor) -> SharedGate | None:
+        return None if self.shared_gate is None else SharedGate(x, self.shared_gate)
+
+    def _addend(self, batch: Inputs) -> Tensor | None:
+        return None if batch.shared is None else batch.x  # as large as the shared expert's output
+
+    def _peer(self, batch: Inputs) -> Tensor:
         """Compute the same with torch."""
-        rule = self.shape.rule
+        x, rule, of_shared = batch.x, self.shape.rule, batch.shared
         product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # its name in torch 2.11
         logits = torch.mm(x, self.gate.T, out_dtype=torch.float32)
         scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
@@ -195,11 +258,15 @@ class Bench:
         else:
             inner = inner.relu().square()
         rows = product(inner, self.second.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
-        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, rows.float()).bfloat16()
+        out = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, rows.float()).bfloat16()
+        if of_shared is None:
+            return out
+        shared = F.linear(self._activated(F.linear(x, of_shared.first)), of_shared.second)
+        return out + (shared if self.shared_gate is None else shared * F.linear(x, self.shared_gate).sigmoid())
 
-    def _check(self, batch: Inputs) -> None:
+    def check(self, batch: Inputs) -> None:
         """Raise `RuntimeError` if layer and peer differ by more than bf16 rounds."""
-        found, expected = self._layer(batch.x).float(), self._peer(batch.x).float()
+        found, expected = self._layer(batch).float(), self._peer(batch).float()
         error = (found - expected).abs().mean() / expected.abs().mean()
         if not error < TOLERANCE:
             raise RuntimeError(f"{self.name}: layer and peer differ by {error:.4f} of the mean output")

@@ -36,6 +36,7 @@ from loads.recorded_sessions import recorded_conversations
 from loads.serving_engine import (
     LARGE_SHAPES,
     MODES,
+    QWEN_SHAPES,
     Mode,
     ServedShape,
     add_shape_arguments,
@@ -89,6 +90,7 @@ SCALES = {
 }
 LIMITS = {
     **{name: {"max_requests": 32, "max_tokens": 16_384, "state_gb": 10.0, "kv_gb": 4.0} for name in LARGE_SHAPES},
+    **{name: {"max_requests": 32, "max_tokens": 16_384, "state_gb": 4.0, "kv_gb": 6.0} for name in QWEN_SHAPES},
     "small": {"max_tokens": 16_384},
     "tiny": {"max_tokens": 4096},
 }

@@ -20,6 +20,22 @@ _GRANITE = _MAMBA_OF_ONE_GROUP | {
     "residual_multiplier": 0.22,
     "tie_word_embeddings": True,
 }
+_QWEN = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
+}
+_QWEN_EXPERTS = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 
 MODEL_FIELDS: dict[str, dict[str, Any]] = {
     "8b": {
@@ -111,6 +127,35 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "qwen36-27b": _QWEN
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "vocab_size": 248_320,
+        "intermediate_size": 17_408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen36-35b": _QWEN
+    | _QWEN_EXPERTS
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "vocab_size": 248_320,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    "qwen3-next": _QWEN
+    | _QWEN_EXPERTS
+    | {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 24,
+        "vocab_size": 151_936,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
     "small": {
         "hybrid_override_pattern": "M-M*-M-M*-",
         "hidden_size": 1024,
@@ -142,4 +187,5 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Nano3 has the sizes of NVIDIA-Nemotron-3-Nano-30B-A3B; super those of NVIDIA-Nemotron-3-Super-120B-A12B and a quarter
 of its layers, which fit on one card; granite-small and -tiny those of granite-4.0-h-small (32B-A9B) and -tiny (7B-A1B);
-bamba those of Bamba-9B-v2."""
+bamba those of Bamba-9B-v2; qwen36-27b and -35b those of Qwen3.6-27B and -35B-A3B, without images; qwen3-next those of
+Qwen3-Next-80B-A3B and half of its layers, which fit on one card."""

@@ -33,6 +33,9 @@ _COMMON_FIELDS: dict[str, dict[str, Any]] = {
     },
     "bamba": {"architectures": ["BambaForCausalLM"], "mamba_conv_bias": True, "tie_word_embeddings": False},
     "granitemoehybrid": {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_conv_bias": True},
+    "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], "tie_word_embeddings": False},
+    "qwen3_5_text": {"architectures": ["Qwen3_5ForCausalLM"], "tie_word_embeddings": False},
+    "qwen3_5_moe_text": {"architectures": ["Qwen3_5MoeForCausalLM"], "tie_word_embeddings": False},
 }
 _INTO_RESIDUAL = tuple(
     f"{name}.weight" for name in ("out_proj", "o_proj", "down_proj", "fc2_latent_proj", "output_linear")
@@ -101,10 +104,10 @@ def random_tensors(family: ModuleType, architecture: HybridArchitecture, device:
     generator = torch.Generator(device).manual_seed(0)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     for name, places in family.placements_of(architecture).items():
-        yield name, _drawn(name, stored_shape(places, shapes), len(architecture.pattern), generator)
+        yield name, _drawn(name, stored_shape(places, shapes), architecture, generator)
 
 
-def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.Generator) -> Tensor:
+def _drawn(name: str, shape: tuple[int, ...], architecture: HybridArchitecture, generator: torch.Generator) -> Tensor:
     """Draw weights that keep activations of order one at any depth."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     last = name.rpartition(".")[2]
@@ -113,11 +116,13 @@ def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.
         return tensor.uniform_(low, high, generator=generator)
     if last == "e_score_correction_bias":
         return tensor.zero_()
+    if "norm" in name and architecture.zero_centered_norms and ".linear_attn." not in name:
+        return tensor.normal_(0.0, STD, generator=generator)
     if last == "D" or "norm" in name:
         return tensor.fill_(1.0)
     if "conv1d" in name:
         return tensor.zero_() if last == "bias" else tensor.uniform_(-0.5, 0.5, generator=generator)
-    std = STD / math.sqrt(num_layers) if name.endswith(_INTO_RESIDUAL) else STD
+    std = STD / math.sqrt(len(architecture.pattern)) if name.endswith(_INTO_RESIDUAL) else STD
     return tensor.normal_(0.0, std, generator=generator)
 
 

@@ -59,10 +59,14 @@ SHAPES = {
     "granite-small": ServedShape(MODEL_FIELDS["granite-small"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
     "granite-tiny": ServedShape(MODEL_FIELDS["granite-tiny"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
     "bamba": ServedShape(MODEL_FIELDS["bamba"], 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=16.0),
+    "qwen36-27b": ServedShape(MODEL_FIELDS["qwen36-27b"], 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=16.0),
+    "qwen36-35b": ServedShape(MODEL_FIELDS["qwen36-35b"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
+    "qwen3-next": ServedShape(MODEL_FIELDS["qwen3-next"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
     "small": ServedShape(MODEL_FIELDS["small"], 256, 32_768, 32, 8192, state_gb=1.0, kv_gb=2.0),
     "tiny": ServedShape(MODEL_FIELDS["tiny"], 64, 4096, 16, 1024, state_gb=0.01, kv_gb=0.02),
 }
-LARGE_SHAPES = ("8b", "nano3", "super", "granite-small", "granite-tiny", "bamba")
+QWEN_SHAPES = ("qwen36-27b", "qwen36-35b", "qwen3-next")
+LARGE_SHAPES = ("8b", "nano3", "super", "granite-small", "granite-tiny", "bamba", *QWEN_SHAPES)
 """Those that need a GPU."""
 
 

@@ -30,7 +30,7 @@ def tiny_model(engine_8b: ModuleType) -> torch.nn.Module:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-granite"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-granite", "tiny-qwen"])
 def test_tiny_models_agree_with_and_without_a_cache(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

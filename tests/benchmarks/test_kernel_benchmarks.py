@@ -23,7 +23,13 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield import_module("attention")
 
 
-@pytest.mark.parametrize("script", ["slot_copies", "attention"])
+@pytest.fixture
+def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    yield import_module("experts")
+
+
+@pytest.mark.parametrize("script", ["slot_copies", "attention", "experts"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures where a GPU is")
 def test_benchmark_says_that_it_needs_a_gpu(
     script: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -77,3 +83,19 @@ def test_attention_is_a_line_a_figure(attention: ModuleType) -> None:
         "| decode | twin | 10.0 | 100 | 0.250 | 100 | 5 |",
         "| append | op | 2.0 | 5 | 0.900 |  |  |",
     ]
+
+
+@pytest.mark.parametrize(("shared_inner", "has_gate"), [(0, False), (48, False), (48, True)])
+def test_a_layer_of_experts_is_compared_with_the_same_layer_in_torch(
+    shared_inner: int, has_gate: bool, experts: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = experts.LayerShape(8, 64, 32, "gated_silu", experts.RoutingRule(2), shared_inner, has_gate)
+    monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))  # on CPUs
+    bench = experts.Bench("small", shape, "cpu")
+    for num_tokens in (1, 5, 40):
+        bench.check(bench.inputs(num_tokens))
+    assert (shape.expert_bytes, shape.shared_bytes) == (2 * 3 * 64 * 32, 2 * 3 * 64 * shared_inner)
+    if has_gate:
+        monkeypatch.setattr(bench, "_gate_of", lambda x: None)
+        with pytest.raises(RuntimeError, match="layer and peer differ"):
+            bench.check(bench.inputs(5))

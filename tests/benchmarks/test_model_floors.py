@@ -9,6 +9,9 @@ import torch
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
+from megatron_mamba_cache.models.part_shape import part_shape
+from megatron_mamba_cache.models.without_memory import without_memory
 from tests.command_line.command_runs import REPOSITORY
 
 HIDDEN, VOCAB, EXPERTS, TOP_K = 64, 512, 8, 3
@@ -46,3 +49,18 @@ def test_bytes_of_a_step_are_those_of_what_its_rows_hit(floors: Any, model: Any,
     of_rows = 2 * shape.state_layout(config).slot_bytes + 50 * shape.block_bytes(1)
     others = sum(weight.nbytes for weight in model.parameters()) - VOCAB * HIDDEN * 4
     assert every == others + num_rows * of_rows
+
+
+@pytest.mark.parametrize(("num_rows", "gigabytes"), [(1, 7.3), (8, 28.0), (64, 125.0)])
+def test_bytes_of_a_step_of_qwen3_next_are_those_of_the_whole_model(
+    floors: Any, num_rows: int, gigabytes: float
+) -> None:
+    """10, 75 and 367 of 512 experts a layer are hit, and each row has a state of 72 MiB and a convolution window."""
+    fields = import_module("loads.model_sizes").MODEL_FIELDS["qwen3-next"] | {"num_hidden_layers": 48}
+    architecture = import_module("loads.random_checkpoint").described(fields)[1]
+    with without_memory():
+        model = build_hybrid_model(architecture, torch.bfloat16)
+    shape, config = part_shape(architecture, torch.bfloat16), CacheConfig().resolved()
+    assert shape.state_layout(config).slot_bytes == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    engine = SimpleNamespace(context=SimpleNamespace(shape=shape, cache_config=config))
+    assert floors.step_bytes(model, engine, 0, num_rows) / 1e9 == pytest.approx(gigabytes, rel=0.03)

@@ -13,12 +13,18 @@ from megatron_mamba_cache.models.part_shape import part_shape
 from tests.command_line.command_runs import REPOSITORY
 
 PUBLISHED = {"8b": 8.1, "nano3": 31.6, "granite-small": 32.2, "granite-tiny": 6.9, "bamba": 9.8}
+PUBLISHED |= {"qwen36-27b": 26.9, "qwen36-35b": 34.7, "qwen3-next": 79.7}
 """Billions of parameters."""
+WHOLE = {"qwen3-next": {"num_hidden_layers": 48}}
+"""Fields of the published model where benchmarks run fewer layers."""
 SMALLER = {
     "nano3": {"hybrid_override_pattern": "ME*E", "n_routed_experts": 4, "num_experts_per_tok": 2},
     "granite-tiny": {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite-small": {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen36-27b": {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 4},
+    "qwen36-35b": {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-next": {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -34,7 +40,7 @@ def fields_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
 def test_sizes_are_the_published_ones(checkpoints: Any, name: str, billions: float) -> None:
-    parameters = parameters_of(checkpoints.described(fields_of(name))[1])
+    parameters = parameters_of(checkpoints.described(fields_of(name) | WHOLE.get(name, {}))[1])
     assert sum(prod(whole.shape) for whole in parameters.values()) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
@@ -71,7 +77,7 @@ def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "num_tensor_ranks", "tokens"),
     [
-        *((name, 1, 4096) for name in ("8b", "nano3", "granite-small", "bamba")),
+        *((name, 1, 4096) for name in ("8b", "nano3", "granite-small", "bamba", "qwen36-27b")),
         ("granite-tiny", 1, 8192),
         ("nano3", 2, 8192),
     ],

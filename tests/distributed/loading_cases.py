@@ -28,7 +28,7 @@ def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, lis
     """Return what a checkpoint generates under each layout; each loads again what the one before it has saved."""
     case = tiny_checkpoint(name)
     case.config.vocab_size = 128  # the drawn ones are odd on purpose
-    folder = _folder_of_all_ranks()
+    folder = folder_of_all_ranks()
     hugging_face = folder / "hugging_face"
     if dist.get_rank() == 0:
         case.write(case.model(), hugging_face)
@@ -49,7 +49,7 @@ def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, lis
 
 def compare_quantized_weights(name: str, kinds: list[str], layouts: list[Layout]) -> None:
     """Assert that a checkpoint in each of these formats loads as what it means, bit by bit, under each layout."""
-    case, folder = wide_checkpoint(name), _folder_of_all_ranks()
+    case, folder = wide_checkpoint(name), folder_of_all_ranks()
     for number, kind in enumerate(kinds):
         quantized, plain = folder / f"quantized_{number}", folder / f"plain_{number}"
         if dist.get_rank() == 0:
@@ -68,7 +68,8 @@ def assert_known_before(loaded: LoadedModel) -> None:
     assert rank_shape(loaded.architecture, torch.float32) == replace(built, fingerprint="")
 
 
-def _folder_of_all_ranks() -> Path:
+def folder_of_all_ranks() -> Path:
+    """Return a new folder, the same on every rank."""
     folder = [tempfile.mkdtemp(prefix="ranks")]
     dist.broadcast_object_list(folder, 0)
     return Path(folder[0])

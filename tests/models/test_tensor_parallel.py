@@ -49,7 +49,7 @@ CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense 
     "qwen3_5_moe-1",
 )
 
-STACKED_CASES = ("nemotron_h_moe-5", "granite_moe-7")  # with one tensor for all experts of a layer
+STACKED_CASES = ("nemotron_h_moe-5", "granite_moe-7", "qwen3_5_moe-1")  # with one tensor for all experts of a layer
 TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10")  # with the conv bias that training has
 
 

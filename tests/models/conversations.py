@@ -1,0 +1,118 @@
+"""Conversations with a loaded checkpoint, and what transformers' model says of each of their tokens.
+
+Each token is compared with what transformers' model scores best after the tokens before it, in one forward pass over
+the whole text, and its log probability with that of transformers.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from tests.mcore.engine_runs import GIB, EngineRun, greedy
+from tests.models.reference_run import reference_run
+from tests.models.tiny_checkpoints import TinyCheckpoint
+
+TOLERANCE = 2e-4
+AMBIGUOUS_MARGIN = 1e-4
+AMBIGUOUS_ROUTING = 1e-6
+"""Of the scores of a token's last expert and the next one: either may be chosen, and later tokens depend on it."""
+REPLY = 24
+DRAFTS = {"num_speculative_tokens": 3, "adaptive_drafts": False, "draft_states": "window"}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkpoint in transformers and as it is loaded."""
+
+    case: TinyCheckpoint
+    reference: PreTrainedModel
+    loaded: LoadedModel
+
+    @staticmethod
+    def load(case: TinyCheckpoint, directory: Path) -> "Subject":
+        """Write a case's checkpoint into a directory, and load it."""
+        reference = reference_run(case).model
+        case.write(reference, directory)
+        return Subject(case, reference, load_hugging_face(directory, torch.float32))
+
+    def start(self, *, kv_blocks: int = 40, cached_states: int = 40, **settings: Any) -> EngineRun:
+        """Build an engine with room for so many blocks and cached states."""
+        shape, block = model_shape_of(self.loaded.model), self.case.block_size
+        small = {"max_requests": 4, "max_tokens": 256, "max_sequence_length": 640} | settings
+        plain = CacheConfig(block_size_tokens=block, **small)
+        state = shape.state_layout(plain.resolved()).slot_bytes
+        config = CacheConfig(
+            block_size_tokens=block,
+            buffer_size_gb=(kv_blocks + 1) * shape.block_bytes(block) / GIB,
+            prefix_caching_mamba_gb=(cached_states * state + 0.5) / GIB,
+            **small,
+        )
+        return EngineRun(self.loaded, build_engine(self.loaded.model, config))
+
+    def assert_as_in_transformers(self, run: EngineRun) -> None:
+        """Assert that the tokens of all requests and their log probabilities are those of transformers."""
+        num_sure, num_tokens = 0, 0
+        for request_id, request in run.finished.items():
+            prompt, tokens = run.prompts[request_id], torch.tensor(run.tokens(request_id))
+            logits, gaps = self._logits_and_gaps([*prompt, *tokens.tolist()])
+            known = (gaps >= AMBIGUOUS_ROUTING).cumprod(0).bool()[len(prompt) - 1 : -1]
+            logits = logits[len(prompt) - 1 : -1]
+            best = logits.topk(2, dim=-1)
+            is_sure = known & (best.values[:, 0] - best.values[:, 1] >= AMBIGUOUS_MARGIN)
+            assert tokens[is_sure].equal(best.indices[is_sure, 0]), request_id
+            log_probs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            errors = (torch.tensor(request.generated_log_probs) - log_probs).abs()[known]
+            assert not len(errors) or errors.max() <= TOLERANCE, request_id
+            num_sure, num_tokens = num_sure + int(is_sure.sum()), num_tokens + len(tokens)
+        assert num_tokens and num_sure >= 0.9 * num_tokens
+
+    @torch.inference_mode()
+    def _logits_and_gaps(self, text: list[int]) -> tuple[Tensor, Tensor]:
+        """Return transformers' logits [tokens, vocab], and by how much each token's last expert leads the next one."""
+        gaps = [torch.ones(len(text))]
+
+        def note(router: nn.Module, _: Any, outputs: tuple[Tensor, ...]) -> None:
+            scores = outputs[0].softmax(-1).topk(router.top_k + 1).values
+            gaps.append(scores[:, -2] - scores[:, -1])
+
+        modules = self.reference.modules()
+        routers = [module for module in modules if type(module).__name__.endswith("TopKRouter")]
+        hooks = [router.register_forward_hook(note) for router in routers]
+        logits = self.reference(torch.tensor([text])).logits[0]
+        for hook in hooks:
+            hook.remove()
+        return logits, torch.stack(gaps).amin(0)
+
+
+def converse(subject: Subject, run: EngineRun, num_others: int = 0) -> None:
+    """Run two conversations of three turns side by side, the second one branching off the first within a block.
+
+    After each turn, so many requests come that have nothing in common with them.
+    """
+    rng, vocab, block = random.Random(7), subject.case.vocab_size, subject.case.block_size
+    first = [rng.randrange(vocab) for _ in range(block + 21)]
+    texts = [first, [*first[:-9], *(rng.randrange(vocab) for _ in range(30))]]
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            run.add(10 * turn + number, text, asked())
+            run.step()
+        run.finish()
+        for other in range(num_others):
+            run.run(10 * turn + 5 + other, [rng.randrange(vocab) for _ in range(4 * block)], asked())
+        for number, text in enumerate(texts):
+            reply = run.tokens(10 * turn + number)
+            text += [*reply, *(rng.randrange(vocab) for _ in range(11)), *reply[:12]]
+    run.assert_nothing_held()
+
+
+def asked() -> Any:
+    """Return what a request asks for: a greedy reply with its log probabilities."""
+    return greedy(REPLY, return_log_probs=True, skip_prompt_log_probs=True)
