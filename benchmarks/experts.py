@@ -28,6 +28,7 @@ from measuring.graph_timing import launch_us
 from measuring.machine import describe_machine
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.activations import gated_silu, squared_relu
 from megatron_mamba_cache.kernels.experts.beside_experts import BesideExperts
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS
@@ -39,8 +40,6 @@ from megatron_mamba_cache.kernels.experts.router_logits import router_logits
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route
 from megatron_mamba_cache.kernels.experts.shared_product import shared_product, takes_shared_product
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
-from megatron_mamba_cache.kernels.feed_forward.gated_silu import gated_silu
-from megatron_mamba_cache.kernels.feed_forward.squared_relu import squared_relu
 
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
-from ...kernels.masks import only_if
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
 from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
 from .inputs import (
