@@ -41,8 +41,8 @@ KERNELS = (
     KernelChoice(
         "norm",
         "mcore.gated_norm",
-        ("gated_group_norm",),
-        "gated, in the mixer: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
+        ("gated_group_norm", "norm_and_gate"),
+        "gated, in the mixers: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
         "torch's in models that the command loads",
     ),
     KernelChoice(
