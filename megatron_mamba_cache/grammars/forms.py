@@ -7,7 +7,7 @@ the start and names others with `@`. Special tokens have no text of their own an
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .schema_words import without_notes
@@ -18,10 +18,8 @@ SpecialId = Callable[[str], int | None]
 
 _WHITE_SPACE = r"( |\n {0,16})?"
 """Between JSON tokens: nothing, a space, or a line break and its indentation."""
-_GAP = "/[ \\n]{0,4}/"
-_ANY = r"(.|\n)*"
-_OPENING = r"""`'"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b(\[{<"""
-_SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
+ANY = r"(.|\n)*"
+"""The expression of any text."""
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
 """The key by which llguidance takes settings out of a schema."""
@@ -89,19 +87,9 @@ def sequence(*grammars: Grammar) -> Grammar:
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " ")
 
 
-def after_reasoning(grammar: Grammar, opening: str, closing: str, special_id: SpecialId, *, is_open: bool) -> Grammar:
-    """Return a grammar whose text comes after free text between markers.
-
-    Args:
-        is_open: Whether the reply begins inside of the free text; else it may begin with it.
-    """
-    closing_id = special_id(closing)
-    if closing_id is None:
-        thinking, rules = "thoughts", {"thoughts[lazy]": f"/{_closed(closing)}/"}
-    else:
-        thinking, rules = f"THOUGHTS <[{closing_id}]>", {"THOUGHTS": f"/{_ANY}/ & {without(closing)}"}
-    before = f"{thinking} {_GAP}" if is_open else f"({literal(opening, special_id)} {thinking} {_GAP})?"
-    return replace(grammar, rule=f"{before} ({grammar.rule})", rules={**rules, **(grammar.rules or {})})
+def named(name: str, grammar: Grammar) -> Grammar:
+    """Return the same grammar as a rule of its own, which can be used at several places."""
+    return Grammar(name, {name: grammar.rule, **(grammar.rules or {})}, grammar.parts)
 
 
 def literal(text: str, special_id: SpecialId) -> str:
@@ -119,7 +107,7 @@ def literal(text: str, special_id: SpecialId) -> str:
 
 def without(*texts: str) -> str:
     """Return a rule that matches any text without some texts in it."""
-    return f"~/{_ANY}({'|'.join(map(escaped, texts))}){_ANY}/"
+    return f"~/{ANY}({'|'.join(map(escaped, texts))}){ANY}/"
 
 
 def escaped(text: str) -> str:
@@ -135,16 +123,6 @@ def quoted(text: str) -> str:
 def matching(pattern: str) -> str:
     """Return a rule that matches what an expression matches whole."""
     return f"/{_escaped_slashes(pattern)}/"
-
-
-def _closed(closing: str) -> str:
-    """Return the expression of text up to a closing marker that is not just mentioned, as a reply's parser reads it.
-
-    The marker begins or ends its line, or comes after a word or, if it is a tag, after the space after a sentence.
-    """
-    close, is_tag = escaped(closing), closing.startswith("<")
-    word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
-    return rf"((({_ANY}\n)?[ \t]*|{_ANY}({word})){close}|{_ANY}{close}[ \t\r]*\n)"
 
 
 def _joined(rules: Sequence[str], grammars: Sequence[Grammar], by: str) -> Grammar:

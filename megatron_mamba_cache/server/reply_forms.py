@@ -7,9 +7,11 @@ from typing import Any
 
 from ..errors import GrammarError
 from ..grammars.compiler import Grammars
-from ..grammars.forms import Grammar, SpecialId, after_reasoning, any_of
+from ..grammars.forms import Grammar, SpecialId, any_of
+from ..grammars.reasoning import CallsInReasoning, ReasoningGrammar
 from .errors import bad_request
-from .parsers.call_grammars import CallableTool, calls_grammar, text_and_calls_grammar
+from .parsers.call_grammars import calls_grammar, calls_in_reasoning, text_and_calls_grammar
+from .parsers.callable_tool import CallableTool
 from .parsers.families import ReplySyntax
 from .parsers.reasoning import ReasoningForm
 from .prompts import Prompt
@@ -27,20 +29,22 @@ class ReplyForm:
         grammar: Of what comes after reasoning.
         reasoning: None: the reply begins with what the grammar says.
         special_id: Returns the id of a tag that is a token.
+        calls: Calls that may begin within reasoning; None: there are none.
     """
 
     field: str
     grammar: Grammar
     reasoning: ReasoningForm | None
     special_id: SpecialId
+    calls: CallsInReasoning | None = None
 
     def grammar_after(self, prompt: Prompt) -> str:
         """Return the text of the grammar of replies to a prompt."""
         form = self.reasoning
         if form is None:
             return self.grammar.text
-        is_open = prompt.opens_reasoning
-        return after_reasoning(self.grammar, form.open, form.close, self.special_id, is_open=is_open).text
+        reasoning = ReasoningGrammar(form.open, form.close, self.special_id)
+        return reasoning.before(self.grammar, self.calls, is_open=prompt.opens_reasoning).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
         """Compile the grammars of replies to some prompts.
@@ -105,11 +109,12 @@ class FormMaker:
         family = self._syntax.tool_calls
         with _refusing_tools():
             calls = calls_grammar(family, callable_tools, self._tag_ids.get, only_one=only_one)
+            begun = calls_in_reasoning(family, callable_tools, self._tag_ids.get, only_one=only_one)
         if is_forced:
-            return self._after_reasoning(_TOOLS, calls)
+            return self._after_reasoning(_TOOLS, calls, begun)
         assert answer is not None
         field, grammar = answer
-        return self._after_reasoning(field, any_of(calls, grammar))
+        return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
         """Return the form of a reply whose calls of strict tools have arguments of their schemas; None without any.
@@ -118,18 +123,20 @@ class FormMaker:
         """
         functions = [tool["function"] for tool in chosen.tools]
         is_held = chosen.are_some or any(function.get("strict") for function in functions)
-        if self._syntax.tool_calls is None or not is_held:
+        family = self._syntax.tool_calls
+        if family is None or not is_held:
             return None
         callable_tools = [
             _callable(function) if function.get("strict") else CallableTool(function["name"], None)
             for function in functions
         ]
         with _refusing_tools():
-            grammar = text_and_calls_grammar(self._syntax.tool_calls, callable_tools, self._tag_ids.get)
-        return None if grammar is None else self._after_reasoning(_TOOLS, grammar)
+            grammar = text_and_calls_grammar(family, callable_tools, self._tag_ids.get)
+            begun = calls_in_reasoning(family, callable_tools, self._tag_ids.get, only_one=False, after=grammar)
+        return None if grammar is None else self._after_reasoning(_TOOLS, grammar, begun)
 
-    def _after_reasoning(self, field: str, grammar: Grammar) -> ReplyForm:
-        return ReplyForm(field, grammar, self._syntax.reasoning, self._tag_ids.get)
+    def _after_reasoning(self, field: str, grammar: Grammar, calls: CallsInReasoning | None = None) -> ReplyForm:
+        return ReplyForm(field, grammar, self._syntax.reasoning, self._tag_ids.get, calls)
 
 
 @contextmanager

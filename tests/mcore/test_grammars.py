@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 
 from megatron_mamba_cache.grammars import forms, matching
+from megatron_mamba_cache.grammars.reasoning import ReasoningGrammar
 from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS, STOP_TOKEN_IDS
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
@@ -199,7 +200,7 @@ def test_other_forms_are_followed(name: str) -> None:
 def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> None:
     """With drafts across the end of reasoning too."""
     answer = forms.json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
-    grammar = forms.after_reasoning(answer, "<think>", closing, TOKENIZER.id_of, is_open=is_open)
+    grammar = ReasoningGrammar("<think>", closing, TOKENIZER.id_of).before(answer, is_open=is_open)
     schema = {"type": "object", "required": ["a"]}
     wishes = wishes_for([grammar.text] * 8, 1)
     plain, num_ended = replies_to(wishes), 0

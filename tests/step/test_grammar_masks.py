@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.grammars.reasoning import ReasoningGrammar
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
@@ -61,8 +62,8 @@ def texts() -> dict[str, tuple[str, list[int]]]:
     """Return grammars and a reply to each."""
     answer = [*TOKENIZER.tokenize('{"a": true}'), END]
     thoughts = TOKENIZER.tokenize('hm {"a": 1} </thin')
-    special = forms.after_reasoning(ANSWER, "<think>", "</think>", TOKENIZER.id_of, is_open=False)
-    plain = forms.after_reasoning(ANSWER, "<think>", "so:", TOKENIZER.id_of, is_open=True)
+    special = ReasoningGrammar("<think>", "</think>", TOKENIZER.id_of).before(ANSWER, is_open=False)
+    plain = ReasoningGrammar("<think>", "so:", TOKENIZER.id_of).before(ANSWER, is_open=True)
     return {
         "schema": (ANSWER.text, answer),
         "special markers": (special.text, [THINK, *thoughts, THINK_END, *TOKENIZER.tokenize("\n"), *answer]),

@@ -18,7 +18,7 @@ class MarkedCalls(Protocol):
 
     @property
     def open(self) -> Sequence[str]:
-        """Markers before a call."""
+        """Markers before a call; grammars write the first one."""
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
         """Parse the calls after a marker; return False, without any part, if what follows it is not a call.
@@ -54,16 +54,22 @@ class Prose:
     def read(self) -> Generator[Part | None, None, str]:
         """Yield the text up to `close` or through the next calls; return the marker of either, "" at the end."""
         while marker := (yield from self._text()):
-            found = marker, self._feed.position - len(marker)
-            self._feed.found.append(found)
-            if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):
+            if (yield from self._counts(marker)):
                 self._held, self._position = "", LinePosition(is_held=self._feed.is_held)
                 return marker
-            self._feed.found.remove(found)
             self._add(marker)
         if self._held and self._kind is Content:
             yield Content(self._held)
         return ""
+
+    def next_calls(self) -> Reading:
+        """Parse the calls that come next; return False if something else does."""
+        for marker in () if self._calls is None else self._calls.open:
+            if (yield from self._feed.accepts(marker)):
+                if (yield from self._counts(marker)):
+                    return True
+                self._feed.back(len(marker))
+        return False
 
     def resume(self) -> None:
         """Go on after a marker with text on a line of its own."""
@@ -90,6 +96,15 @@ class Prose:
     def _add(self, text: str) -> None:
         self._held += text
         self._position.add(text)
+
+    def _counts(self, marker: str) -> Reading:
+        """Parse what a marker begins; return False, right after the marker, if it is a mention."""
+        found = marker, self._feed.position - len(marker)
+        self._feed.found.append(found)
+        if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):
+            return True
+        self._feed.found.remove(found)
+        return False
 
     def _ends(self, marker: str) -> Generator[None, None, bool]:
         if self._feed.is_token(marker) or self._position.ends_reasoning(is_tag=marker.startswith("<")):

@@ -4,18 +4,34 @@ A form has a name, a sign in chat templates that tells it, and a generator over 
 and `mentions` tell its tags from text that mentions them. `call_grammars` writes it as a grammar.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import json_calls, reasoning
-from .content import MarkedCalls
+from .content import MarkedCalls, Reading
 from .parts import Parsing, ReplyParser, plain_text
 from .reasoning import ReasoningForm
 from .text_feed import TextFeed
 from .xml_calls import XmlCalls
 
 AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldCalls:
+    """Calls as grammars write them: with the first of their markers alone."""
+
+    calls: MarkedCalls
+
+    @property
+    def open(self) -> Sequence[str]:
+        """See `MarkedCalls`."""
+        return self.calls.open[:1]
+
+    def call(self, feed: TextFeed, marker: str) -> Reading:
+        """See `MarkedCalls`."""
+        return self.calls.call(feed, marker)
 
 
 class CallForm(MarkedCalls, Protocol):
@@ -86,7 +102,7 @@ class ReplySyntax:
             parameters: None if the reply may not call tools.
             is_open: Whether the prompt ends within reasoning.
             token_tags: Tags that are tokens of the model.
-            is_held: Whether a grammar holds the reply; see `after_reasoning`. Then calls come after reasoning only.
+            is_held: Whether a grammar holds the reply. Then only the first marker begins calls within reasoning.
         """
         name = self.tool_calls if parameters is not None else None
         calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
@@ -94,7 +110,7 @@ class ReplySyntax:
 
         def parse(feed: TextFeed) -> Parsing:
             if form is not None:
-                yield from form.parse(feed, is_open=is_open, calls=None if is_held else calls)
+                yield from form.parse(feed, is_open=is_open, calls=_HeldCalls(calls) if calls and is_held else calls)
             yield from plain_text(feed) if calls is None else calls.parse(feed)
 
         return ReplyParser(parse, token_tags, is_held=is_held)

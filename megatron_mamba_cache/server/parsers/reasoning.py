@@ -40,7 +40,7 @@ class ReasoningForm:
     def parse(self, feed: TextFeed, *, is_open: bool, calls: MarkedCalls | None) -> Parsing:
         """Parse the reply's reasoning, if it has one, and leave the rest in the feed.
 
-        A tool call ends reasoning too, since models forget to close it before.
+        Tool calls end reasoning too, since models forget to close it before; they may close it after the last one.
 
         Args:
             is_open: Whether the reply begins inside of it.
@@ -67,8 +67,10 @@ class ReasoningForm:
             return
         feed.is_reasoning = False
         yield from feed.space()
-        if ending != self.close and (yield from feed.accepts(self.close)):
-            yield from feed.space()
+        while ending != self.close and not (yield from feed.accepts(self.close)):
+            if not (yield from prose.next_calls()):
+                return
+        yield from feed.space()
 
     def _skip_openings(self, feed: TextFeed) -> Parsing:
         """Skip opening markers that a model writes again after the prompt or itself has."""

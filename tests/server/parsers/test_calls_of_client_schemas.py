@@ -10,7 +10,8 @@ import pytest
 
 from megatron_mamba_cache.errors import GrammarError
 from megatron_mamba_cache.grammars.compiler import Grammars
-from megatron_mamba_cache.server.parsers.call_grammars import CallableTool, calls_grammar
+from megatron_mamba_cache.server.parsers.call_grammars import calls_grammar
+from megatron_mamba_cache.server.parsers.callable_tool import CallableTool
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.parsers.parts import assembled
 from tests.grammars.piece_tokenizer import PieceTokenizer

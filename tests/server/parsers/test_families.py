@@ -13,10 +13,10 @@ from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.grammars.forms import Grammar
 from megatron_mamba_cache.server.parsers.call_grammars import (
     MARKED_CALLS,
-    CallableTool,
     calls_grammar,
     text_and_calls_grammar,
 )
+from megatron_mamba_cache.server.parsers.callable_tool import CallableTool
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax, reply_syntax
 from megatron_mamba_cache.server.parsers.parts import (
     CallArguments,

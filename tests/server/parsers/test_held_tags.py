@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -51,6 +52,13 @@ def random_tokens(
     return tokens
 
 
+def words_of(tokenizer: HuggingFaceTokenizer, markers: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of words that random replies are made of, with markers as tags and as mentions."""
+    tags = [Tag(marker) for marker in markers]
+    words = [tokens_of(tokenizer, [word]) for word in (*WORDS, *tags, *tags, *map(str, tags))]
+    return words + [tokens_of(tokenizer, ["\n", tag]) for tag in tags]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("calls", "reasoning"),
@@ -69,10 +77,7 @@ def test_what_a_grammar_allows_is_parsed_as_it_means(
     grammars, num_whole, num_calls = Grammars(tokenizer.vocab_size), 0, 0
     markers = TOOL_CALL_PARSERS[calls]({}).open
     grammars.read(tokenizer)
-    tags = [Tag(tag) for tag in (form.open, form.close, form.close, *markers)]
-    mentions = [str(tag) for tag in tags]
-    words = [tokens_of(tokenizer, [word]) for word in (*WORDS, *tags, *tags, *mentions)]
-    words += [tokens_of(tokenizer, ["\n", tag]) for tag in tags]
+    words = words_of(tokenizer, (form.open, form.close, form.close, *markers))
     for _ in range(16):
         is_open = rng.random() < 0.7
         grammar = held.grammar_after(Prompt((1,), None, opens_reasoning=is_open))
@@ -96,3 +101,34 @@ def test_what_a_grammar_allows_is_parsed_as_it_means(
     print(f"{num_whole} replies are whole, with {num_calls} calls")
     assert num_whole > 2
     assert num_calls or asks == "answer"
+
+
+@pytest.mark.parametrize("kind", ["added", "plain"])
+@pytest.mark.parametrize("calls", ["qwen3_coder", "hermes"])
+@pytest.mark.parametrize("choice", ["required", None])
+def test_calls_that_begin_within_reasoning_end_it(
+    tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, choice: Any
+) -> None:
+    """Of 200 random replies, many call a tool before they close their reasoning, or never close it."""
+    tokenizer, form = tokenizers[kind], REASONING_PARSERS["think"]
+    syntax, rng = ReplySyntax(calls, form), random.Random(f"{kind} {calls} {choice} within")
+    held = FormMaker(syntax, tokenizer).chat(None, chosen_tools(choice, TOOLS), None)
+    assert held is not None
+    grammars, num_whole, num_within = Grammars(tokenizer.vocab_size), 0, 0
+    grammars.read(tokenizer)
+    grammar = held.grammar_after(Prompt((1,), None, opens_reasoning=True))
+    words = words_of(tokenizer, (form.close, *TOOL_CALL_PARSERS[calls]({}).open[:1] * 3))
+    while num_whole < 25:
+        tokens = random_tokens(grammars, grammar, tokenizer, rng, words)
+        if tokens[-1] != tokenizer.eod:
+            continue
+        num_whole += 1
+        reply = reply_of_tokens(tokenizer, syntax, {"f": SCHEMA}, tokens[:-1], is_open=True, is_held=True)
+        found, text = reply.parsed(), reply.text
+        assert choice is None or (found.calls and not found.content), text
+        assert reply.finish_reason == ("tool_calls" if found.calls else "stop"), text
+        for call in found.calls:
+            assert call.name == "f" and jsonschema_rs.is_valid(SCHEMA, json.loads(call.arguments)), text
+        num_within += text.lstrip().removeprefix(found.reasoning).lstrip().startswith("<tool_call>")
+    print(f"{num_within} of {num_whole} replies call within reasoning")
+    assert num_within > 5

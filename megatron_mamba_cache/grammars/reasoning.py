@@ -1,0 +1,110 @@
+"""Grammars of replies that reason first: free text between markers, then what a grammar allows.
+
+Models may begin calls of tools within their reasoning and not close it. Such calls end it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .forms import ANY, Grammar, SpecialId, any_of, escaped, literal, named, sequence, without
+
+SPACE = r"(\s|[\x1c-\x1f])*"
+"""The expression of what Python takes for white space."""
+_GAP = "/[ \\n]{0,4}/"
+_OPENING = r"""`'"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b(\[{<"""
+_SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
+
+
+@dataclass(frozen=True, slots=True)
+class CallsInReasoning:
+    """Calls that may begin within reasoning.
+
+    Args:
+        marker: What begins them, at the start of a line; if it is a token, also after a word or a sentence.
+        rest: The grammar of what follows the marker.
+        after: The grammar of what may follow the calls and a closing marker; None: the reply ends there.
+    """
+
+    marker: str
+    rest: Grammar
+    after: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGrammar:
+    """The grammar of reasoning, by its markers.
+
+    Args:
+        special_id: Returns the id of a marker that is a token.
+    """
+
+    opening: str
+    closing: str
+    special_id: SpecialId
+
+    def before(self, grammar: Grammar, calls: CallsInReasoning | None = None, *, is_open: bool) -> Grammar:
+        """Return a grammar whose text comes after reasoning.
+
+        Args:
+            calls: Calls that may end the reasoning, too; None: only its closing marker does.
+            is_open: Whether the reply begins within reasoning; else it may begin with it.
+        """
+        reply = named("reply", grammar)
+        closed = sequence(self._text_to_closing(calls), Grammar(_GAP), reply)
+        thinking = closed if calls is None else any_of(closed, self._through_calls(calls))
+        if is_open:
+            return thinking
+        return any_of(sequence(Grammar(literal(self.opening, self.special_id)), thinking), reply)
+
+    def _text_to_closing(self, calls: CallsInReasoning | None) -> Grammar:
+        """Return the grammar of free text through the closing marker, in which no call begins."""
+        begun = "" if calls is None or self._is_token(calls.marker) else f" & ~/{self._begun(calls.marker)}{ANY}/"
+        closing_id = self.special_id(self.closing)
+        if closing_id is not None:
+            return Grammar(f"THOUGHTS <[{closing_id}]>", {"THOUGHTS": f"/{ANY}/ & {without(self.closing)}{begun}"})
+        return _lazy("thoughts", f"/{self._closed}/{begun}")
+
+    def _through_calls(self, calls: CallsInReasoning) -> Grammar:
+        """Return the grammar of free text that ends with calls; the closing marker may come right after them."""
+        open_text = without(self.closing) if self._is_token(self.closing) else f"~/{self._closed}{ANY}/"
+        marker_id = self.special_id(calls.marker)
+        if marker_id is None:
+            begun = _lazy("thoughts_and_marker", f"/{self._begun(calls.marker)}/ & {open_text}")
+        else:
+            terminal = f"/{_before_tag(is_tag=True)}/ & {open_text}"
+            begun = Grammar(f"OPEN_THOUGHTS <[{marker_id}]>", {"OPEN_THOUGHTS": terminal})
+        closing = Grammar(f"({_GAP} {literal(self.closing, self.special_id)})?")
+        return sequence(begun, calls.rest, closing, *(() if calls.after is None else (calls.after,)))
+
+    def _is_token(self, marker: str) -> bool:
+        return self.special_id(marker) is not None
+
+    @property
+    def _closed(self) -> str:
+        """The expression of text through a closing marker that is not just mentioned, or that ends its line."""
+        close, before = escaped(self.closing), _before_tag(is_tag=self.closing.startswith("<"))
+        return rf"(({before}|{self._start}){close}|{ANY}{close}[ \t\r]*\n)"
+
+    def _begun(self, marker: str) -> str:
+        """Return the expression of text through a marker that begins its line, or the reasoning."""
+        return rf"({ANY}\n[ \t]*|{self._start}){escaped(marker)}"
+
+    @property
+    def _start(self) -> str:
+        """The expression of what does not count at the start of reasoning: white space and further opening markers."""
+        again = "" if self._is_token(self.opening) else f"({escaped(self.opening)}{SPACE})*"
+        return f"{SPACE}{again}"
+
+
+def _before_tag(*, is_tag: bool) -> str:
+    """Return the expression of text before a marker that is not just mentioned, as a reply's parser reads it.
+
+    The marker begins its line, or comes after a word or, if it is a tag, after the space after a sentence.
+    """
+    word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
+    return rf"(({ANY}\n)?[ \t]*|{ANY}({word}))"
+
+
+def _lazy(name: str, terminal: str) -> Grammar:
+    rules: Mapping[str, str] = {f"{name}[lazy]": name.upper(), name.upper(): terminal}
+    return Grammar(name, rules)
