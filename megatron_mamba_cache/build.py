@@ -1,5 +1,7 @@
 """Build an engine that is ready for requests from a model and settings."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +24,19 @@ from .tiers.weights_digest import weights_digest
 
 
 class TokenIdTokenizer:
-    """Stands in where no tokenizer is given: text is token ids separated by spaces."""
+    """Stands in where no tokenizer is given: text is token ids separated by spaces.
+
+    Args:
+        image_tokens: Ids that are not text but images, video or sound, and their names.
+    """
 
     eod = -1
     bos = None
     writes_text = False
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, image_tokens: Mapping[int, str] = MappingProxyType({})) -> None:
         self.vocab_size = vocab_size
+        self.image_tokens = image_tokens
         self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:

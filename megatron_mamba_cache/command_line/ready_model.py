@@ -19,6 +19,7 @@ from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from ..models.tokenizers.image_tokens import image_tokens_of
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import PromptLookupDrafter
 from .expected_memory import DTYPES, Settings, dtype_of_weights, errors_of_settings
@@ -152,11 +153,12 @@ def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
     dtype = next(name for name, value in DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)
+        image_tokens = image_tokens_of(loaded.directory)
     except (ValueError, OSError) as error:
         raise UsageError(f"{directory.format.value}: {error}") from error
     return ReadyModel(
         loaded.model,
-        tokenizer or TokenIdTokenizer(loaded.architecture.vocab_size),
+        tokenizer or TokenIdTokenizer(loaded.architecture.vocab_size, image_tokens),
         _description(directory, loaded, dtype),
         dtype,
     )

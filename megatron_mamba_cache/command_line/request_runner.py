@@ -11,6 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.failure_reason import failure_reason
 from ..mcore.request_states import tokens_after
+from ..models.tokenizers.image_tokens import image_fault
 from ..server.text_stream import text_after
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult
@@ -122,6 +123,7 @@ class RequestRunner:
     def _open_record(self, line: PromptLine) -> RequestRecord:
         tokens = self._tokenizer.tokenize(line.prompt) if isinstance(line.prompt, str) else list(line.prompt)
         record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
+        record.error = image_fault(self._tokenizer, tokens)
         unfit = next((token for token in tokens if not -(2**63) <= token < 2**63), None)
         if unfit is not None:  # a tensor cannot hold it, so the engine cannot be asked
             record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"

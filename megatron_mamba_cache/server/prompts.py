@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..models.tokenizers.image_tokens import image_fault
 from ..policy.request_settings import PromptBreakpoint
 from .begun_reply import BegunReply, begun_reply
 from .conversation import MARKING_TOOL, Breakpoint, Conversation
@@ -72,11 +73,11 @@ class PromptReader:
                 None adds them, but for a begin token that the text spells out.
 
         Raises:
-            ApiError: 400 if the text has no tokens, or the prompt too many.
+            ApiError: 400 if the text has no tokens, or the prompt too many, or one that is not text.
         """
         if not isinstance(prompt, str):
             self._check_length(len(prompt), self._max_tokens, "tokens")
-            return Prompt(tuple(prompt), None)
+            return Prompt(self._text_only(tuple(prompt)), None)
         return self._prompt(tenant, prompt, self._continuation, add_special_tokens)
 
     def read_to_echo(
@@ -101,7 +102,7 @@ class PromptReader:
 
         Raises:
             ApiError: 400 if there is no template, it has no place for tools or their calls, it refuses the messages, or
-                the prompt is too long.
+                the prompt is too long or not only text.
         """
         template = template_of(self._tokenizer, has_tools=bool(conversation.tools))
         if not template:
@@ -130,8 +131,10 @@ class PromptReader:
         return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""
+        """Store the exact tokens of a prompt and its reply, as the client has it, unless that is empty or not text."""
         add = prompt.add_special_tokens
+        if image_fault(self._tokenizer, reply_ids) is not None:
+            return
         if prompt.text is None or not reply or not self._knows_continuations or self._ends_text(add):
             return
         kind = self._kind_of(add)
@@ -194,7 +197,14 @@ class PromptReader:
         token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, tokens_after, add)))
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
-        return Prompt(token_ids, text, add_special_tokens=add)
+        return Prompt(self._text_only(token_ids), text, add_special_tokens=add)
+
+    def _text_only(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a prompt's tokens; raise `ApiError` 400 if one of them is not text."""
+        fault = image_fault(self._tokenizer, token_ids)
+        if fault is not None:
+            raise bad_request(fault, "prompt", "not_text")
+        return token_ids
 
     def _token_ids(self, tenant: Tenant, text: str, tokens_after: _TokensAfter, add: bool | None) -> Sequence[int]:
         kind = self._kind_of(add)

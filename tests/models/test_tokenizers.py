@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_mamba_cache.models.tokenizers.image_tokens import image_fault, image_tokens_of
 from tests.command_line.tiny_directories import END_OF_TEXT, VOCABULARY, save_tokenizer
 from tests.models.tokenizer_kinds import NOT_SPECIAL, THREE_KINDS, TURN_END, save_kind
 
@@ -92,6 +94,35 @@ def test_a_text_ends_with_every_token_that_any_file_names(
     (tmp_path / "tokenizer_config.json").unlink()  # which names the tokenizer's own
     tokenizer = loaded(tmp_path)
     assert (tokenizer.eod, *tokenizer.other_end_ids) == without
+
+
+def test_images_are_named_by_the_larger_model_and_by_the_tokenizer(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    assert loaded(tmp_path).image_tokens == {}
+    fields: dict[str, object] = {"image_token_id": 5, "video_token_id": None, "vision_start_token_id": 3}
+    others = {"image_size": 7, "audio_token_index": [8, 9], "eos_token_id": 1, "text_config": {"pad_token_id": 2}}
+    change_json(tmp_path / "config.json", **fields, **others)
+    named = {5: "image_token_id", 3: "vision_start_token_id", 8: "audio_token_index", 9: "audio_token_index"}
+    assert loaded(tmp_path).image_tokens == named
+    assert image_tokens_of(tmp_path) == named
+    change_json(tmp_path / "tokenizer_config.json", additional_special_tokens=["<|image_pad|>"])
+    tokenizer = loaded(tmp_path, VOCABULARY + 1)
+    assert tokenizer.image_tokens == {**named, tokenizer.id_of("<|image_pad|>"): "<|image_pad|>"}
+    change_json(tmp_path / "config.json", image_token_id="five")
+    with pytest.raises(
+        ValueError, match=r"config\.json: image_token_id='five', but must be a token id; correct the file"
+    ):
+        loaded(tmp_path)
+
+
+def test_a_prompt_with_a_token_of_an_image_is_at_fault(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    change_json(tmp_path / "config.json", image_token_id=5)
+    words = "the prompt has token 5 (image_token_id) at position 2, which is for images"
+    for tokenizer in (loaded(tmp_path), TokenIdTokenizer(8, image_tokens_of(tmp_path))):
+        assert (image_fault(tokenizer, (1, 4, 5, 5)) or "").startswith(words)
+        assert image_fault(tokenizer, (1, 4)) is None
+    assert image_fault(TokenIdTokenizer(8), (5,)) is None
 
 
 def test_a_tokenizer_without_special_tokens_has_no_bos_and_eod(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..checkpoints.json_file import read_json_object
 from .chat_templates import ChatTemplates
 from .end_tokens import end_ids_of
+from .image_tokens import image_tokens_of
 from .text_codec import JsonCodec, Span, TextCodec, TransformersCodec, auto_tokenizer
 from .token_reader import token_bytes
 
@@ -45,6 +46,7 @@ class HuggingFaceTokenizer:
         longest_token: Most characters of a token, as the tokenizer's files spell it.
         adds_special_tokens: True if the tokenizer's files put special tokens around a text.
         adds_end_token: True if they put one after it.
+        image_tokens: Ids that are not text but images, video or sound, and their names.
         other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
@@ -60,6 +62,7 @@ class HuggingFaceTokenizer:
         self.bos = self._id_named("bos_token")
         self.eod, *others = end_ids_of(directory, self._id_named("eos_token"), vocab_size) or (-1,)
         self.other_end_ids = tuple(others)
+        self.image_tokens = image_tokens_of(directory, {str(codec.token_of(one)): one for one in codec.added_ids})
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Return the text's tokens.
