@@ -112,6 +112,7 @@ class PromptReader:
         if conversation.has_calls and "tool_calls" not in template and "tools" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
         fit = self._fits[bool(conversation.tools)]
+        conversation = fit.efforts.fitted(conversation)
         fit.note_unread_values(conversation)
         count = len(conversation.breakpoints)
         places = (*conversation.breakpoints, *conversation.marked_head)

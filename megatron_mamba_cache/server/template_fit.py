@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from .conversation import DEVELOPER, MARKING_TOOL, Conversation, called
+from .efforts import Efforts
 from .errors import bad_request
 from .ignored import note_ignored
 from .rewrites import (
@@ -113,6 +114,7 @@ class TemplateFit:
     def __init__(self, render: Render, source: str) -> None:
         self._render = render
         self._source = source
+        self.efforts = Efforts(render, source)
 
     def fitted(self, conversation: Conversation) -> Conversation:
         """Return a conversation that the template reads and that says the same, its breakpoints where they belong.

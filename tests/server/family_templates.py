@@ -3,6 +3,8 @@
 What matters is what each reads, drops and refuses, not the texts around the messages.
 """
 
+from tests.server.qwen_templates import QWEN_3_6, QWEN_3_8
+
 _CALL = '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
 
 LLAMA_3 = (  # one call a message, without its text; results as JSON; tools need a first message of the user
@@ -117,6 +119,8 @@ FAMILIES = {
     "llama 3": LLAMA_3,
     "qwen 3": QWEN_3,
     "qwen 3.5": QWEN_3_5,
+    "qwen 3.6": QWEN_3_6,
+    "qwen 3.8": QWEN_3_8,
     "mistral 3": MISTRAL_3,
     "gemma": GEMMA,
     "nemotron nano 2": NEMOTRON_NANO_2,

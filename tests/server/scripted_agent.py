@@ -13,6 +13,7 @@ from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_mamba_cache.server.backend import Progress
 from tests.server.front_end import FrontEnd, front_end, wait_until
+from tests.server.parsers.tagged_replies import tokens_of
 
 _START = (
     "{% if tools %}# tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
@@ -126,6 +127,13 @@ class Agent:
             if self.server.backend.running:
                 self.server.backend.deliver(Progress(tokens=(token,)))
         self.server.backend.deliver(Progress(end=end))  # type: ignore[arg-type]
+
+
+class TagAgent(Agent):
+    """An agent whose model says pieces, of which some are tags."""
+
+    def tokens(self, text: Any) -> list[int]:
+        return tokens_of(self.tokenizer, [text] if isinstance(text, str) else text)
 
 
 @contextmanager

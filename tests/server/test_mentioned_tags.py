@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.front_end import front_end
 from tests.server.parsers.tagged_replies import KINDS, Tag, tagged_tokenizer, tokens_of
-from tests.server.scripted_agent import ASKED, TEMPLATES, TOOL, Agent
+from tests.server.scripted_agent import ASKED, TEMPLATES, TOOL, TagAgent
 
 TEMPLATE = TEMPLATES["hermes"].replace("assistant\n{%", "assistant\n<think>\n{%")
 THOUGHTS = "The user writes </think> and <tool_call> in `the </think> text`."
@@ -18,13 +18,6 @@ ARGUMENTS = {"city": "<tool_call>\n</think>", "days": 3}
 CALL = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
 CALLED = [Tag("<tool_call>"), f"\n{CALL}\n", Tag("</tool_call>")]
 REPLY: Any = [f"{THOUGHTS}\n", Tag("</think>"), f"\n\n{CONTENT}\n", *CALLED]
-
-
-class TagAgent(Agent):
-    """An agent whose model says pieces, of which some are tags."""
-
-    def tokens(self, text: Any) -> list[int]:
-        return tokens_of(self.tokenizer, [text] if isinstance(text, str) else text)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -295,4 +295,4 @@ def test_reasoning_of_earlier_turns_may_be_left_out(readers: dict[str, PromptRea
     reply = said("assistant", "Hello there.", reasoning_content="Hm, well.")
     for family in FAMILIES:
         text = prompt_of(readers[family], [ASKED, reply, AGAIN]).text or ""
-        assert "Hello there." in text and "Hm, well." not in text
+        assert "Hello there." in text and ("Hm, well." in text) is (family == "qwen 3.8"), family

@@ -23,8 +23,8 @@ class Tag(str):
     __slots__ = ()
 
 
-def tagged_tokenizer(folder: Path, kind: str, template: str = "") -> HuggingFaceTokenizer:
-    """Return the shipped tokenizer with tags of a kind."""
+def tagged_tokenizer(folder: Path, kind: str, template: str = "", others: Sequence[str] = ()) -> HuggingFaceTokenizer:
+    """Return the shipped tokenizer with tags of a kind, and other special tokens."""
     folder.mkdir(exist_ok=True)
     described = json.loads((SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     settings = {name: False for name in ("single_word", "lstrip", "rstrip", "normalized")}
@@ -32,10 +32,13 @@ def tagged_tokenizer(folder: Path, kind: str, template: str = "") -> HuggingFace
         {"id": 2048 + number, "content": tag, **settings, "special": kind == "special"}
         for number, tag in enumerate(TAGS if kind != "plain" else ())
     ]
+    described["added_tokens"] += [
+        {"id": VOCAB_SIZE + number, "content": name, **settings, "special": True} for number, name in enumerate(others)
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text((SHIPPED_MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    tokenizer = load_tokenizer(folder, VOCAB_SIZE)
+    tokenizer = load_tokenizer(folder, VOCAB_SIZE + len(others))
     assert tokenizer is not None
     return tokenizer
 
