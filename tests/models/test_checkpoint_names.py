@@ -318,3 +318,52 @@ def test_unknown_tensors_and_families_inside_a_larger_model_are_refused(
     assert_refused(directory, f"has 1 tensors: {extra}, which the model has no place for")
     edit_json(directory / "config.json", lambda config: config["llm_config"].update(model_type="llama"))
     assert_refused(directory, f"{directory / 'config.json'}: llm_config.model_type='llama' is not supported, only ")
+
+
+def test_layers_for_images_and_for_drafts_are_left_out_with_one_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = tiny_checkpoint("qwen3_5_moe_whole-0")
+    case.write(case.model(), tmp_path)
+    tensors = tensors_of(tmp_path)
+    num_of_images = sum(name.startswith("model.visual.") for name in tensors)
+    write_tensors(tmp_path, tensors | {"mtp.fc.weight": torch.ones(4), "mtp.norm.weight": torch.ones(4)})
+    load_hugging_face(tmp_path, torch.float32)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_mamba_cache")]
+    assert lines == [
+        f"{tmp_path} has layers for multi-token prediction (MTP), which is not used yet; their 2 tensors are left out",
+        f"{tmp_path} has parts other than the language model, which are not used; their {num_of_images} tensors are "
+        "left out",
+    ]
+    assert num_of_images > 10
+
+
+def test_layers_for_images_next_to_a_flat_configuration_are_left_out(
+    checkpoints: dict[str, Path], usual: dict[str, LoadedModel], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints["qwen3_5"], tmp_path)
+    tensors = IN_A_LARGER_MODEL(tensors_of(directory))
+    write_tensors(directory, {**tensors, "model.visual.patch_embed.proj.bias": torch.ones(4)})
+    assert_same_weights(usual["qwen3_5"], load_hugging_face(directory, torch.float32))
+    write_tensors(directory, {**tensors, "visuals.bias": torch.ones(4)})
+    assert_refused(directory, "has 1 tensors: visuals.bias, which the model has no place for")
+
+
+@pytest.mark.parametrize("inner", [False, None, True])
+@pytest.mark.parametrize("outer", [False, None, True])
+def test_a_larger_model_is_tied_where_either_configuration_says_so(
+    outer: bool | None, inner: bool | None, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints["qwen3_5"], tmp_path)
+    wrap(directory, "Qwen")
+    tensors = tensors_of(directory)
+    write_tensors(directory, {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
+    edit_json(directory / "config.json", lambda config: config.update(tie_word_embeddings=outer))
+    edit_json(directory / "config.json", lambda config: config["text_config"].update(tie_word_embeddings=inner))
+    assert read_sizes(directory)[0].tie_embeddings is bool(outer or inner)
+    if outer or inner:
+        assert load_hugging_face(directory, torch.float32).architecture.tie_embeddings
+    else:
+        assert_refused(directory, "lacks 1 tensors: language_model.lm_head.weight (the first is also read as ")
+    write_tensors(directory, tensors)  # both are there: each is used
+    assert not load_hugging_face(directory, torch.float32).architecture.tie_embeddings

@@ -18,6 +18,12 @@ from tests.models.tensor_parallel_worker import assert_same_weights
 from tests.models.test_training_checkpoints import DENSE
 from tests.models.training_checkpoints import random_model, write_training_checkpoint
 
+QWEN_NAMES = [
+    "mtp.fc.weight",
+    "mtp.layers.0.self_attn.q_norm.weight",
+    "mtp.norm.weight",
+    "mtp.pre_fc_norm_embedding.weight",
+]
 RELEASED_NAMES = {
     "nemotron_h": [
         "mtp.layers.0.eh_proj.weight",
@@ -35,6 +41,8 @@ RELEASED_NAMES = {
         "backbone.mtp.norm.weight",
         "model.mtp_layers.0.hidden_layernorm.weight",
     ],
+    "qwen3_next": QWEN_NAMES,
+    "qwen3_5": QWEN_NAMES,
 }
 
 
