@@ -1,6 +1,7 @@
 """The kernels of the gated delta rule's scan follow the recurrence, whatever the packing, and resume bit for bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable
-from megatron_mamba_cache.recurrences.gated_delta.scan import scan_tiles
+from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
+from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref
+from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan, scan_tiles
+from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
 from megatron_mamba_cache.recurrences.row_tiles import TileShape, tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
@@ -19,6 +23,7 @@ from tests.kernels.packed_rows import (
     pack_rows,
     poisoned_pool,
     row_slices,
+    same_bits,
     scan_specs,
     written_slots,
 )
@@ -27,7 +32,7 @@ SMALL = DeltaShape(key_heads=2, value_heads=4, key_dim=16, value_dim=32)
 ODD = DeltaShape(key_heads=1, value_heads=3, key_dim=8, value_dim=24)
 QWEN = DeltaShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128)
 NUM_SLOTS = 13
-compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bf16 matrix products")
+compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has neither bf16 products nor right fp8")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,3 +110,156 @@ def test_systems_of_several_blocks_are_solved(length: int, device: str) -> None:
     specs = scan_specs(length)[-3:]
     steps = random_steps(num_tokens(specs), device, SMALL)
     check_against_recurrence(specs, length, steps, TileShape(length, length, 1), 5e-6)
+
+
+def test_strong_decays_before_weak_ones_cost_no_digits(device: str) -> None:
+    """A token that forgets everything is followed by tokens that forget little."""
+    torch.manual_seed(4)
+    specs = scan_specs(32)
+    steps = random_steps(num_tokens(specs), device, SMALL)
+    steps.tokens.a[::9] += 80
+    check_against_recurrence(specs, 32, steps, tile_of(32, torch.float32), 5e-6)
+
+
+def test_keys_that_are_all_alike_are_solved(device: str) -> None:
+    """The inverse has the largest intermediate values if all keys are equal and each token is written whole."""
+    torch.manual_seed(5)
+    steps = random_steps(64, device, SMALL)
+    steps.tokens.k.copy_(steps.tokens.k[:1].clone())
+    steps.tokens.b.fill_(20)
+    steps.tokens.a.fill_(-20)
+    check_against_recurrence([RowSpec(64, final=0)], 64, steps, TileShape(64, 64, 1), 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("length", [16, 64])
+def test_float32_scan_stays_exact_over_4096_tokens(length: int, device: str) -> None:
+    torch.manual_seed(6)
+    shape = DeltaShape(1, 2, 32, 32) if INTERPRETED else QWEN
+    steps = random_steps(4096, device, shape)
+    check_against_recurrence([RowSpec(4096, final=0)], 64, steps, TileShape(length, length, 64 // length), 1e-5)
+
+
+@compiled_only
+def test_bf16_scan_is_as_exact_as_rounding_allows(device: str) -> None:
+    torch.manual_seed(7)
+    specs = scan_specs(64)
+    steps = random_steps(num_tokens(specs) + 3, device, QWEN, dtype=torch.bfloat16)
+    check_against_recurrence(specs, 64, steps, tile_of(64, torch.bfloat16), 8e-3)
+
+
+FORMS = [
+    pytest.param(SMALL, 16, torch.float32, id="float32"),
+    pytest.param(SMALL, 32 if INTERPRETED else 64, torch.float32, id="several-tiles"),
+    pytest.param(ODD, 8, torch.float32, id="odd"),
+    pytest.param(ODD, 16, torch.bfloat16, marks=compiled_only, id="odd-bfloat16"),
+    pytest.param(QWEN, 64, torch.bfloat16, marks=compiled_only, id="bfloat16"),
+    pytest.param(QWEN, 128, torch.bfloat16, marks=compiled_only, id="several-tiles-bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
+@pytest.mark.parametrize("neighbours", [([], []), ([3, 20 if INTERPRETED else 70], []), ([1], [37, 0, 1])])
+def test_resumed_at_every_boundary_is_bit_equal(
+    shape: DeltaShape, grain: int, dtype: torch.dtype, neighbours: tuple[list[int], list[int]], device: str
+) -> None:
+    torch.manual_seed(grain)
+    length, tile = 3 * grain + 5, tile_of(grain, dtype)
+    steps = random_steps(length, device, shape, dtype=dtype)
+    slots = {position: position // grain for position in range(grain, length, grain)}
+    whole = make_pool(shape, torch.float32, device)
+    expected = scan(steps, whole, pack_rows([RowSpec(length, final=0, boundaries=slots)], grain, device), tile)
+    before, after = ([RowSpec(n) for n in lengths] for lengths in neighbours)
+    for cut, cut_slot in slots.items():
+        pool = make_pool(shape, torch.float32, device)
+        pool[cut_slot] = whole[cut_slot]
+        later = {position: slot for position, slot in slots.items() if position > cut}
+        specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *after]
+        others = [[random_steps(s.length, device, shape, dtype=dtype) for s in side] for side in (before, after)]
+        packed = steps[cut:].joined_with(*others)
+        y = scan(packed, pool, pack_rows(specs, grain, device, num_padding=1), tile)
+        assert same_bits(y[row_slices(specs)[len(before)]], expected[cut:])
+        assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
+
+
+@pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
+def test_what_neighbours_hold_does_not_matter(shape: DeltaShape, grain: int, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(1)
+    length = grain + 5
+    clean, poison = (random_steps(n, device, shape, dtype=dtype) for n in (length, 3))
+    poison.poison(slice(None))
+    packed = clean.joined_with([poison], [poison, clean, poison])
+    specs = [RowSpec(3), RowSpec(length, final=0), RowSpec(3, final=1), RowSpec(length, final=2)]
+    pool = make_pool(shape, torch.float32, device)
+    y = scan(packed, pool, pack_rows(specs, grain, device, 2), tile_of(grain, dtype))
+    first, second = y[3 : 3 + length], y[6 + length : 6 + 2 * length]
+    assert first.isfinite().all() and pool[0].isfinite().all()
+    assert same_bits(first, second) and same_bits(pool[0], pool[2])
+    assert (y[6 + 2 * length :] == 0).all()
+
+
+@pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
+def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
+    shape: DeltaShape, grain: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(2)
+    specs, tile = scan_specs(grain), tile_of(grain, dtype)
+    steps = random_steps(num_tokens(specs), device, shape, dtype=dtype)
+    rounded = make_pool(shape, torch.bfloat16, device, (1, 11))
+    exact, rows = rounded.float(), pack_rows(specs, grain, device)
+    assert same_bits(scan(steps, rounded, rows, tile), scan(steps, exact, rows, tile))
+    written = sorted(written_slots(specs))
+    assert same_bits(rounded[written], exact[written].bfloat16())
+
+
+@pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
+@pytest.mark.parametrize("values", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=compiled_only)])
+def test_quantized_boundaries_are_those_of_exact_states(
+    shape: DeltaShape, grain: int, dtype: torch.dtype, values: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(3)
+    specs, tile = scan_specs(grain), tile_of(grain, dtype)
+    steps = random_steps(num_tokens(specs), device, shape, dtype=dtype)
+    rows, live = pack_rows(specs, grain, device), make_pool(shape, torch.float32, device, (1, 11))
+    exact = live.clone()
+    places = QuantizedStates(
+        torch.full((NUM_SLOTS, *shape.state), 7, dtype=torch.int8, device=device).view(values),
+        torch.full((NUM_SLOTS, shape.value_heads, shape.value_dim), 7.0, device=device),
+    )
+    y = scan_tiles(steps.tokens, steps.gates, live, rows, tile, places)
+    assert same_bits(y, scan(steps, exact, rows, tile))
+    at_boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
+    for slot in range(NUM_SLOTS):
+        if slot in at_boundaries:
+            wanted, scales = quantize(exact[slot], values)
+            assert same_bits(places.values[slot].view(torch.int8), wanted.view(torch.int8))
+            assert same_bits(places.scales[slot], scales)
+        else:
+            assert (places.values[slot].view(torch.int8) == 7).all() and (places.scales[slot] == 7).all()
+            assert same_bits(live[slot], exact[slot])
+
+
+def test_views_of_wider_rows_and_a_strided_pool(device: str) -> None:
+    torch.manual_seed(8)
+    specs = scan_specs(16)
+    steps = random_steps(num_tokens(specs), device, SMALL)
+    t = steps.tokens
+    wide = torch.cat([t.q.flatten(1), t.k.flatten(1), t.v.flatten(1), t.b, t.a], dim=1)
+    q, k, v, b, a = wide.split([t.q[0].numel(), t.k[0].numel(), t.v[0].numel(), 4, 4], dim=1)
+    views = DeltaTokens(q.unflatten(1, (2, 16)), k.unflatten(1, (2, 16)), v.unflatten(1, (4, 32)), b, a)
+    layers = torch.full((NUM_SLOTS, 2, *SMALL.state), 5.0, device=device)
+    layers[:, 1] = make_pool(SMALL, torch.float32, device, (1, 11))
+    plain, rows, tile = layers[:, 1].clone(), pack_rows(specs, 16, device), tile_of(16, torch.float32)
+    y = scan(replace(steps, tokens=views), layers[:, 1], rows, tile)
+    assert same_bits(y, scan(steps, plain, rows, tile))
+    assert same_bits(layers[:, 1], plain) and (layers[:, 0] == 5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_computed_by_the_twin(dtype: torch.dtype, device: str, counted_kernel: CountedKernel) -> None:
+    steps, launched = random_steps(20, device, SMALL, dtype=dtype), counted_kernel.launches
+    pool = torch.zeros(1, *SMALL.state, dtype=torch.float64, device=device)
+    expected_pool, rows = pool.clone(), pack_rows([RowSpec(20, final=0)], 16, device)
+    y = delta_scan(steps.tokens, steps.gates, pool, rows, 16)
+    assert same_bits(y, delta_scan_ref(steps.tokens, steps.gates, expected_pool, rows))
+    assert same_bits(pool, expected_pool) and counted_kernel.launches == launched

@@ -30,6 +30,11 @@ from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
+from megatron_mamba_cache.recurrences.gated_delta import scan_portable as delta_scan_portable
+from megatron_mamba_cache.recurrences.gated_delta import tile_systems
+from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify_module
+from megatron_mamba_cache.recurrences.gated_delta.scan import scan_tiles as scan_delta_tiles
+from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
 from megatron_mamba_cache.recurrences.mamba2 import scan as scan_module
 from megatron_mamba_cache.recurrences.mamba2 import scan_hopper, scan_portable
 from megatron_mamba_cache.recurrences.mamba2 import tiles as tiles_module
@@ -40,7 +45,9 @@ from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.quantized_states import restore_states
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
+from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
+from tests.kernels.delta_steps import DeltaShape
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.quantized_places import patterned
@@ -398,3 +405,50 @@ def test_the_largest_states_of_the_portable_scan_fit_in_shared_memory(
     steps, rows = random_steps(128, "cpu", shape).cast(torch.bfloat16), pack_rows([RowSpec(128)], 128, "cpu")
     ssd_scan(steps.tokens, steps.weights, torch.empty(1, *shape.state), rows, 128)
     assert portable.shared_bytes[0] <= HOPPER_SHARED_BYTES
+
+
+SHAPE_QWEN = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+
+
+@POOL_DTYPES
+def test_delta_verify_moves_states_in_wide_accesses(pool_dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(delta_verify_module, "_delta_verify_kernel")
+    steps = delta_steps.random_steps(3, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)
+    pool = torch.empty(3, 1, *SHAPE_QWEN.state, dtype=pool_dtype)
+    delta_verify(steps.tokens, steps.gates, pool[:, 0], pack_verify([VerifySpec(3, (0, 1, 2))], "cpu"))
+    (ptx,) = compiled.ptx
+    num_accesses = 128 * delta_verify_module.TILING.width * pool_dtype.itemsize // (128 * 16)
+    assert ptx.count("st.global.v4.b32") == num_accesses and ptx.count("ld.global.v4.b32") >= num_accesses
+
+
+def test_delta_kernels_compile_once_for_any_rows(compile_for_hopper: Compile) -> None:
+    kernels = [
+        compile_for_hopper(tile_systems, "_systems_kernel"),
+        compile_for_hopper(delta_scan_portable, "_scan_kernel"),
+        compile_for_hopper(delta_verify_module, "_delta_verify_kernel"),
+    ]
+    shape = DeltaShape(1, 2, 16, 16)
+    tiles, pool = tile_shape(16, torch.float32), torch.empty(2, *shape.state)
+    assert tiles is not None
+    for num_rows, length, num_spare in ((1, 1, 0), (1, 9, 2), (2, 1, 0), (7, 3, 1), (16, 9, 7), (256, 4, 5)):
+        steps = delta_steps.random_steps(num_rows * length + num_spare, "cpu", shape)
+        specs = [RowSpec(length, final=0, boundaries={4: 1})] * num_rows
+        scan_delta_tiles(steps.tokens, steps.gates, pool, pack_rows(specs, 16, "cpu", num_padding=num_spare), tiles)
+        rows = pack_verify([VerifySpec(length, (0,) * length)] * num_rows, "cpu", num_spare=num_spare)
+        delta_verify(steps.tokens, steps.gates, pool, rows)
+    assert [len(kernel.compiled) for kernel in kernels] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("quantizes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_delta_scan_compiles_to_asynchronous_matrix_products(quantizes: bool, compile_for_hopper: Compile) -> None:
+    systems = compile_for_hopper(tile_systems, "_systems_kernel")
+    scan = compile_for_hopper(delta_scan_portable, "_scan_kernel")
+    steps = delta_steps.random_steps(200, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)
+    pool, rows = torch.empty(2, *SHAPE_QWEN.state), pack_rows([RowSpec(200, final=0)], 64, "cpu")
+    tiles, places = tile_shape(64, torch.bfloat16), patterned(3, SHAPE_QWEN.state, "cpu") if quantizes else None
+    assert tiles is not None
+    scan_delta_tiles(steps.tokens, steps.gates, pool, rows, tiles, places)
+    assert "wgmma.mma_async" in systems.ptx[0]
+    assert "wgmma.mma_async" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]
+    assert ("div.rn.f32" in scan.ptx[0]) == quantizes
+    assert max(systems.shared_bytes + scan.shared_bytes) <= HOPPER_SHARED_BYTES

@@ -37,6 +37,9 @@ from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
+from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref, delta_verify_ref
+from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
+from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
@@ -45,6 +48,7 @@ from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.moves import align_copy_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
+from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
@@ -93,6 +97,14 @@ def hopper_scan_call() -> Callable[[], object]:
     return lambda: ssd_scan(steps.tokens, steps.weights, pool, rows, 128)
 
 
+def delta_scan_call(scan: Callable[..., Tensor]) -> Callable[[], object]:
+    rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
+    steps = delta_steps.random_steps(16, "cuda")
+    pool = randn(4, *delta_steps.DeltaShape().state)
+    arguments = () if scan is delta_scan_ref else (8,)
+    return lambda: scan(steps.tokens, steps.gates, pool, rows, *arguments)
+
+
 VERIFY_ROWS = [VerifySpec(3, (3, 4, 5), accepted=2), VerifySpec(1), VerifySpec(1, (0,)), VerifySpec(0)]
 
 
@@ -105,6 +117,12 @@ def conv_verify_call(op: Callable[..., Tensor] = conv_verify_ref) -> Callable[[]
 def state_verify_call(op: Callable[..., Tensor] = state_verify_ref) -> Callable[[], object]:
     steps, pool, rows = random_steps(7, "cuda"), randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
     return lambda: op(steps.tokens, steps.weights, pool, rows)
+
+
+def delta_verify_call(op: Callable[..., Tensor]) -> Callable[[], object]:
+    steps, rows = delta_steps.random_steps(7, "cuda"), pack_verify(VERIFY_ROWS, "cuda")
+    pool = randn(6, *delta_steps.DeltaShape().state)
+    return lambda: op(steps.tokens, steps.gates, pool, rows)
 
 
 def state_replay_call(op: Callable[..., Tensor] = state_replay_ref) -> Callable[[], object]:
@@ -211,6 +229,10 @@ CALLS = [
     partial(scan_call, ssd_scan_ref),
     partial(scan_call, ssd_scan, SSMShape(4, 16, 32, 2)),
     hopper_scan_call,
+    partial(delta_scan_call, delta_scan_ref),
+    partial(delta_scan_call, delta_scan),
+    partial(delta_verify_call, delta_verify_ref),
+    partial(delta_verify_call, delta_verify),
     conv_verify_call,
     partial(conv_verify_call, conv_verify),
     state_verify_call,
