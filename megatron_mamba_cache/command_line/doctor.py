@@ -104,13 +104,17 @@ def _model(directory: Path) -> _Model:
 
 
 def _needs(directory: Path) -> str:
-    """Return layers, positions, and the bytes of a token and of a state."""
+    """Return layers, positions, the bytes of a token and of a state, and how the weights are quantized."""
     architecture, shape = described_shape(directory)
+    from ..models.checkpoints.quantization_config import QuantizationConfig  # imports torch
+
     state = shape.cached_layout(CacheConfig().resolved())
+    quantization = QuantizationConfig.read(directory)
+    read_as = f"; weights in {quantization}, read as bf16" if quantization is not None else ""
     return (
         f"{directory}: layers {architecture.pattern}, {architecture.max_sequence_length:,} positions, "
         f"recurrence's chunk of {shape.grain} tokens; {shape.block_bytes(1):,} bytes of KV a token and "
-        f"{state.slot_bytes:,} bytes a state, all ranks together"
+        f"{state.slot_bytes:,} bytes a state, all ranks together{read_as}"
     )
 
 

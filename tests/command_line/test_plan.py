@@ -72,6 +72,19 @@ def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: py
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
+def test_a_quantized_model_is_as_large_as_in_bf16(
+    trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((SHIPPED / "config.json").read_text())
+    sizes = []
+    for fields in ({"dtype": "bfloat16"}, {"dtype": None, "quantization_config": {"quant_method": "fp8"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        status, out, err = planned(capfd, trace, "--model", str(tmp_path))
+        assert status == 0 and not err
+        sizes.append(out)
+    assert sizes[0] == sizes[1]
+
+
 def test_a_quantized_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """The ways in which published checkpoints are quantized, as `quantized_writer.Kind`."""
 
+from dataclasses import replace
 from typing import Any
 
 from tests.models.quantized_writer import Kind, fp4, fp8
@@ -88,6 +89,9 @@ KINDS = {
     "modelopt FP8 a row": _modelopt("FP8_PER_CHANNEL_PER_TOKEN", fp8(1, None, shape="flat")),
     "modelopt MXFP8": _modelopt("MXFP8", fp8(1, 32, "U8"), group_size=32),
     "modelopt NVFP4": _modelopt("NVFP4", fp4(16, modelopt=True), 16, group_size=16),
+    "modelopt NVFP4 of a stack": replace(
+        _modelopt("NVFP4", fp4(16, modelopt=True), 16), extra=("_input_scale",), stem="_weight"
+    ),
     "modelopt NVFP4 in a file": _modelopt_file("W4A16_NVFP4", fp4(16, modelopt=True), 16, group_size=16),
     "modelopt MXFP4": _modelopt("W4A8_MXFP4_FP8", fp4(32, modelopt=True), 32, group_size=32),
     "modelopt mixed": _mixed(),

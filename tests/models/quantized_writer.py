@@ -64,6 +64,7 @@ class Kind:
         columns: Columns of a quantized weight are a multiple of this.
         file: Content of `hf_quant_config.json`.
         extra: Endings of tensors that activations and the KV cache have, next to those of a weight.
+        stem: What precedes the ending of a scale's name where the weight's own name does not end in "weight".
     """
 
     config: Mapping[str, Any] | None
@@ -71,6 +72,7 @@ class Kind:
     columns: int = 1
     file: Mapping[str, Any] | None = None
     extra: tuple[str, ...] = field(default=())
+    stem: str = ""
 
 
 def quantize(directory: Path, kind: Kind, keep: str = "$^", num_shards: int = 3, seed: int = 0) -> dict[str, Floats]:
@@ -92,7 +94,8 @@ def quantize(directory: Path, kind: Kind, keep: str = "$^", num_shards: int = 3,
             continue
         encoded = encoder(values, rng)
         means[name] = encoded.values
-        stored |= {f"{name}{ending}": part for ending, part in encoded.parts.items()}
+        stem = "" if name.endswith(".weight") else kind.stem
+        stored |= {f"{name}{stem if 'scale' in ending else ''}{ending}": each for ending, each in encoded.parts.items()}
         stored |= {f"{name.removesuffix('.weight')}{each}": stored_as("F32", np.float32(0.5)) for each in kind.extra}
     write_files(directory, stored, num_shards)
     edit_json(directory / "config.json", lambda fields: fields.update(quantization_config=kind.config))

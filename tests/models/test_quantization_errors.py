@@ -167,7 +167,7 @@ def _typed(name: str, type_: str) -> Edit:
 
 
 DAMAGES: dict[str, tuple[str, Edit]] = {
-    f"tensor {X} lacks its scale (FP8 in blocks of 128 x 128): {X}_scale_inv or {X}_scale": (
+    f"tensor {X} lacks its scale (FP8 in blocks of 128 x 128), such as {X}_scale_inv or {X}_scale": (
         "transformers F32",
         lambda stored: stored.pop(f"{X}_scale_inv"),
     ),
@@ -195,7 +195,7 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
     f"tensor {X} is of type F8_E5M2, which is not supported: ": ("transformers F32", _typed(X, "F8_E5M2")),
     f"tensor {X} is of type U8, which is not supported: ": ("transformers F32", _typed(X, "U8")),
     f"tensor {X} has shape (8,), and only matrices": ("transformers F32", _shaped(X, lambda codes: codes.ravel()[:8])),
-    f"tensor {X}_packed lacks its global scale (NVFP4): {X}_scale_2 or {X}_global_scale": (
+    f"tensor {X}_packed lacks its global scale (NVFP4), such as {X}_scale_2 or {X}_global_scale": (
         "compressed-tensors NVFP4",
         lambda stored: stored.pop(f"{X}_global_scale"),
     ),

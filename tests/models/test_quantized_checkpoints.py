@@ -26,6 +26,7 @@ STACKED = (
     "transformers, a tensor",
     "modelopt FP8 a row",
     "modelopt NVFP4",
+    "modelopt NVFP4 of a stack",
     "compressed-tensors NVFP4",
     "MXFP4 in blocks",
 )
@@ -52,7 +53,7 @@ def test_each_weight_is_code_times_scale_rounded_once(
     kind: str, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
     said = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)
-    assert " quantized tensors (" in said and " GB in the files)" in said
+    assert " quantized tensors (" in said and " bytes in the files)" in said
 
 
 @pytest.mark.parametrize("kind", ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"])
@@ -126,7 +127,7 @@ def test_start_up_says_format_number_and_bytes_of_quantized_tensors(wide: Path, 
     assert of_experts and rest
     assert load_hugging_face(directory).quantized == (
         f"{of_experts + rest} quantized tensors ({rest} of FP8 with a scale a tensor, {of_experts} of NVFP4; "
-        f"{num_bytes / 1e9:.3g} GB in the files)"
+        f"{num_bytes:,} bytes in the files)"
     )
 
 
@@ -165,4 +166,4 @@ def test_nothing_but_one_weight_is_alive_when_the_next_is_read(
     opened = safetensors_files._opened
     monkeypatch.setattr(safetensors_files, "_opened", lambda path: CountingFile(opened(path), alive, counts))
     load_hugging_face(directory)
-    assert set(counts) == {0, 1, 2} and counts.count(0) == num_weights  # codes, and up to two scales of theirs
+    assert max(counts) <= 2 and counts.count(0) >= num_weights  # codes, and scales of theirs

@@ -17,8 +17,8 @@ _NAMED_TYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "FP8 scales", "F4
 _FACTOR_TYPES = ("F32", "BF16", "F16")
 
 _OF_PAIRS = ("_packed", "_blocks")
-_SCALES = ("_scale_inv", "_scale", "_scales")
-_GLOBAL_SCALES = {"_scale_2": False, "_global_scale": True}
+_SCALES = ("_scale_inv", "_scale", "_scales", "_weight_scale")
+_GLOBAL_SCALES = {"_scale_2": False, "_global_scale": True, "_weight_scale_2": False}
 """Ending of a name → True if the tensor is the inverse of the global scale."""
 _UNUSED = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global)?_scale(_inv|_2)?$")
 
@@ -68,7 +68,7 @@ class CheckpointTensors:
         counts = Counter(weight.format.name for weight in weights)
         num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)
         each = ", ".join(f"{count:,} of {name}" for name, count in sorted(counts.items()))
-        return f"{len(weights):,} quantized tensors ({each}; {num_bytes / 1e9:.3g} GB in the files)" if weights else ""
+        return f"{len(weights):,} quantized tensors ({each}; {num_bytes:,} bytes in the files)" if weights else ""
 
     def _add_all(self, quantization: QuantizationConfig) -> None:
         scales = {name for name in self._files.names if self._is_scale(name)}
@@ -153,7 +153,9 @@ class CheckpointTensors:
         """Return the only one of these names that the files have."""
         found = [name for name in choices if name in self._files.names]
         if not found:
-            raise self._error(codes, f"lacks {what}: {' or '.join(choices)}; fetch all files of the checkpoint")
+            raise self._error(
+                codes, f"lacks {what}, such as {choices[0]} or {choices[1]}; fetch all files of the checkpoint"
+            )
         if len(found) > 1:
             raise self._error(codes, f"has both {found[0]} and {found[1]}; remove one of them")
         return found[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SLAB = 2**24
+_SLAB = 2**18
 """Most weights that are dequantized at once, in float32."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))

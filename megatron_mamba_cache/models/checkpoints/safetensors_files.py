@@ -1,7 +1,6 @@
 """Stream the tensors of a Hugging Face checkpoint one at a time, from one file or many."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +38,35 @@ class SafetensorsFiles:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
 
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each wanted name, file by file, with the tensors that are read at that time; none is held here.
+        """Yield each wanted name, file by file, with its tensors on the CPU.
+
+        None of its file is held here, but of other files, what is needed next to this one is.
 
         Args:
-            wanted: Tensor name → names of all tensors to read with it, on the CPU; they may be in other files.
+            wanted: Tensor name → names of all tensors to read with it, itself among them.
         """
         for path in self._files:
-            with _opened(path) as file, _OtherFile(self.names) as other:
+            here = {name: parts for name, parts in wanted.items() if self.names[name] == path}
+            # Read first, so that no more than one file is mapped into memory at a time.
+            elsewhere = self._copied({part for parts in here.values() for part in parts if self.names[part] != path})
+            with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    if name in wanted:
+                    if name in here:
                         yield (
                             name,
                             {
-                                part: (file if self.names[part] == path else other.holding(part)).get_tensor(part)
-                                for part in wanted[name]
+                                part: elsewhere.pop(part) if part in elsewhere else file.get_tensor(part)
+                                for part in here[name]
                             },
                         )
+
+    def _copied(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return copies of tensors, which do not keep their files open."""
+        found: dict[str, Tensor] = {}
+        for path in sorted({self.names[name] for name in names}):
+            with _opened(path) as file:
+                found |= {name: file.get_tensor(name).clone() for name in names if self.names[name] == path}
+        return found
 
     def _read_header(self, path: Path) -> None:
         with _opened(path) as file:
@@ -64,29 +76,6 @@ class SafetensorsFiles:
                 header = file.get_slice(name)
                 self.names[name], self.types[name] = path, header.get_dtype()
                 self.shapes[name] = tuple(header.get_shape())
-
-
-class _OtherFile:
-    """The file that was read last besides the main one; at most one is open."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-        self._opened = ExitStack()
-        self._path: Path | None = None
-        self._file: Any = None
-
-    def __enter__(self) -> "_OtherFile":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.close()
-
-    def holding(self, name: str) -> Any:
-        """Return the opened file that has a tensor."""
-        if self._files[name] != self._path:
-            self._opened.close()
-            self._path, self._file = self._files[name], self._opened.enter_context(_opened(self._files[name]))
-        return self._file
 
 
 def _index(directory: Path) -> dict[str, str]:

@@ -1,0 +1,64 @@
+"""The commands over a quantized model directory: they run it, and say what was quantized."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.command_line.main import main
+from tests.command_line.command_runs import run_here
+from tests.command_line.tiny_directories import save_model
+from tests.models.quantized_kinds import KINDS
+from tests.models.quantized_writer import quantize, write_plain
+from tests.server.running_server import running_server
+
+PROMPT = [(7 * index) % 500 for index in range(150)]
+GREEDY = ("--top-k", 1, "--dtype", "fp32")
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> tuple[Path, Path]:
+    """Write one model in FP8 and, with the values that this means, in float32."""
+    quantized, plain = tmp_path / "fp8", tmp_path / "plain"
+    for directory in (quantized, plain):
+        save_model("nemotron_h", directory)
+    write_plain(plain, quantize(quantized, KINDS["transformers F32"]), "F32")
+    return quantized, plain
+
+
+def test_generate_gives_the_tokens_of_the_weights_that_the_files_mean(
+    directories: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt_tokens": PROMPT, "num_tokens_to_generate": 24}))
+    replies = []
+    for directory in directories:
+        output = tmp_path / "out.json"
+        flags = ("--hf-model", directory, "--prompts", lines, *GREEDY, "--output-path", output)
+        finished = run_here(capsys, *flags)
+        assert finished.status == 0, finished.stderr
+        replies.append(json.loads(output.read_text())["requests"][0]["generated_tokens"])
+        said = ", fp32 from 10 quantized tensors (10 of FP8 in blocks of 128 x 128; "
+        assert (said in finished.stdout.splitlines()[0]) is (directory.name == "fp8")
+    assert replies[0] == replies[1]
+
+
+def test_serve_finds_the_prefix_of_a_second_turn(directories: tuple[Path, Path]) -> None:
+    flags = ("--hf-model", str(directories[0]), "--dtype", "fp32", "--served-model-name", "fp8")
+    with running_server(*flags) as server, server.client() as client:
+        cached = []
+        for prompt in (PROMPT, [*PROMPT, 1, 2, 3]):
+            body = {"model": "fp8", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            reply = client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            cached.append(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 and cached[1] >= 128
+
+
+def test_doctor_says_how_the_weights_are_quantized(
+    directories: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "; weights in FP8 in blocks of 128 x 128, read as bf16\n"
+    for directory in directories:
+        assert main(["doctor", "--model", str(directory)]) == 0
+        assert (said in capsys.readouterr().out) is (directory.name == "fp8")
