@@ -17,6 +17,8 @@ _TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 TEMPLATES = {
     "closes when asked to": _TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "opens when asked to": _TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is undefined or not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
     "opens": _TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
     "opens within its line": "{% for m in messages %}{{ m.role }}: {{ m.content | trim }} {% endfor %}"
     "assistant: <think> ",
@@ -61,6 +63,8 @@ def asked(*contents: str, **fields: Any) -> Conversation:
     [
         ("closes when asked to", {}, False, True),
         ("closes when asked to", {"enable_thinking": False}, False, False),
+        ("opens when asked to", {}, False, False),
+        ("opens when asked to", {"enable_thinking": True}, True, True),
         ("opens", {}, True, True),
         ("opens within its line", {}, True, True),
         ("opens with a first sentence", {}, True, True),

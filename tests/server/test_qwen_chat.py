@@ -192,8 +192,9 @@ def test_the_other_apis_have_the_same_parts(agent: TagAgent) -> None:
     client = anthropic.Anthropic(base_url=agent.server.listening.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "search", "input_schema": SEARCH}, {"name": "now", "input_schema": {"type": "object"}}]
     reply = ["I look.\n", *call(agent), "\n", *call(agent, "now", {})]
-    for streams in (False, True):
+    for streams, choice in ((False, "auto"), (True, "auto"), (False, "any"), (True, "any")):
         settings: Any = {"model": "scripted", "max_tokens": 900, "messages": ASKED, "tools": tools}
+        settings |= {"tool_choice": {"type": choice}}
         with agent.saying(reply):
             if streams:
                 with client.messages.stream(**settings) as stream:
@@ -205,11 +206,18 @@ def test_the_other_apis_have_the_same_parts(agent: TagAgent) -> None:
         assert [(block["name"], block["input"]) for block in calls] == [("search", ARGUMENTS), ("now", {})]
         assert message.stop_reason == "tool_use"
     functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    with agent.saying(reply):
-        response = agent.client.responses.create(model="scripted", input="Weather?", tools=functions)
-    reasoning, *found = response.output
-    assert reasoning.content[0].text == "I look."
-    assert [(item.name, json.loads(item.arguments)) for item in found] == [("search", ARGUMENTS), ("now", {})]
+    for choice in ("auto", "required"):
+        with agent.saying(reply):
+            response = agent.client.responses.create(
+                model="scripted",
+                input="Weather?",
+                tools=functions,
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+        reasoning, *found = response.output
+        assert reasoning.content[0].text == "I look."
+        assert [(item.name, json.loads(item.arguments)) for item in found] == [("search", ARGUMENTS), ("now", {})]
+    assert allows(agent, reply)
 
 
 def test_messages_turn_thinking_off(qwen: TagAgent) -> None:
