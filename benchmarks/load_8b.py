@@ -1,10 +1,10 @@
 """How long does a model of 8B or with experts take to load, in how much memory, and does it generate from prefixes?
 
-    PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|experts|tiny] [--json]
+    PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|experts|tiny] [--fp8] [--json]
 
-Writes a NemotronH directory with random bf16 weights to a temporary folder, loads it in bf16 onto the GPU if there is
-one, and serves requests that share a long prefix. The files were just written, so they are read from the page cache.
-"Experts" is the first quarter of the layers of a model of Nemotron 3 Nano's sizes.
+Writes a NemotronH directory with random weights, in bf16 or in FP8 in blocks of 128 x 128, to a temporary folder, loads
+it in bf16 onto the GPU if there is one, and serves requests that share a long prefix. The files were just written, so
+they are read from the page cache. "Experts" is the first quarter of the layers of a model of Nemotron 3 Nano's sizes.
 """
 
 import argparse
@@ -84,21 +84,22 @@ def main() -> None:
     """Measure, then print the figures as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="default: %(default)s")
+    parser.add_argument("--fp8", action="store_true", help="write projections in FP8")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes; default: the system's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     with quiet_libraries(), own_warnings_hidden():
-        figures = measure(SHAPES[arguments.shape], arguments.folder)
+        figures = measure(SHAPES[arguments.shape], arguments.folder, arguments.fp8)
     print(json.dumps({"machine": describe_machine(), **figures}, indent=2) if arguments.json else table(figures))
 
 
-def measure(shape: Shape, folder: Path | None) -> dict[str, Any]:
+def measure(shape: Shape, folder: Path | None, is_fp8: bool) -> dict[str, Any]:
     """Write, load and serve a model; return every figure by its name."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         directory = Path(temporary)
         with stopwatch() as writing:
-            weight_bytes = write_checkpoint(directory, shape.fields, shape.max_shard_bytes, device)
+            weight_bytes = write_checkpoint(directory, shape.fields, shape.max_shard_bytes, device, is_fp8)
         sizes = [file.stat().st_size for file in directory.glob("*.safetensors")]
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -109,7 +110,7 @@ def measure(shape: Shape, folder: Path | None) -> dict[str, Any]:
         host_growth = host.peak_growth()
     figures = {
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-        "weights, GiB": weight_bytes / GIB,
+        "weights in bf16, GiB": weight_bytes / GIB,
         "files": len(sizes),
         "largest file, GiB": max(sizes) / GIB,
         "writing them, s": writing[0],

@@ -22,6 +22,8 @@ from megatron_mamba_cache.models.placement import ModelFiller, stored_shape
 from megatron_mamba_cache.models.rank_part import RankPart
 
 STD = 0.02
+_BLOCK = 128
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}
 _COMMON_FIELDS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "architectures": ["NemotronHForCausalLM"],
@@ -55,30 +57,47 @@ def described(fields: dict[str, Any]) -> tuple[ModuleType, HybridArchitecture]:
     return family, family.architecture_of(CheckpointConfig(config, "the configuration"))
 
 
-def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: int, device: str) -> int:
-    """Write the configuration and bf16 weights, drawn on a device; return the bytes of the weights.
+def write_checkpoint(
+    directory: Path, fields: dict[str, Any], max_shard_bytes: int, device: str, is_fp8: bool = False
+) -> int:
+    """Write the configuration and weights, drawn on a device; return the bytes that the weights have in bf16.
 
     Args:
         fields: Fields of the configuration, which `complete` completes.
         max_shard_bytes: Most bytes of a file; also roughly the host memory used for the weights.
+        is_fp8: Projections are FP8 in blocks, as transformers writes them; else all weights are bf16.
     """
-    (directory / "config.json").write_text(json.dumps(complete(fields), indent=2))
+    config = complete(fields) | ({"quantization_config": _FP8} if is_fp8 else {})
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
     family, architecture = described(fields)
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     size = total = 0
     for name, drawn in random_tensors(family, architecture, device):
-        tensor = drawn.cpu()
-        if shard and size + tensor.nbytes > max_shard_bytes:
+        stored = _in_blocks(name, drawn) if is_fp8 and "_proj" in name else {name: drawn.cpu()}
+        num_bytes = sum(tensor.nbytes for tensor in stored.values())
+        if shard and size + num_bytes > max_shard_bytes:
             _write_shard(directory, shard, weight_map)
             size = 0
-        shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
+        shard |= stored
+        size += num_bytes
+        total += drawn.nbytes
     _write_shard(directory, shard, weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def _in_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return a matrix as e4m3 codes, with a scale for each block."""
+    height, width = (-(-size // _BLOCK) for size in weight.shape)
+    padded = weight.new_zeros(height * _BLOCK, width * _BLOCK, dtype=torch.float32)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.view(height, _BLOCK, width, _BLOCK)
+    scales = blocks.abs().amax((1, 3)).clamp_min(1e-6) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (blocks / scales[:, None, :, None]).view_as(padded)[: weight.shape[0], : weight.shape[1]]
+    stored = {name: codes.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    return {part: tensor.cpu().contiguous() for part, tensor in stored.items()}
 
 
 def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:

@@ -10,10 +10,11 @@ from tests.command_line.command_runs import REPOSITORY, run_script_here
 SCRIPT = REPOSITORY / "benchmarks" / "load_8b.py"
 
 
+@pytest.mark.parametrize("flags", [(), ("--fp8",)], ids=str)
 def test_tiny_shape_is_written_loaded_and_served_from_its_shared_prefix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished = run_script_here(capsys, SCRIPT, "--shape", "tiny", "--folder", tmp_path, "--json")
+    finished = run_script_here(capsys, SCRIPT, "--shape", "tiny", *flags, "--folder", tmp_path, "--json")
     assert finished.status == 0, finished.stderr
     figures = json.loads(finished.stdout)
     assert figures["machine"].startswith("Machine: ")

@@ -58,6 +58,12 @@ def test_a_file_that_says_so_beside_the_configuration_is_named(kind: str, direct
 
 
 @pytest.mark.usefixtures("no_model_is_built")
+def test_a_directory_of_gguf_files_is_named(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-Q4_K_M.gguf")
+    assert_refused(directory, f"{directory / 'model-Q4_K_M.gguf'}: GGUF; {ADVICE}")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
 @pytest.mark.parametrize(
     ("dtype", "said"),
     [(torch.float8_e4m3fn, "F8_E4M3 (FP8)"), (torch.float8_e5m2, "F8_E5M2 (FP8)"), (torch.uint8, "U8 (packed NVFP4")],

@@ -30,6 +30,7 @@ STACKED = (
     "compressed-tensors NVFP4",
     "MXFP4 in blocks",
 )
+QWEN = ("qwen3_next-0", "qwen3_5-0", "qwen3_5-1", "qwen3_5_whole-1", "qwen3_5_moe-0", "qwen3_5_moe_whole-0")
 STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
@@ -64,7 +65,7 @@ def test_weights_that_a_checkpoint_keeps_are_read_as_they_are(kind: str, wide: P
 
 
 @pytest.mark.parametrize("kind", STACKED)
-@pytest.mark.parametrize("name", ["granite_moe-0", "nemotron_h_moe-0"])
+@pytest.mark.parametrize("name", ["granite_moe-0", "nemotron_h_moe-0", "qwen3_5_moe-1"])
 def test_a_stack_of_experts_has_scales_of_each(name: str, kind: str, tmp_path: Path) -> None:
     case = wide_checkpoint(name)
     case.model().save_pretrained(tmp_path, save_original_format=False)
@@ -73,7 +74,7 @@ def test_a_stack_of_experts_has_scales_of_each(name: str, kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["transformers F16", "compressed-tensors FP8 a row", "compressed-tensors NVFP4"])
-@pytest.mark.parametrize("name", ["bamba-2", "granite-0", "granite-1"])
+@pytest.mark.parametrize("name", ["bamba-2", "granite-0", "granite-1", *QWEN])
 def test_every_family_loads_its_quantized_weights(name: str, kind: str, tmp_path: Path) -> None:
     case = wide_checkpoint(name)
     case.write(case.model(), tmp_path)

@@ -67,7 +67,7 @@ def test_a_weight_of_8_bits_is_its_code_times_the_scale_of_its_block(
     weight = QuantizedWeight(format, shape, "codes", "scale")
     tensors = {"codes": tensor_of(codes, torch.float8_e4m3fn), "scale": scale}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_weights, "_SLAB", slab)
+        patch.setitem(quantized_weights._SLABS, "cpu", slab)
         found = weight.values(tensors, torch.empty(0, dtype=dtype))
     assert_equal_bits(found, E4M3[codes] * each)
 

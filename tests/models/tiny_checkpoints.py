@@ -162,12 +162,15 @@ def tiny_checkpoint(name: str) -> TinyCheckpoint:
 def wide_checkpoint(name: str) -> TinyCheckpoint:
     """Return a case whose matrices have enough columns for groups of 32, and some for a block of 128 and an edge."""
     case = tiny_checkpoint(name)
-    case.config.hidden_size, case.config.intermediate_size, case.config.vocab_size = 160, 96, 128
+    config = case.config.get_text_config()
+    config.hidden_size, config.intermediate_size, config.vocab_size = 160, 96, 128
     if "nemotron" in name:
-        case.config.moe_intermediate_size, case.config.moe_shared_expert_intermediate_size = 64, 32
-        case.config.mamba_head_dim = 16
+        config.moe_intermediate_size, config.moe_shared_expert_intermediate_size = 64, 32
+        config.mamba_head_dim = 16
+    elif "qwen" in name:
+        config.moe_intermediate_size, config.shared_expert_intermediate_size = 64, 32
     else:
-        case.config.mamba_d_head = case.config.mamba_expand * 160 // case.config.mamba_n_heads
+        config.mamba_d_head = config.mamba_expand * 160 // config.mamba_n_heads
     return case
 
 

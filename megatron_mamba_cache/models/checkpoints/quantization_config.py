@@ -65,6 +65,9 @@ class QuantizationConfig:
         for path in (directory / name for name in _FILES_OF_INTEGERS):
             if path.is_file():
                 raise ValueError(f"{path}: {kind_of(read_json_object(path))}; {_ADVICE}")
+        gguf = sorted(directory.glob("*.gguf"))
+        if gguf and not any(directory.glob("*.safetensors")):
+            raise ValueError(f"{gguf[0]}: GGUF; {_ADVICE}")
         config, of_modelopt = directory / "config.json", directory / _MODELOPT_FILE
         found: list[tuple[Path, tuple[WeightFormat, ...]]] = []
         for label, value in _described(read_json_object(config)):

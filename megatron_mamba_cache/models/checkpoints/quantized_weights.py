@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SLAB = 2**18
-"""Most weights that are dequantized at once, in float32."""
+_SLABS = {"cpu": 2**18, "cuda": 2**22}
+"""Most weights that are dequantized at once, in float32; larger temporaries of a CPU fragment its memory."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _FLOATS = ("F32", "BF16", "F16")
@@ -106,8 +107,8 @@ class QuantizedWeight:
         on_device = {name: tensors[name].to(like.device) for name in self.parts}
         codes = on_device[self.codes].reshape(len(matrices), rows, -1)
         scales = _float32(on_device[self.scale]).reshape(len(matrices), *self.format.grid(self.shape)[-2:])
+        step = max(1, _SLABS[like.device.type] // columns)
         for number, matrix in enumerate(matrices):
-            step = max(1, _SLAB // columns)
             for start in range(0, rows, step):
                 slab = slice(start, min(start + step, rows))
                 values = _decoded(codes[number, slab])
@@ -133,8 +134,13 @@ def _decoded(codes: Tensor) -> Tensor:
     """Return the values of codes [rows, n] in float32: [rows, n], or [rows, 2 n] if they are pairs."""
     if codes.dtype is not torch.uint8:
         return codes.float()
-    pairs = torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], device=codes.device)
-    return functional.embedding(codes.int(), pairs).flatten(1)
+    return functional.embedding(codes.int(), _pairs(codes.device)).flatten(1)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte [256, 2]."""
+    return torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], device=device)
 
 
 def _float32(scale: Tensor) -> Tensor:
