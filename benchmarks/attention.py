@@ -1,10 +1,12 @@
 """How fast are the attention backends, the KV append and a layer's norms, compared to the card's limits?
 
-    PYTHONPATH=. python3 benchmarks/attention.py [--json FILE]
+    PYTHONPATH=. python3 benchmarks/attention.py [--shape NAME] [--json FILE]
 
 Each figure is the median time of a launch inside a CUDA graph of many, bf16. Bytes are those that a launch must read
 and write, and a memcpy reads and writes as many in total, measured up to 384 MiB read and scaled by bytes beyond that.
 FLOPs are those of the scores inside the causal mask. The host's plan of a step is timed separately, for all layers.
+Of Qwen's shapes, whose heads are normed and rotated and have gates, the launch that does so is compared with the plain
+append of the same heads, and both it and that of the gate with their twins.
 """
 
 import argparse
@@ -21,15 +23,21 @@ import torch
 from measuring.ceilings import copy_us
 from measuring.graph_timing import MEMCPY_NOTE, launch_us
 from measuring.machine import describe_machine
+from torch import Tensor
 
+from megatron_mamba_cache.kernels.attention.attention_inputs import write_attention_inputs, write_attention_inputs_ref
 from megatron_mamba_cache.kernels.attention.choice import BACKENDS
 from megatron_mamba_cache.kernels.attention.flashinfer import FlashInferAttention
+from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionRows, AttentionShape
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
+from megatron_mamba_cache.kernels.attention.output_gate import gate_output, gate_output_ref
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 
 BLOCK_SIZE = 256
 TOKENS = (64, 320, 4096)
+HEADS = {"8b": (32, 8, 128), "qwen36-27b": (24, 4, 256), "qwen36-35b": (16, 2, 256)}
+"""Heads of queries and of keys, and channels of a head; Qwen3-Next's are those of the 35B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +114,10 @@ def rows_of(case: Case, device: str) -> AttentionRows:
     )
 
 
-def shape_of(num_heads: int, device: torch.device) -> AttentionShape:
-    """Return 8 key/value heads of 128 channels in bf16."""
-    return AttentionShape(num_heads, 8, 128, BLOCK_SIZE, 128**-0.5, torch.bfloat16, device)
+def shape_of(name: str, device: torch.device) -> AttentionShape:
+    """Return the shape of some `HEADS` in bf16."""
+    num_heads, num_kv_heads, head_dim = HEADS[name]
+    return AttentionShape(num_heads, num_kv_heads, head_dim, BLOCK_SIZE, head_dim**-0.5, torch.bfloat16, device)
 
 
 def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
@@ -128,8 +137,9 @@ def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
 def measure_attention(case: Case, shape: AttentionShape, named: dict[str, AttentionBackend]) -> list[Figure]:
     """Measure every backend on a case."""
     rows = rows_of(case, "cuda")
-    cache = torch.randn(2, rows.block_table.numel(), BLOCK_SIZE, 8, 128, device="cuda").bfloat16()
-    q = torch.randn(case.num_rows * case.query_len, shape.num_heads, 128, device="cuda").bfloat16()
+    heads = shape.num_kv_heads, shape.head_dim
+    cache = torch.randn(2, rows.block_table.numel(), BLOCK_SIZE, *heads, device="cuda").bfloat16()
+    q = torch.randn(case.num_rows * case.query_len, shape.num_heads, shape.head_dim, device="cuda").bfloat16()
     num_bytes, num_flops = attention_bytes(case, shape), attention_flops(case, shape)
     expected_us = max(num_bytes / 3e6, num_flops / 4e8)
     figures = []
@@ -216,6 +226,78 @@ def _measure_append(num_tokens: int) -> list[Figure]:
     return figures
 
 
+def measure_gated_heads(shape: AttentionShape, tokens: Sequence[int] = (1, *TOKENS)) -> list[Figure]:
+    """Measure the launches around attention whose heads are normed, rotated and gated."""
+    figures = []
+    for num_tokens in tokens:
+        inputs = GatedHeads(shape, num_tokens)
+        heads = 2 * (shape.num_heads + 2 * shape.num_kv_heads)  # read and written
+        figures += inputs.measure("inputs of attention", heads, inputs.ways_of_inputs())
+        figures += inputs.measure("output gate", 3 * shape.num_heads, inputs.ways_of_gates())
+    return figures
+
+
+class GatedHeads:
+    """Joint projections [q | gate | k | v] by KV head, and what norms and rotates them."""
+
+    def __init__(self, shape: AttentionShape, num_tokens: int) -> None:
+        device, dim = shape.device, shape.head_dim
+        self.shape, self.num_tokens = shape, num_tokens
+        self.queries = shape.num_heads // shape.num_kv_heads
+        width = (2 * self.queries + 2) * dim
+        num_copies = max(2, min(64, 2**27 // (num_tokens * shape.num_kv_heads * width * 2)))
+        sizes = num_copies, num_tokens, shape.num_kv_heads, width
+        self.joint = torch.randn(sizes, device=device, dtype=torch.bfloat16).unbind()
+        blocks = max(2, num_tokens // BLOCK_SIZE + 1)
+        caches = 2, blocks, BLOCK_SIZE, shape.num_kv_heads, dim
+        chosen = torch.randperm(blocks * BLOCK_SIZE, device=device)[:num_tokens].to(torch.int32)
+        self.caches = torch.zeros(caches, dtype=torch.bfloat16, device=device).unbind()
+        self.places = chosen // BLOCK_SIZE, chosen % BLOCK_SIZE
+        weights = torch.zeros(2, dim, dtype=torch.bfloat16, device=device)
+        table = torch.randn(4096, 2, dim // 8, device=device).bfloat16()  # a quarter of the channels is rotated
+        positions = torch.randint(4096, (num_tokens,), device=device)
+        self.changes = HeadChanges(HeadNorms(weights[0], weights[1], 1e-6, 1.0), Rotation(table, positions))
+
+    def ways_of_inputs(self) -> dict[str, list[Callable[[], object]]]:
+        """Return the launches that write the inputs of attention, by the op that makes them."""
+        rows = [(*self._heads(joint, 0), *self.caches, *self.places) for joint in self.joint]
+        plain = [partial(append_kv, *places[1:], places[0]) for places in rows]
+        changed = {
+            op.__name__: [partial(op, *places, self.changes) for places in rows]
+            for op in (write_attention_inputs, write_attention_inputs_ref)
+        }
+        return {"append_kv": plain, **changed}
+
+    def ways_of_gates(self) -> dict[str, list[Callable[[], object]]]:
+        """Return the launches that gate attention's output, by the op that makes them."""
+        attended = [torch.empty_like(self._heads(joint, 0)[0].flatten(1, 2)) for joint in self.joint]
+        gates = [self._heads(joint, 1)[0] for joint in self.joint]
+        return {
+            op.__name__: [partial(op, *given) for given in zip(attended, gates, strict=True)]
+            for op in (gate_output, gate_output_ref)
+        }
+
+    def measure(self, what: str, heads: int, ways: dict[str, list[Callable[[], object]]]) -> list[Figure]:
+        """Time launches that move some heads of each token."""
+        num_bytes = heads * self.num_tokens * self.shape.head_dim * 2
+        return [
+            Figure(
+                f"{what}, {self.num_tokens} tokens",
+                way,
+                launch_us(launches, max(2.0, num_bytes / 3e6)),
+                num_bytes,
+                memcpy_us=copy_us(num_bytes),
+            )
+            for way, launches in ways.items()
+        ]
+
+    def _heads(self, joint: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, or else the gates, and the keys and values."""
+        dim = self.shape.head_dim
+        parts = joint.split((self.queries * dim, self.queries * dim, dim, dim), dim=-1)
+        return parts[number].unflatten(-1, (self.queries, dim)), parts[2], parts[3]
+
+
 def table(figures: list[Figure]) -> str:
     """Return the figures as Markdown."""
     lines = ["| case | way | µs | GB/s | of memcpy | TFLOP/s | plan, µs |", "|---|---|---:|---:|---:|---:|---:|"]
@@ -229,17 +311,18 @@ def table(figures: list[Figure]) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure attention backends, KV append and norms.")
+    parser.add_argument("--shape", choices=HEADS, default="8b", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    shape = shape_of(32, torch.device("cuda", torch.cuda.current_device()))
+    shape = shape_of(arguments.shape, torch.device("cuda", torch.cuda.current_device()))
     named = backends(shape)
     figures: list[Figure] = []
     for case in CASES:
         figures += measure_attention(case, shape, named)
         torch.cuda.empty_cache()
-    figures += measure_token_kernels()
+    figures += measure_token_kernels() if arguments.shape == "8b" else measure_gated_heads(shape)
     print(f"{table(figures)}\n\n{MEMCPY_NOTE}")
     if arguments.json:
         document = {"machine": describe_machine()}

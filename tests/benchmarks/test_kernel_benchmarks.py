@@ -68,7 +68,7 @@ def test_rows_of_a_case_can_be_attended(attention: ModuleType) -> None:
 
 
 def test_bytes_and_flops_of_a_case(attention: ModuleType) -> None:
-    shape = attention.shape_of(32, torch.device("cpu"))
+    shape = attention.shape_of("8b", torch.device("cpu"))
     prefill, decode = attention.Case("prefill", 1, 4, 6), attention.Case("decode", 3, 1, 10)
     assert attention.attention_flops(prefill, shape) == 4 * (3 + 4 + 5 + 6) * 32 * 128
     assert attention.attention_bytes(decode, shape) == 2 * 128 * (2 * 3 * 10 * 8 + 2 * 3 * 32)
@@ -99,3 +99,15 @@ def test_a_layer_of_experts_is_compared_with_the_same_layer_in_torch(
         monkeypatch.setattr(bench, "_gate_of", lambda x: None)
         with pytest.raises(RuntimeError, match="layer and peer differ"):
             bench.check(bench.inputs(5))
+
+
+@pytest.mark.parametrize("name", ["qwen36-27b", "qwen36-35b"])
+def test_launches_around_gated_attention_are_those_of_the_engine(name: str, attention: ModuleType) -> None:
+    shape = attention.shape_of(name, torch.device("cpu"))
+    heads = attention.GatedHeads(shape, 3)
+    ways = heads.ways_of_inputs()
+    assert list(ways) == ["append_kv", "write_attention_inputs", "write_attention_inputs_ref"]
+    plain, found, twin = (launches[0]() for launches in ways.values())
+    assert found.shape == plain.shape == (3, shape.num_heads, 256)
+    assert torch.equal(found, twin) and not torch.equal(found, plain)
+    assert [launches[0]().shape for launches in heads.ways_of_gates().values()] == [found.shape] * 2

@@ -1,5 +1,7 @@
 """Attention's output times the sigmoid of its gate, a view of the joint projection of queries, keys and values.
 
+A launch of its own: in the product after it, each of a thousand programs would compute every sigmoid again.
+
 Layout: a token's outputs are one run of elements; the gates of a KV head's queries are a run too, and runs may be
 strided. Grid: a program computes WIDTH elements of a token. Arithmetic is fp32, with one rounding. Graph safe: no host
 sync, one launch.
