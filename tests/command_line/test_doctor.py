@@ -1,5 +1,6 @@
 """The doctor command."""
 
+import json
 import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -17,6 +18,7 @@ from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.kernels.attention import choice, flashinfer_compiler
 from tests.command_line.command_runs import needs_installation, run_process
+from tests.models.published_configs import QWEN
 
 
 @needs_installation
@@ -166,6 +168,16 @@ def test_doctor_says_what_a_model_needs(flag: str, capsys: pytest.CaptureFixture
     assert main(["doctor", flag, str(SHIPPED_MODEL)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model  "))
     assert f"{SHIPPED_MODEL}: layers M-M*-M-M*-M-M*-, 4,096 positions, recurrence's chunk of 64 tokens; " in line
+
+
+def test_doctor_needs_the_configuration_of_a_larger_model_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-27B"]))
+    assert main(["doctor", "--hf-model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert f"{tmp_path}: layers {'M-M-M-*-' * 16}, 262,144 positions, " in told
+    assert "chunk of 64 tokens; 65,536 bytes of KV a token and 153,944,064 bytes a state" in told
 
 
 def test_doctor_fails_for_a_model_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

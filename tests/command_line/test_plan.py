@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mamba_cache.command_line.main import main
+from tests.models.published_configs import QWEN
 
 SHIPPED = Path(__file__).parents[2] / "megatron_mamba_cache/models/small_python_model"
 KV, STATE = ("--kv-bytes-per-token", "1024"), ("--state-bytes", "65536")
@@ -83,6 +84,15 @@ def test_a_quantized_model_is_as_large_as_in_bf16(
         assert status == 0 and not err
         sizes.append(out)
     assert sizes[0] == sizes[1]
+
+
+def test_sizes_of_a_larger_model_are_those_of_its_language_model(
+    trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-35B-A3B"]))
+    conv, matrices = 3 * (2 * 16 * 128 + 32 * 128) * 2, 32 * 128 * 128 * 4
+    status, out, err = planned(capfd, trace, "--hf-model", str(tmp_path))
+    assert status == 0 and f"20,480 bytes of KV a token, {30 * (conv + matrices):,} bytes a state" in out and not err
 
 
 def test_a_quantized_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(

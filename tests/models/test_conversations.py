@@ -1,6 +1,7 @@
 """Conversations are those of transformers, token by token, however the engine computes them."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests.models.conversations import DRAFTS, Subject, asked, converse
 from tests.models.tiny_checkpoints import tiny_checkpoint
 
+SMALLEST = "qwen3_5-5"
 CASES = ("qwen3_next-7", "qwen3_5-3", "qwen3_5_moe-1", "qwen3_5_whole-1", "qwen3_5_moe_whole-3")
 # dense layers among those with experts, key heads shared by 1 to 4 value heads, tied and not
 PREFILL_TOKENS = (5, 31, 63, 64, 65, 97, 130)
@@ -55,3 +57,20 @@ def test_prompts_cut_at_any_offset_are_continued_as_in_transformers(subject: Sub
     assert run.engine.cached_tokens(1) == (len(text) - 1) // block * block
     subject.assert_as_in_transformers(run)
     run.assert_nothing_held()
+
+
+@pytest.mark.long
+def test_a_prompt_can_be_cut_at_every_offset(tmp_path: Path) -> None:
+    subject = Subject.load(tiny_checkpoint(SMALLEST), tmp_path)
+    rng, vocab, block = random.Random(1), subject.case.vocab_size, subject.case.block_size
+    text = [rng.randrange(vocab) for _ in range(block + 11)]
+    whole = subject.start(max_tokens=2 * block)
+    whole.run(0, text, asked())
+    subject.assert_as_in_transformers(whole)
+    for max_tokens in range(1, block + 11):
+        run = subject.start(max_tokens=max_tokens, align_prefill_chunks=False, max_requests=1)
+        run.run(0, text, asked())
+        assert run.tokens(0) == whole.tokens(0), max_tokens
+        assert run.finished[0].generated_log_probs == pytest.approx(whole.finished[0].generated_log_probs, abs=1e-4)
+        run.run(1, text, asked())
+        assert run.engine.cached_tokens(1) == block and run.tokens(1) == whole.tokens(0), max_tokens

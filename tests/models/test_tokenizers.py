@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -44,11 +45,26 @@ def save_with_bos(directory: Path) -> PreTrainedTokenizerFast:
     return saved
 
 
+def save_qwen(directory: Path) -> Qwen3_5Tokenizer:
+    """Write the tokenizer of a Qwen3.5 model that sees images, with the other files that such models have."""
+    saved = json.loads(save_tokenizer(directory).backend_tokenizer.to_str())["model"]
+    tokenizer = Qwen3_5Tokenizer(vocab=saved["vocab"], merges=[tuple(pair) for pair in saved["merges"]])
+    tokenizer.save_pretrained(directory)
+    change_json(directory / "config.json", model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
+    change_json(
+        directory / "tokenizer_config.json", processor_class="Qwen3VLProcessor", tokenizer_class="Qwen2Tokenizer"
+    )
+    change_json(directory / "preprocessor_config.json", processor_class="Qwen3VLProcessor", patch_size=16)
+    change_json(directory / "video_preprocessor_config.json", processor_class="Qwen3VLProcessor")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return tokenizer
+
+
 def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
 
 
-@pytest.mark.parametrize("save", [save_tokenizer, save_with_bos])
+@pytest.mark.parametrize("save", [save_tokenizer, save_with_bos, save_qwen])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_are_those_of_transformers_and_text_comes_back(save: object, text: str, tmp_path: Path) -> None:
     save(tmp_path)  # type: ignore[operator]
