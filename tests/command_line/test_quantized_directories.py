@@ -2,17 +2,25 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_mamba_cache.command_line.main import main
 from tests.command_line.command_runs import run_here
-from tests.command_line.tiny_directories import save_model
+from tests.command_line.tiny_directories import save_model, save_tokenizer
 from tests.models.quantized_kinds import KINDS
 from tests.models.quantized_writer import quantize, write_plain
+from tests.server.qwen_templates import QWEN_3_6
 from tests.server.running_server import running_server
 
 PROMPT = [(7 * index) % 500 for index in range(150)]
+LOOK = {
+    "type": "object",
+    "properties": {"where": {"enum": ["port", "quay"]}},
+    "required": ["where"],
+    "additionalProperties": False,
+}
 GREEDY = ("--top-k", 1, "--dtype", "fp32")
 
 
@@ -53,6 +61,33 @@ def test_serve_finds_the_prefix_of_a_second_turn(directories: tuple[Path, Path])
             assert reply.status_code == 200, reply.text
             cached.append(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0 and cached[1] >= 128
+
+
+def test_a_qwen_model_in_fp8_answers_with_a_tool_call_and_a_second_turn_finds_the_first(tmp_path: Path) -> None:
+    save_model("qwen3_5_moe with vision", tmp_path)
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(QWEN_3_6)
+    quantize(tmp_path, KINDS["transformers BF16"])
+    tool = {"type": "function", "function": {"name": "look", "parameters": LOOK}}
+    fields: dict[str, Any] = {"tools": [tool], "parallel_tool_calls": False, "max_tokens": 100}
+    fields |= {"chat_template_kwargs": {"enable_thinking": False}}  # random thoughts have no end
+    messages: list[Any] = [{"role": "user", "content": "How high is the tide? " * 40}]
+    with running_server("--hf-model", str(tmp_path), "--dtype", "fp32") as server, server.client() as client:
+        for seed in range(20):  # a random model may begin to think all the same
+            asked = {"messages": messages, "tool_choice": "required", "seed": seed, **fields}
+            first = client.post("/v1/chat/completions", json=asked)
+            assert first.status_code == 200, first.text
+            message = first.json()["choices"][0]["message"]
+            if "tool_calls" in message:
+                break
+        (call,) = message["tool_calls"]
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "low"}]
+        second = client.post("/v1/chat/completions", json={"messages": messages, **fields})
+        assert second.status_code == 200, second.text
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"])["where"] in ("port", "quay")
+    usage = second.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json()["usage"]["prompt_tokens"] // 64 * 64
 
 
 def test_doctor_says_how_the_weights_are_quantized(
