@@ -23,7 +23,7 @@ def test_a_checkpoint_generates_the_same_under_every_layout(name: str, layouts: 
     assert all(tokens == outcomes[0][0] for tokens in outcomes[0])
 
 
-@pytest.mark.parametrize("name", ["nemotron_h_moe-0", "granite_moe-4"])
+@pytest.mark.parametrize("name", ["nemotron_h_moe-0", "granite_moe-4", "qwen3_5_moe-3"])
 def test_quantized_weights_are_cut_as_they_are_dequantized(name: str, worlds: Worlds) -> None:
     kinds = ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"]
     worlds.of(2).run(loading_cases.compare_quantized_weights, name, kinds, [TENSOR, EXPERT])
