@@ -1,6 +1,6 @@
 """How fast and how exact are the kernels of Gated DeltaNet, compared to fla-core's and FlashInfer's?
 
-    PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only prefill decode errors] [--layers NAME ...]
+    PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...] [--sweep]
 
 bf16 tokens, float32 states. Each time is the median of a launch inside a CUDA graph of several, on random data: prompts
 are larger than the L2 cache, and successive decode steps use different slots, a GiB in total. Prompts: our op with its
@@ -28,9 +28,9 @@ from torch import Tensor
 from megatron_mamba_cache.policy.chunks import plan_chunks
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
-from megatron_mamba_cache.recurrences.gated_delta.scan_portable import scan_portably
+from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTiling, scan_portably
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
-from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
+from megatron_mamba_cache.recurrences.gated_delta.verify import VerifyTiling, delta_verify
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
 
@@ -49,6 +49,25 @@ BOUNDARIES = {"8 x 4k, three boundaries": (1024, 2048, 3072), "8 x 4k, a boundar
 REQUESTS, DRAFTS = (1, 8, 64, 256), (0, 3)
 ROTATED_BYTES = 2**30
 ERROR_TOKENS = 4096
+SCAN_TILINGS = (
+    ScanTiling(64, num_warps=4, num_stages=2),
+    ScanTiling(64, num_warps=4, num_stages=3),
+    ScanTiling(128, num_warps=8, num_stages=2),
+    ScanTiling(128, num_warps=8, num_stages=3),
+)
+SYSTEM_REGISTERS = (128, 168, 255)
+VERIFY_TILINGS = (
+    VerifyTiling(width=32, num_warps=4, max_registers=96),
+    VerifyTiling(width=32, num_warps=4, max_registers=128),
+    VerifyTiling(width=32, num_warps=2, max_registers=128),
+    VerifyTiling(width=32, num_warps=1, max_registers=255),
+    VerifyTiling(width=16, num_warps=1, max_registers=128),
+    VerifyTiling(width=16, num_warps=1, max_registers=168),
+    VerifyTiling(width=8, num_warps=1, max_registers=96),
+    VerifyTiling(width=64, num_warps=2, max_registers=255),
+    VerifyTiling(width=64, num_warps=4, max_registers=128),
+)
+SWEPT_PROMPTS, SWEPT_DECODES = ("1 x 4k", "8 x 4k", "1 x 32k"), ((1, 0), (1, 3), (8, 0), (64, 0), (64, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +146,7 @@ def measured(layer: str, case: str, form: str, launches: Sequence[Launch], guess
     try:
         yield Figure(layer, case, form, launch_us(launches, guess_us))
     except Exception as error:  # a peer that does not run here is no reason to stop
-        if form in ("ours", "systems", "scan"):
+        if form == "ours":
             raise
         print(f"{form} does not run {case} of {layer}: {type(error).__name__}: {str(error)[:200]}")
     finally:
@@ -180,9 +199,10 @@ class DecodeBench:
         self.pool = torch.empty(count * of_step, LAYERS[layer][1], DIM, DIM, device="cuda").normal_()
         self.steps = [decode_rows(number, requests, num_drafts) for number in range(count)]
 
-    def launches(self) -> list[Launch]:
+    def launches(self, tiling: VerifyTiling | None = None) -> list[Launch]:
         """Return the update of each step."""
-        return [partial(delta_verify, self.tokens, self.gates, self.pool, rows) for rows in self.steps]
+        chosen = {} if tiling is None else {"tiling": tiling}
+        return [partial(delta_verify, self.tokens, self.gates, self.pool, rows, **chosen) for rows in self.steps]
 
     def peer_launches(self, peer: Peer) -> list[Launch]:
         """Return a peer's update of each step, without drafts."""
@@ -204,6 +224,38 @@ def measure_decode(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fig
             for figure in measured(layer, case, form, launches, guess_us):
                 yield replace(figure, copy_us=copied)
         del bench, forms, launches
+
+
+def sweep(layers: Sequence[str]) -> Iterator[Figure]:
+    """Yield every tiling of our kernels."""
+    shape = tile_shape(GRAIN, torch.bfloat16)
+    assert shape is not None
+    for layer, case in product(layers, SWEPT_PROMPTS):
+        lengths, gates = PROMPTS[case], random_gates(LAYERS[layer])
+        tokens, rows = random_tokens(LAYERS[layer], sum(lengths)), prompt_rows(lengths)
+        pool = torch.empty(len(lengths), LAYERS[layer][1], DIM, DIM, device="cuda")
+        for registers in SYSTEM_REGISTERS:
+            launch: Launch = partial(solve_tiles, tokens, gates, rows, shape, registers)
+            yield from measured(layer, case, f"systems, {registers} registers", [launch], 0.02 * sum(lengths))
+        tiles, found = solve_tiles(tokens, gates, rows, shape), []
+        for tiling in SCAN_TILINGS:
+            launch = partial(scan_portably, tokens, pool, rows, tiles, tiling=tiling)
+            yield from measured(layer, case, f"scan, {_named(tiling)}", [launch], 0.02 * sum(lengths))
+            found.append((tiles.y.clone(), pool.clone()))
+        if not all(torch.equal(one, other) for results in found for one, other in zip(results, found[0], strict=True)):
+            print(f"{case}: tilings of the scan give different bits")
+        del tiles, found, launch
+    for layer, (requests, num_drafts), tiling in product(layers, SWEPT_DECODES, VERIFY_TILINGS):
+        bench = DecodeBench(layer, requests, num_drafts)
+        launches, guess_us = bench.launches(tiling), max(3.0, bench.num_bytes / 3e6)
+        case = f"{requests} requests, {num_drafts} drafts"
+        for figure in measured(layer, case, _named(tiling), launches, guess_us):
+            yield replace(figure, copy_us=copy_us(bench.num_bytes))
+        del bench, launches
+
+
+def _named(tiling: ScanTiling | VerifyTiling) -> str:
+    return ", ".join(f"{size} {name}" for name, size in asdict(tiling).items())
 
 
 def scanned(tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -266,10 +318,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--sweep", action="store_true", help="measure every tiling of our kernels instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     torch.manual_seed(0)
+    if arguments.sweep:
+        with torch.no_grad():
+            swept = list(sweep(arguments.layers))
+        for figure in swept:
+            print(f"| {figure.layer} | {figure.case} | {figure.form} | {_cell(figure)} |")
+        return
     peers = (fla_peer(), flashinfer_peer())
     figures: dict[str, list[Figure]] = {}
     with torch.no_grad():

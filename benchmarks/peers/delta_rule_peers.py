@@ -21,7 +21,8 @@ def fla_peer() -> Peer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-    except ImportError:
+    except ImportError as error:
+        print(f"fla-core cannot be imported: {error}")
         return Peer("fla-core", None, None)
 
     def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_rows: Tensor | None, rows: int) -> Any:
@@ -48,7 +49,8 @@ def flashinfer_peer() -> Peer:
     try:
         from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
         from flashinfer.gdn_prefill import chunk_gated_delta_rule
-    except ImportError:
+    except ImportError as error:
+        print(f"FlashInfer cannot be imported: {error}")
         return Peer("FlashInfer", None, None)
 
     def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_rows: Tensor, rows: int) -> Any:

@@ -46,9 +46,11 @@ def test_outputs_and_states_are_those_of_transformers(name: str, dtype: torch.dt
     rule, steps = transformers_rule(name), random_steps(70, "cpu", shape, dtype=dtype)
     initial = torch.randn(1, *shape.state)
     t, gates = steps.tokens, steps.gates
+    # Older releases want as many heads of q and k as of v.
+    q, k = (x.repeat_interleave(shape.value_heads // shape.key_heads, dim=1) for x in (t.q, t.k))
     g = -gates.A_log.float().exp() * F.softplus(t.a.float() + gates.dt_bias)
     expected, state = rule(
-        t.q[None], t.k[None], t.v[None], g=g[None], beta=t.b.sigmoid()[None], initial_state=initial,
+        q[None], k[None], t.v[None], g=g[None], beta=t.b.sigmoid()[None], initial_state=initial,
         output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     pool = torch.cat([initial, torch.zeros_like(initial)])

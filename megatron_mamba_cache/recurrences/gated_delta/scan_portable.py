@@ -42,7 +42,7 @@ def choose_tiling(key_dim: int, value_dim: int, dtype: torch.dtype) -> ScanTilin
     """Return the tiling for heads of these sizes: with 64 channels, tensor cores take a state from registers."""
     if dtype == torch.float32:
         return ScanTiling(min(32, max(LEAST_WIDTH, triton.next_power_of_2(value_dim))), num_warps=4, num_stages=1)
-    return ScanTiling(64, num_warps=4 if key_dim <= 128 else 8, num_stages=2)
+    return ScanTiling(64, num_warps=4, num_stages=3) if key_dim <= 128 else ScanTiling(64, num_warps=8, num_stages=2)
 
 
 class _Packed(NamedTuple):

@@ -6,10 +6,12 @@ For token i of a tile, with G the sum of g from the tile's start through it:
     scores[i, j] = (q_i . k_j) exp(G_i - G_j) for j <= i
 
 q and k are normalized here and in `factors`, so the scan reads them as they are. The inverse (the WY form: Yang et al.
-2024, arXiv 2406.06484) is taken in blocks of 16 tokens by forward substitution; with D the inverses of the blocks and
-N = D times what is below them, it is (I - N)(I + N^2) D, exact since N^4 = 0.
+2024, arXiv 2406.06484) is taken in blocks by forward substitution, then of larger blocks: with D the inverses of the
+blocks and N = D times what is below them, it is (I - N)(I + N^2) D, exact since N^4 = 0 for four blocks. No value of
+either is large, since keys have length 1, beta is at most 1 and nothing grows; so bf16 tokens take products of fp16
+there, which round less.
 
-Grid: every tile number by key heads. Graph safe: no host sync, grid fixed by the number of chunks.
+Grid: every tile number by value heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
 
 from dataclasses import dataclass
@@ -25,11 +27,11 @@ from ..rows import PAD_SLOT, PrefillRows
 from .inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 
 NUM_FACTORS = 4
+MAX_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
 _NUM_WARPS = 4
 _PAD = tl.constexpr(PAD_SLOT)
 _EPS = tl.constexpr(EPS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_BLOCK = tl.constexpr(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +58,60 @@ class TileSystems:
 
 
 @triton.jit
-def _inverted(A, PRECISION: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower A [width, width]."""
+def _inverted(A, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return (I + A)^-1 of a strictly lower A [width, width], with matrix products of DTYPE."""
     WIDTH: tl.constexpr = A.shape[0]
-    BLOCKS: tl.constexpr = WIDTH // _BLOCK
-    row = tl.arange(0, _BLOCK)[None, :, None]
-    column = tl.arange(0, _BLOCK)[None, None, :]
-    block = tl.arange(0, BLOCKS)
-    is_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    cut = tl.reshape(A, [BLOCKS, _BLOCK, BLOCKS, _BLOCK])
-    below = tl.sum(tl.where(is_diagonal, cut, 0.0), axis=2)  # [blocks, row, column]
-    solved = tl.where(row == column, 1.0, tl.zeros_like(below))
-    for j in tl.static_range(_BLOCK - 1):
-        of_column = tl.sum(tl.where(column == j, below, 0.0), axis=2)
-        of_row = tl.sum(tl.where(row == j, solved, 0.0), axis=1)
-        solved = tl.fma(-of_column[:, :, None], of_row[:, None, :], solved)
-    whole = tl.where(is_diagonal, solved[:, :, None, :], 0.0)
-    blocks = tl.reshape(whole, [WIDTH, WIDTH])
-    if BLOCKS == 1:
-        inverse = blocks
-    else:
-        i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
-        left = tl.where(i // _BLOCK > j // _BLOCK, A, 0.0)
+    BLOCK: tl.constexpr = 8 if WIDTH == 64 else 16
+    i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    inverse = _inverted_blocks(A, BLOCK)
+    if BLOCK < 16:  # pairs of blocks
+        left = tl.where((i // 16 == j // 16) & (i // BLOCK > j // BLOCK), A, 0.0).to(DTYPE)
+        blocks = inverse.to(DTYPE)
         left = tl.dot(blocks, left, input_precision=PRECISION)
-        series = tl.where(i == j, 1.0, 0.0) - left
-        if BLOCKS > 2:
-            series = tl.dot(series, tl.dot(left, left, input_precision=PRECISION), series, input_precision=PRECISION)
-        inverse = tl.dot(series, blocks, input_precision=PRECISION)
+        inverse -= tl.dot(left.to(DTYPE), blocks, input_precision=PRECISION)
+    if WIDTH > 16:
+        blocks = inverse.to(DTYPE)
+        left = tl.dot(blocks, tl.where(i // 16 > j // 16, A, 0.0).to(DTYPE), input_precision=PRECISION).to(DTYPE)
+        series = tl.where(i == j, 1.0, 0.0) - left.to(tl.float32)
+        if WIDTH > 32:
+            square = tl.dot(left, left, input_precision=PRECISION).to(DTYPE)
+            series = tl.dot(series.to(DTYPE), square, series, input_precision=PRECISION)
+        inverse = tl.dot(series.to(DTYPE), blocks, input_precision=PRECISION)
     return inverse
 
 
 @triton.jit
-def _sums_between(g, PRECISION: tl.constexpr):
-    """Return the sums of g [width] after token j through token i, [i, j] for j <= i, and after each token in all."""
+def _inverted_blocks(A, BLOCK: tl.constexpr):
+    """Return the inverses of I + A's blocks on the diagonal by forward substitution, zeros elsewhere."""
+    WIDTH: tl.constexpr = A.shape[0]
+    BLOCKS: tl.constexpr = WIDTH // BLOCK
+    row = tl.arange(0, BLOCK)[None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    block = tl.arange(0, BLOCKS)
+    is_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    cut = tl.reshape(A, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    below = tl.sum(tl.where(is_diagonal, cut, 0.0), axis=2)  # [blocks, row, column]
+    solved = tl.where(row == column, 1.0, tl.zeros_like(below))
+    for step in tl.static_range(BLOCK - 1):
+        of_column = tl.sum(tl.where(column == step, below, 0.0), axis=2)
+        of_row = tl.sum(tl.where(row == step, solved, 0.0), axis=1)
+        solved = tl.fma(-of_column[:, :, None], of_row[:, None, :], solved)
+    return tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), [WIDTH, WIDTH])
+
+
+@triton.jit
+def _sums_between(g, sums, PRECISION: tl.constexpr):
+    """Return the sums of g [width] after token j through token i, [i, j] for j <= i, and after each token in all.
+
+    Args:
+        sums: Of g from the start through each token.
+    """
     WIDTH: tl.constexpr = g.shape[0]
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     if PRECISION == "ieee":  # differences of long sums would lose digits
         between = tl.cumsum(tl.where(i > j, g[:, None], 0.0), axis=0)
         after = tl.sum(tl.where(i == WIDTH - 1, between, 0.0), axis=0)
     else:
-        sums = tl.cumsum(g, axis=0)
         between = sums[:, None] - sums[None, :]
         after = tl.sum(g, axis=0) - sums
     return between, after
@@ -116,7 +132,7 @@ def _systems_kernel(
     num_tiles,
     num_rows,
     num_tokens,
-    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     HEADS_A_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -125,18 +141,19 @@ def _systems_kernel(
     PER_CHUNK: tl.constexpr,
     LANES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOLVES_IN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because one launch finds a tile, solves its system for each head and clears outputs past the last row."""
+    """Long because one launch finds a tile, solves its system and clears outputs past the last row."""
     await_inputs(OVERLAPS)
-    tile = tl.program_id(0) // KEY_HEADS
-    key_head = tl.program_id(0) % KEY_HEADS
+    tile = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    key_head = head // HEADS_A_KEY
 
-    lane = tl.arange(0, LANES)
-    channel = key_head * (HEADS_A_KEY * VALUE_DIM) + lane
+    channel = tl.arange(0, LANES)
     for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # past the last row
-        at = y + tl.cast(token, tl.int64) * (KEY_HEADS * HEADS_A_KEY * VALUE_DIM) + channel
-        tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=lane < HEADS_A_KEY * VALUE_DIM)
+        at = y + (tl.cast(token, tl.int64) * HEADS + head) * VALUE_DIM + channel
+        tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=channel < VALUE_DIM)
 
     chunk = tile // PER_CHUNK
     start = tl.load(rows.cu_chunks + chunk)
@@ -145,7 +162,7 @@ def _systems_kernel(
     number, begin = find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
     if (number < 0) | (number >= in_chunk):
         return
-    if key_head == 0:
+    if head == 0:
         tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
 
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -157,74 +174,96 @@ def _systems_kernel(
     exists = inside[:, None] & (dim < KEY_DIM)
     q = tl.load(tokens.q + token[:, None] * tokens.q_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
     k = tl.load(tokens.k + token[:, None] * tokens.k_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
-    of_query = scale * tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + _EPS)
-    of_key = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + _EPS)
-    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * of_key[:, None] * of_key[None, :]
-    asked = tl.dot(q, tl.trans(k), input_precision=PRECISION) * of_query[:, None] * of_key[None, :]
-    for in_group in range(HEADS_A_KEY):
-        head = key_head * HEADS_A_KEY + in_group
-        a = tl.load(tokens.a + token * tokens.a_stride + head, mask=inside, other=0.0)
-        b = tl.load(tokens.b + token * tokens.b_stride + head, mask=inside, other=0.0)
-        g = log_decay(a, tl.load(gates.A_log + head), tl.load(gates.dt_bias + head)) * _LOG2_E
-        g = tl.where(inside, g, 0.0)
-        strength = tl.where(inside, write_strength(b), 0.0)
-        between, after = _sums_between(g, PRECISION)
-        decay = tl.exp2(tl.where(i >= j, between, float("-inf")))
-        at = head.to(tl.int64) * num_tiles + tile
-        tl.store(scores + at * (WIDTH * WIDTH) + i * WIDTH + j, (asked * decay).to(scores.dtype.element_ty))
-        A = tl.where(i > j, alike * decay * strength[:, None], 0.0)
-        inverse = tl.where(i > j, _inverted(A, PRECISION) * strength[None, :], 0.0)
-        tl.store(solved + at * (WIDTH * WIDTH) + i * WIDTH + j, inverse.to(solved.dtype.element_ty))
-        since = tl.exp2(tl.cumsum(g, axis=0))
-        of_tile = factors + at * (4 * WIDTH) + place
-        tl.store(of_tile, since * of_key)
-        tl.store(of_tile + WIDTH, strength)
-        tl.store(of_tile + 2 * WIDTH, since * of_query)
-        tl.store(of_tile + 3 * WIDTH, tl.exp2(after) * of_key)
-        tl.store(kept + at, tl.exp2(tl.sum(g, axis=0)))
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    asked = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    queries = tl.dot(q, tl.trans(q), input_precision=PRECISION)
+    of_key = tl.rsqrt(tl.sum(tl.where(i == j, alike, 0.0), axis=1) + _EPS)
+    of_query = scale * tl.rsqrt(tl.sum(tl.where(i == j, queries, 0.0), axis=1) + _EPS)
+
+    a = tl.load(tokens.a + token * tokens.a_stride + head, mask=inside, other=0.0)
+    b = tl.load(tokens.b + token * tokens.b_stride + head, mask=inside, other=0.0)
+    g = log_decay(a, tl.load(gates.A_log + head), tl.load(gates.dt_bias + head)) * _LOG2_E
+    g = tl.where(inside, g, 0.0)
+    strength = tl.where(inside, write_strength(b), 0.0)
+    sums = tl.cumsum(g, axis=0)
+    between, after = _sums_between(g, sums, PRECISION)
+    decay = tl.exp2(tl.where(i >= j, between, float("-inf"))) * of_key[None, :]
+
+    at = head.to(tl.int64) * num_tiles + tile
+    of_tile = factors + at * (4 * WIDTH) + place
+    tl.store(of_tile, tl.exp2(sums) * of_key)
+    tl.store(of_tile + WIDTH, strength)
+    tl.store(of_tile + 2 * WIDTH, tl.exp2(sums) * of_query)
+    tl.store(of_tile + 3 * WIDTH, tl.exp2(after) * of_key)
+    tl.store(kept + at, tl.exp2(tl.sum(g, axis=0)))
+    square = at * (WIDTH * WIDTH) + i * WIDTH + j
+    tl.store(scores + square, (asked * decay * of_query[:, None]).to(scores.dtype.element_ty))
+    A = tl.where(i > j, alike * decay * (of_key * strength)[:, None], 0.0)
+    inverse = tl.where(i > j, _inverted(A, SOLVES_IN, PRECISION) * strength[None, :], 0.0)
+    tl.store(solved + square, inverse.to(solved.dtype.element_ty))
 
 
-def solve_tiles(tokens: DeltaTokens, gates: GateWeights, rows: PrefillRows, shape: TileShape) -> TileSystems:
+def solve_tiles(
+    tokens: DeltaTokens,
+    gates: GateWeights,
+    rows: PrefillRows,
+    shape: TileShape,
+    max_registers: int = MAX_REGISTERS,
+) -> TileSystems:
     """Cut the rows into tiles, solve each tile's system, and clear the outputs of tokens past the last row.
 
     Args:
         rows: At least one chunk.
+        max_registers: Of a thread, which bound the programs that fit on a multiprocessor.
     """
     num_tokens, num_heads, value_dim = tokens.v.shape
     key_heads, key_dim = tokens.q.shape[1:]
-    num_tiles, dtype, device = rows.chunk_rows.shape[0] * shape.per_chunk, tokens.q.dtype, tokens.q.device
-    solved, scores = (
-        torch.empty(num_heads, num_tiles, shape.width, shape.width, dtype=dtype, device=device) for _ in range(2)
-    )
-    factors = torch.empty(num_heads, num_tiles, NUM_FACTORS, shape.width, dtype=torch.float32, device=device)
-    kept = torch.empty(num_heads, num_tiles, dtype=torch.float32, device=device)
-    slots = torch.empty(num_tiles, dtype=torch.int32, device=device)
-    y = torch.empty(num_tokens, num_heads, value_dim, dtype=dtype, device=device)
-    _systems_kernel[(num_tiles * key_heads,)](
+    num_tiles, dtype = rows.chunk_rows.shape[0] * shape.per_chunk, tokens.q.dtype
+    systems = _empty_systems(tokens, shape, num_tiles)
+    _systems_kernel[(num_tiles * num_heads,)](
         tokens=kernel_tokens(tokens),
         gates=KernelGates(gates.A_log, gates.dt_bias),
         rows=rows_to_cut(rows),
-        solved=solved,
-        scores=scores,
-        factors=factors,
-        kept=kept,
-        slots=slots,
-        y=y,
+        solved=systems.solved,
+        scores=systems.scores,
+        factors=systems.factors,
+        kept=systems.kept,
+        slots=systems.slots,
+        y=systems.y,
         scale=key_dim**-0.5,
         num_tiles=num_tiles,
         num_rows=rows.cu_rows.shape[0] - 1,
         num_tokens=num_tokens,
-        KEY_HEADS=key_heads,
+        HEADS=num_heads,
         HEADS_A_KEY=num_heads // key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         LENGTH=shape.length,
         WIDTH=shape.width,
         PER_CHUNK=shape.per_chunk,
-        LANES=triton.next_power_of_2(num_heads // key_heads * value_dim),
+        LANES=triton.next_power_of_2(value_dim),
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        SOLVES_IN=tl.float32 if dtype == torch.float32 else tl.float16,
         num_warps=_NUM_WARPS,
+        maxnreg=max_registers,
         enable_fp_fusion=True,
-        **overlapping(device),
+        **overlapping(tokens.q.device),
     )
-    return TileSystems(shape, solved, scores, factors, kept, slots, y)
+    return systems
+
+
+def _empty_systems(tokens: DeltaTokens, shape: TileShape, num_tiles: int) -> TileSystems:
+    num_heads = tokens.v.shape[1]
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=tokens.q.device)
+
+    return TileSystems(
+        shape,
+        solved=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
+        scores=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
+        factors=empty(num_heads, num_tiles, NUM_FACTORS, shape.width),
+        kept=empty(num_heads, num_tiles),
+        slots=empty(num_tiles, dtype=torch.int32),
+        y=empty(*tokens.v.shape, dtype=tokens.v.dtype),
+    )

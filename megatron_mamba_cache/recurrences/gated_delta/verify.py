@@ -66,8 +66,10 @@ class _Rows(NamedTuple):
 
 
 @triton.jit
-def _load_inputs(tokens, token, end, head, key_head, n, p, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Load q, k, v, b and a of one head and token as they are stored; zeros from token `end` on."""
+def _load_inputs(
+    tokens, columns, token, start, end, head, key_head, n, p, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """Load q, k, v, b and a of one head and token as they are stored, and the token's slot; none from `end` on."""
     at = tl.cast(token, tl.int64)
     exists = token < end
     is_key, is_value = only_if(exists, n < KEY_DIM), only_if(exists, p < VALUE_DIM)
@@ -76,7 +78,8 @@ def _load_inputs(tokens, token, end, head, key_head, n, p, KEY_DIM: tl.constexpr
     v = tl.load(tokens.v + at * tokens.v_stride + head * VALUE_DIM + p, mask=is_value, other=0.0)
     b = tl.load(tokens.b + at * tokens.b_stride + head, mask=exists, other=0.0)
     a = tl.load(tokens.a + at * tokens.a_stride + head, mask=exists, other=0.0)
-    return q, k, v, b, a
+    slot = tl.load(columns + (token - start), mask=exists, other=_PAD)
+    return q, k, v, b, a, slot.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
@@ -136,13 +139,12 @@ def _delta_verify_kernel(
     A_log, dt_bias = tl.load(gates.A_log + head), tl.load(gates.dt_bias + head)
     if READS_EARLY:
         await_launcher(OVERLAPS)
-    inputs = _load_inputs(tokens, start, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
+    inputs = _load_inputs(tokens, first_column, start, start, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
 
     for token in range(start, end):
-        q, k, v, b, a = inputs
+        q, k, v, b, a, slot = inputs
         # Prefetched: only the next token waits for these inputs.
-        inputs = _load_inputs(tokens, token + 1, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
-        slot = tl.load(first_column + (token - start)).to(tl.int64)
+        inputs = _load_inputs(tokens, first_column, token + 1, start, end, head, key_head, n, p, KEY_DIM, VALUE_DIM)
         q, k = q.to(tl.float32), k.to(tl.float32)
         q *= scale * tl.rsqrt(tl.sum(q * q, axis=0) + _EPS)
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
