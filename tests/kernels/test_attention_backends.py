@@ -581,10 +581,16 @@ def test_the_largest_of_a_tensor_is_what_max_says(values: list[int]) -> None:
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture(params=["usual", pytest.param("256 channels", marks=pytest.mark.slow)], scope="module")
+def shape(request: pytest.FixtureRequest) -> AttentionShape:
+    """Heads in groups of 8, or those of Qwen3.6-27B in groups of 6, for which FlashInfer compiles for minutes."""
+    usual = shape_of("cuda", torch.bfloat16)
+    return usual if request.param == "usual" else replace(usual, num_heads=24, num_kv_heads=4, head_dim=256, scale=0.08)
+
+
 @pytest.fixture(params=BACKENDS[:-1], ids=lambda backend: backend.name, scope="module")
-def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+def backend(shape: AttentionShape, request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     built: BackendClass = request.param
-    shape = shape_of("cuda", torch.bfloat16)
     reason = built.refusal(shape)
     if reason is not None:
         pytest.skip(f"{built.name}: {reason}")
@@ -595,10 +601,11 @@ def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
 @needs_cuda
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_backend_agrees_with_the_twin(mix: Mix, num_padding: int, backend: AttentionBackend) -> None:
+def test_backend_agrees_with_the_twin(
+    mix: Mix, num_padding: int, shape: AttentionShape, backend: AttentionBackend
+) -> None:
     """Within bfloat16's rounding of the weights and of the result: 8 bits each, of values below 4."""
     torch.manual_seed(1)
-    shape = shape_of("cuda", torch.bfloat16)
     step = Step(mix, shape, num_padding)
     attend = backend.plan(step.rows)
     for _ in range(2):  # a plan serves every layer
@@ -611,9 +618,8 @@ def test_backend_agrees_with_the_twin(mix: Mix, num_padding: int, backend: Atten
 
 @pytest.mark.gpu
 @needs_cuda
-def test_steps_of_other_sizes_follow_each_other(backend: AttentionBackend) -> None:
+def test_steps_of_other_sizes_follow_each_other(shape: AttentionShape, backend: AttentionBackend) -> None:
     torch.manual_seed(2)
-    shape = shape_of("cuda", torch.bfloat16)
     for mix in [*MIXES.values(), *reversed(MIXES.values())]:
         step = Step(mix, shape)
         out = backend.plan(step.rows)(step.q, step.k, step.v)
@@ -623,9 +629,10 @@ def test_steps_of_other_sizes_follow_each_other(backend: AttentionBackend) -> No
 @pytest.mark.gpu
 @needs_cuda
 @by_captured
-def test_a_graph_attends_the_rows_of_each_replay(captured_rows: Captured, backend: AttentionBackend) -> None:
+def test_a_graph_attends_the_rows_of_each_replay(
+    captured_rows: Captured, shape: AttentionShape, backend: AttentionBackend
+) -> None:
     torch.manual_seed(4)
-    shape = shape_of("cuda", torch.bfloat16)
     steps = CapturedSteps(captured_rows, shape)
     captured = backend.capture(steps.rows)
     captured.begin()(steps.q, steps.k, steps.v)
