@@ -52,6 +52,8 @@ ERROR_TOKENS = 4096
 SCAN_TILINGS = (
     ScanTiling(64, num_warps=4, num_stages=2),
     ScanTiling(64, num_warps=4, num_stages=3),
+    ScanTiling(64, num_warps=4, num_stages=2, by_tma=False),
+    ScanTiling(64, num_warps=4, num_stages=3, by_tma=False),
     ScanTiling(128, num_warps=8, num_stages=2),
     ScanTiling(128, num_warps=8, num_stages=3),
 )

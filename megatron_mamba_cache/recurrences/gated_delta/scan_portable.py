@@ -31,11 +31,13 @@ class ScanTiling:
         channels: Of value_dim, of a program; a power of two.
         num_warps: Of a program.
         num_stages: Tiles whose inputs are in shared memory.
+        by_tma: True if TMA copies inputs where it can, False if threads do.
     """
 
     channels: int
     num_warps: int
     num_stages: int
+    by_tma: bool = True
 
 
 def choose_tiling(key_dim: int, value_dim: int, dtype: torch.dtype) -> ScanTiling:
@@ -151,7 +153,8 @@ def _scan_kernel(
     first_whole = tl.where(begin < low, 1, 0)
     after_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
     if k_tiles is None:
-        after_whole = first_whole
+        first_whole = 0
+        after_whole = 0
     for t in tl.range(0, first_whole, num_stages=1):
         state = _scan_partly(
             state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
@@ -174,7 +177,7 @@ def _scan_kernel(
                 states, slot_stride, quantized, tl.load(tile_slots + t), state, is_state, head, first,
                 KEY_DIM, VALUE_DIM,
             )  # fmt: skip
-    for t in tl.range(after_whole, num_row_tiles, num_stages=1):
+    for t in tl.range(after_whole, num_row_tiles, num_stages=NUM_STAGES if k_tiles is None else 1):
         state = _scan_partly(
             state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
             head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
@@ -224,7 +227,7 @@ def scan_portably(
         WIDTH=shape.width,
         PER_CHUNK=shape.per_chunk,
         PRECISION="ieee" if tokens.q.dtype == torch.float32 else "tf32",
-        NUM_STAGES=tiling.num_stages,
+        NUM_STAGES=tiling.num_stages if _is_aligned(tokens.q) else 1,
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
@@ -236,7 +239,8 @@ def _described(
     """Return the tiles of packed tensors as TMA copies them; None where it cannot copy whole tiles."""
     key_dim, value_dim, width = tokens.q.shape[2], tokens.v.shape[2], tiles.shape.width
     has_whole_tiles = (
-        tiles.shape.length == width
+        tiling.by_tma
+        and tiles.shape.length == width
         and key_dim >= LEAST_WIDTH
         and key_dim & (key_dim - 1) == 0
         and value_dim % tiling.channels == 0
