@@ -110,12 +110,19 @@ def test_every_code_has_its_value() -> None:
     assert four.values(tensors, torch.empty(0)).flatten().tolist() == np.repeat(E2M1, 2).tolist()
 
 
+def test_a_stack_may_have_one_scale_for_all() -> None:
+    weight = QuantizedWeight(fp8(None, None), (3, 2, 4), "codes", "scale")
+    codes = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
+    tensors = {"codes": tensor_of(codes, torch.float8_e4m3fn), "scale": torch.tensor(3.0)}
+    assert_equal_bits(weight.values(tensors, torch.empty(0)), E4M3[codes] * np.float32(3))
+
+
 @pytest.mark.parametrize(
     ("format", "shape", "usual", "others"),
     [
         (fp8(128, 128), (130, 64), (2, 1), [(2, 1, 1, 1)]),
         (fp8(None, None), (8, 8), (1, 1), [(1,), ()]),
-        (fp8(None, None), (3, 8, 8), (3, 1, 1), [(3, 1), (3,)]),
+        (fp8(None, None), (3, 8, 8), (3, 1, 1), [(3, 1), (3,), (1,), ()]),
         (fp8(1, None), (8, 4), (8, 1), [(8,)]),
         (fp8(1, None), (3, 8, 4), (3, 8, 1), [(3, 8)]),
         (NVFP4, (8, 40), (8, 3), []),

@@ -54,7 +54,7 @@ class WeightFormat:
         if self.columns is None:
             shapes.append((*leading, rows))
         if self.columns is None and self.rows is None:
-            shapes.append(tuple(leading))
+            shapes += [tuple(leading), (), (1,)]
         return shapes
 
 
@@ -106,7 +106,8 @@ class QuantizedWeight:
         matrices = found.view(-1, rows, columns)
         on_device = {name: tensors[name].to(like.device) for name in self.parts}
         codes = on_device[self.codes].reshape(len(matrices), rows, -1)
-        scales = _float32(on_device[self.scale]).reshape(len(matrices), *self.format.grid(self.shape)[-2:])
+        scales = _float32(on_device[self.scale]).reshape(-1, *self.format.grid(self.shape)[-2:])
+        scales = scales.expand(len(matrices), -1, -1)  # a stack may have one scale
         step = max(1, _SLABS[like.device.type] // columns)
         for number, matrix in enumerate(matrices):
             for start in range(0, rows, step):
