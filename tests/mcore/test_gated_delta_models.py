@@ -14,7 +14,7 @@ from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
-from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, rounded_bytes, state_bytes, tiny_sizes
+from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, quantized_bytes, state_bytes, tiny_sizes
 from tests.mcore.random_workloads import GATED_DELTA_MODELS
 from tests.mcore.test_configured_models import SETTINGS, built, configured
 
@@ -48,7 +48,7 @@ def test_slots_have_the_bytes_of_a_window_and_a_matrix(sizes: RandomHybridConfig
     config = cache_config(sizes, num_speculative_tokens=num_drafts).resolved()
     assert shape.state_layout(config).slot_bytes == state_bytes(sizes, num_drafts)
     layout = CACHED_FORMS["int8"].layout(shape.state_groups(config), shape.state_layout(config))
-    assert layout.slot_bytes == rounded_bytes(sizes)
+    assert layout.slot_bytes == quantized_bytes(sizes)
 
 
 def test_states_after_drafts_are_kept_in_windows() -> None:
