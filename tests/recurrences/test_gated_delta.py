@@ -51,16 +51,6 @@ def test_prompt_then_drafts_is_one_prompt(device: str) -> None:
     assert same_bits(states.live["conv"][7, :3], states.live["conv"][0, :3])
 
 
-def test_full_sequences_start_without_a_state(device: str) -> None:
-    torch.manual_seed(1)
-    weights = GatedDeltaWeights(*(torch.randn(size, device=device) for size in ((DELTA.conv_dim, 4), (4,), (4,))))
-    qkv, b, a = (torch.randn(11, size, device=device) for size in (DELTA.conv_dim, 4, 4))
-    states = layer_states(device)
-    expected = DELTA.prefill(qkv, b, a, weights, states, pack_rows([RowSpec(11, final=0)], 8, device))
-    none = DELTA.no_states(torch.float32, qkv.device)
-    assert same_bits(DELTA.prefill(qkv, b, a, weights, none, pack_rows([RowSpec(11)], 8, device)), expected)
-
-
 def test_states_after_drafts_have_slots() -> None:
     assert not isinstance(DELTA, ReplayedRecurrence)
     for requests in (1, 64):
