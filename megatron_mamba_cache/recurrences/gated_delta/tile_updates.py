@@ -22,18 +22,17 @@ def advance_tile(state, q, k, v, solved, scores, factors, kept, PRECISION: tl.co
     """
     WIDTH: tl.constexpr = k.shape[0]
     token = tl.arange(0, WIDTH)
-    reach = tl.load(factors + token)
-    strength = tl.load(factors + WIDTH + token)
-    read = tl.load(factors + 2 * WIDTH + token)
-    left = tl.load(factors + 3 * WIDTH + token)
+    # Factors are loaded where they are used: together they would take as many registers as the state.
     rounded = state.to(k.dtype)
     held = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
     from_state = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
     # Fused by hand: every form rounds alike.
-    wanted = tl.fma(-reach[None, :], held, v.to(tl.float32))
-    written = tl.dot(wanted.to(k.dtype), tl.trans(solved), wanted * strength[None, :], input_precision=PRECISION)
+    wanted = tl.fma(-tl.load(factors + token)[None, :], held, v.to(tl.float32))
+    beta = tl.load(factors + WIDTH + token)
+    written = tl.dot(wanted.to(k.dtype), tl.trans(solved), wanted * beta[None, :], input_precision=PRECISION)
+    read = tl.load(factors + 2 * WIDTH + token)
     y = tl.dot(written.to(k.dtype), tl.trans(scores), from_state * read[None, :], input_precision=PRECISION)
-    weighted = written * left[None, :]
+    weighted = written * tl.load(factors + 3 * WIDTH + token)[None, :]
     state = tl.dot(weighted.to(k.dtype), k, state * kept, input_precision=PRECISION)
     return y, state
 
