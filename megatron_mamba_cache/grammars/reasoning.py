@@ -47,7 +47,7 @@ class ReasoningGrammar:
 
         Args:
             calls: Calls that may end the reasoning, too; None: only its closing marker does.
-            is_open: Whether the reply begins within reasoning; else it may begin with it.
+            is_open: True if the reply begins within reasoning; else it may begin with it.
         """
         reply = named("reply", grammar)
         closed = sequence(self._text_to_closing(calls), Grammar(_GAP), reply)

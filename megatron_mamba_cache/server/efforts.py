@@ -41,7 +41,7 @@ class Efforts:
         return replace(conversation, values={**values, _EFFORT: nearest})
 
     def _rendered(self, effort: str) -> bool:
-        """Return whether the template takes an effort."""
+        """Return True if the template takes an effort."""
         try:
             self._render(Conversation(_PROBE, values={_EFFORT: effort}))
         except ValueError:

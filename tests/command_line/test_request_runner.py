@@ -1,6 +1,7 @@
 """Lines through an engine, without a command around them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import pytest
@@ -33,10 +34,14 @@ class CountedTokens(list):
 
 
 def run_lines(
-    lines: Sequence[PromptLine], engine: MambaCacheEngine, num_tokens: int, on_tokens: Callable[[int], object]
+    lines: Sequence[PromptLine],
+    engine: MambaCacheEngine,
+    num_tokens: int,
+    on_tokens: Callable[[int], object],
+    image_tokens: Mapping[int, str] = MappingProxyType({}),
 ) -> RunResult:
     sampling = SamplingFlags(num_tokens, temperature=1.0, top_k=1, top_p=0.0)
-    tokenizer = TokenIdTokenizer(engine.context.shape.vocab_size)
+    tokenizer = TokenIdTokenizer(engine.context.shape.vocab_size, image_tokens)
     return RequestRunner(engine, tokenizer, sampling, on_tokens).run(lines)
 
 
@@ -48,6 +53,14 @@ def test_a_long_session_of_lines_that_no_tensor_holds_runs_to_its_end(position: 
     result = run_lines(lines, EngineRun.start(tiny_hybrid()).engine, 2, lambda _: None)
     assert [record.request_id for record in result.completed] == [position]
     assert len(result.records) == 3000 and len(result.records[position].generated_tokens) == 2
+
+
+def test_a_line_with_the_token_of_an_image_is_not_run() -> None:
+    lines = [PromptLine(0, [1, 5, 3], session="a"), PromptLine(1, [1, 2, 3], session="a")]
+    engine = EngineRun.start(tiny_hybrid()).engine
+    first, second = run_lines(lines, engine, 2, lambda _: None, {5: "image_token_id"}).records
+    assert (first.error or "").startswith("the prompt has token 5 (image_token_id) at position 1")
+    assert not first.generated_tokens and len(second.generated_tokens) == 2 and second.error is None
 
 
 def test_tokens_are_read_from_the_engine_once_however_long_a_reply_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ def test_an_effort_that_the_template_refuses_is_the_nearest_that_it_takes(weighi
         assert prompt_text(weighing).startswith(begin)
 
 
-def test_an_effort_that_nobody_knows_is_refused_as_the_template_says(weighing: TagAgent) -> None:
+def test_an_unknown_effort_is_refused_as_the_template_says(weighing: TagAgent) -> None:
     with pytest.raises(openai.BadRequestError, match="there is no effort of utmost"):
         weighing.ask("Hello.", tools=openai.omit, reasoning_effort="utmost")
     weighing.ask("Hello.", tools=openai.omit, reasoning_effort="none")

@@ -112,7 +112,7 @@ def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_i
 def calls_in_reasoning(
     family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool, after: Grammar | None = None
 ) -> CallsInReasoning | None:
-    """Return the calls with which a reply may end its reasoning, None if they cannot be told from text.
+    """Return the calls with which a reply may end its reasoning; None if they look like text.
 
     Args:
         after: What may follow them; None: the reply ends.

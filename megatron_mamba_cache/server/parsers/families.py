@@ -102,7 +102,7 @@ class ReplySyntax:
             parameters: None if the reply may not call tools.
             is_open: Whether the prompt ends within reasoning.
             token_tags: Tags that are tokens of the model.
-            is_held: Whether a grammar holds the reply. Then only the first marker begins calls within reasoning.
+            is_held: True if a grammar holds the reply. Then only the first marker begins calls within reasoning.
         """
         name = self.tool_calls if parameters is not None else None
         calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
