@@ -1,4 +1,4 @@
-"""Prefix caching for hybrid Mamba2 + attention models on megatron-core.
+"""Prefix caching for hybrid models of recurrent and attention layers on megatron-core.
 
 Megatron is imported when a name that needs it is first used.
 """

@@ -24,7 +24,7 @@ def command_parser() -> FlagParser:
     """Return the parser of the whole command line."""
     parser = FlagParser(
         prog="mamba-cache",
-        description="Prefix caching for hybrid Mamba2 + attention models on megatron-core.",
+        description="Prefix caching for hybrid models of recurrent and attention layers on megatron-core.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))

@@ -93,7 +93,7 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
     architecture, dtype = read_sizes(directory)
     pattern = architecture.pattern
     if not ("M" in pattern and "*" in pattern):
-        raise ValueError(f"layer pattern {pattern} has no Mamba or no attention layer")
+        raise ValueError(f"layer pattern {pattern} has no recurrent or no attention layer")
     return architecture, part_shape(architecture, dtype)
 
 

@@ -16,7 +16,7 @@ from ..mcore.model_reading import model_shape_of
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.drafting.draft_model import DraftModelDrafter
 from ..models.parameter_shapes import parameters_of
-from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..models.tokenizers.image_tokens import image_tokens_of
@@ -28,7 +28,7 @@ from .sizing import DRAFTER_SHARE
 from .usage_error import UsageError
 
 _DRAFT_FLAG = "--draft-hf-model"
-_SYMBOLS = {"M": "Mamba", "*": "attention", "-": "MLP", "E": "experts"}
+_SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,8 @@ def _random(dtype: str) -> ReadyModel:
         model = random_hybrid_model(shape)
     except ValueError as error:  # ranks that cannot share it
         raise UsageError(f"--random-model: {error}") from error
-    description = (
-        f"built-in random hybrid model, {_layers(shape.pattern)}, vocabulary of {shape.vocab_size} bytes, {dtype}"
-    )
+    layers = _layers(shape.pattern, random_architecture(shape).recurrent.label)
+    description = f"built-in random hybrid model, {layers}, vocabulary of {shape.vocab_size} bytes, {dtype}"
     return ReadyModel(model, ByteTokenizer(shape.vocab_size), description, dtype)
 
 
@@ -176,15 +175,17 @@ def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> 
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
     count = sum(math.prod(whole.shape) for whole in parameters_of(loaded.architecture).values())
     quantized = f" from {loaded.quantized}" if loaded.quantized else ""
+    layers = _layers(loaded.architecture.pattern, loaded.architecture.recurrent.label)
     return (
-        f"{name}, {_layers(loaded.architecture.pattern)}, {count:,} parameters, "
+        f"{name}, {layers}, {count:,} parameters, "
         f"vocabulary of {loaded.architecture.vocab_size} tokens, {dtype}{quantized}"
     )
 
 
-def _layers(pattern: str) -> str:
+def _layers(pattern: str, recurrent: str) -> str:
     """Return a layer pattern with the meaning of its symbols."""
-    meanings = ", ".join(f"{symbol} {name}" for symbol, name in _SYMBOLS.items() if symbol in pattern)
+    names = {"M": recurrent, **_SYMBOLS}
+    meanings = ", ".join(f"{symbol} {name}" for symbol, name in names.items() if symbol in pattern)
     return f"layers {pattern} ({meanings})"
 
 

@@ -32,6 +32,8 @@ class MambaSizes:
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     gated_norm_eps: float | None = None
 
+    label = "Mamba"
+
     @property
     def grain(self) -> int:
         """Tokens of a chunk of the scan."""
@@ -64,6 +66,8 @@ class GatedDeltaSizes:
     value_head_dim: int
     d_conv: int = 4
     chunk_size: int = 64
+
+    label = "Gated DeltaNet"
 
     @property
     def grain(self) -> int:

@@ -142,7 +142,7 @@ class Server:
         settings = self.settings
         app = FastAPI(
             title="megatron-mamba-cache",
-            description="OpenAI-compatible inference of hybrid Mamba2 + attention models with prefix caching.",
+            description="OpenAI-compatible inference of hybrid recurrent and attention models with prefix caching.",
             lifespan=_lifespan(self),
             docs_url=None,
             redoc_url=None,

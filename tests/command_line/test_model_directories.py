@@ -122,6 +122,7 @@ def test_token_ids_without_a_tokenizer_give_the_tokens_of_transformers(
         assert request["text"] == " ".join(map(str, request["generated_tokens"]))
         assert shortfall(model, request["prompt_tokens"], request["generated_tokens"]) <= TOLERANCE
     block = 72 if getattr(model.config, "mamba_chunk_size", None) == 24 else 64
+    assert f"M {'Gated DeltaNet' if 'qwen' in family else 'Mamba'}, * attention" in finished.stdout
     assert document["requests"][1]["cached_tokens"] == 200 // block * block
     assert document["summary"]["later_turns"] == {"prompt_tokens": 203, "cached_tokens": 200 // block * block}
 
