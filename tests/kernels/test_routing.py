@@ -151,6 +151,14 @@ def test_the_shared_expert_weighs_the_sigmoid_of_its_gate(
     torch.testing.assert_close(found.double(), shared.double(), rtol=tolerance, atol=0)
 
 
+@both_routes
+def test_the_product_with_the_shared_expert_s_gate_is_rounded_before_its_sigmoid(op: Route, device: str) -> None:
+    x = torch.tensor([[-5.0, -0.01171875]], device=device).bfloat16()  # their sum is between two numbers of bf16
+    _, weights = op(torch.zeros(1, 1, 2, device=device), None, RoutingRule(1), None, SharedGate(x, torch.ones_like(x)))
+    rounded, exact = (torch.tensor(logit).sigmoid().bfloat16().item() for logit in (-5.0, -5.01171875))
+    assert weights[0, 1].item() == rounded != exact
+
+
 def test_a_token_s_shared_weight_has_the_same_bits_in_any_batch(device: str) -> None:
     torch.manual_seed(4)
     x, gate = torch.randn(5, 70, device=device).bfloat16(), torch.randn(1, 70, device=device).bfloat16()
