@@ -26,6 +26,10 @@ from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.recurrences import align_copy
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
+from megatron_mamba_cache.recurrences.gated_delta import scan as delta_scan
+from megatron_mamba_cache.recurrences.gated_delta import scan_portable as delta_scan_portable
+from megatron_mamba_cache.recurrences.gated_delta import tile_systems
+from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify
 from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_portable, tiles, verify
 from megatron_mamba_cache.recurrences.mamba2.replay import (
     boundary_folds,
@@ -46,6 +50,8 @@ KERNELS = (
     (fold_products, "_fold_boundaries_kernel"),
     (conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
+    (delta_scan_portable, "_scan_kernel"),
+    (delta_verify, "_delta_verify_kernel"),
     (expert_order, "_order_kernel"),
     (expert_order, "_count_kernel"),
     (expert_order, "_sum_counts_kernel"),
@@ -66,6 +72,7 @@ KERNELS = (
     (routing, "_route_kernel"),
     (scan_hopper, "_scan_kernel"),
     (scan_portable, "_scan_kernel"),
+    (tile_systems, "_systems_kernel"),
     (tiles, "_tiles_kernel"),
     (outputs, "_state_replay_kernel"),
     (outputs_products, "_state_products_kernel"),
@@ -122,6 +129,7 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
             patch.setattr(module, name, kernel)
             patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
         patch.setattr(scan, "launches_kernel", lambda tensor: True)
+        patch.setattr(delta_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(scan, "_fits_hopper", lambda *_: on_hopper)
         patch.setattr(fold_products, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(tiling, "runs_gluon", lambda tensor: on_hopper)

@@ -16,6 +16,7 @@ from megatron_mamba_cache.kernels.experts.shared_product import _order_of_one
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.mcore import suspendable_engine
 from megatron_mamba_cache.metrics import CacheSnapshot
+from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
 from megatron_mamba_cache.recurrences.mamba2 import scan
@@ -45,6 +46,12 @@ MODELS = {
     "bf16-hopper": tiny_sizes(**ON_HOPPER),
     "bf16-experts": tiny_sizes(**SMALL, pattern="ME*", dtype=torch.bfloat16),
     "bf16-hopper-experts": tiny_sizes(**ON_HOPPER, pattern="ME*"),
+    "bf16-delta": tiny_sizes(
+        pattern="M-*-", gated_delta=GatedDeltaSizes(2, 4, 16, 16), ssm_chunk_size=16, dtype=torch.bfloat16
+    ),
+    "bf16-delta-experts": tiny_sizes(
+        pattern="ME*", gated_delta=GatedDeltaSizes(2, 4, 16, 32), ssm_chunk_size=16, dtype=torch.bfloat16
+    ),
 }
 
 
@@ -108,6 +115,8 @@ REHEARSED = [
     ("bf16-hopper", 8, "replay"),
     ("bf16-experts", 0, "replay"),
     ("bf16-hopper-experts", 3, "replay"),
+    ("bf16-delta", 3, "window"),
+    ("bf16-delta-experts", 0, "window"),
 ]
 OTHERS_REHEARSED = [
     pytest.param(name, 0 if drafts else 3, form, marks=pytest.mark.slow) for name, drafts, form in REHEARSED
@@ -127,6 +136,7 @@ def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: 
     assert run.counters.accepted_tokens or not num_drafts
     kernels = " ".join(kernel for kernel, _ in launched)
     assert ("one_token" in kernels) == (sizes.dtype == torch.bfloat16)
+    assert ("_systems" in kernels) == ("_delta_verify" in kernels) == ("output_gate" in kernels) == ("delta" in name)
     assert ("product_sums" in kernels) == ("E" in sizes.pattern)
     assert ("_coefficients" in kernels) == ("_fold_boundaries" in kernels) == (draft_states == "replay")
     assert ("_state_sums" in kernels) == ("hopper" in name and draft_states == "replay")
