@@ -9,7 +9,7 @@ import pytest
 from tests.mcore.engine_runs import EngineRun, OracleTally, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, make_workload
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, make_workload
 
 BLOCK = 16
 
@@ -111,18 +111,21 @@ def test_a_refused_request_can_be_cancelled_before_it_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts"),
+    ("name", "num_drafts", "form"),
     [
-        pytest.param(name, num_drafts, marks=() if bool(num_drafts) == bool(place % 2) else pytest.mark.long)
+        pytest.param(
+            name, num_drafts, form, marks=() if share and bool(num_drafts) == bool(place % 2) else pytest.mark.long
+        )
         for place, name in enumerate(name for name in FLAVOURS if name != "disturbed")
         for num_drafts in (0, 4)
+        for form, share in (("dense", True), ("gated delta", place % 4 == 1))
     ],
 )
-def test_random_cancels_leak_nothing_and_change_no_token(name: str, num_drafts: int) -> None:
+def test_random_cancels_leak_nothing_and_change_no_token(name: str, num_drafts: int, form: str) -> None:
     tally, num_cancelled = OracleTally(), 0
     for seed in range(3):
         rng = random.Random(f"cancels {name} {seed} {num_drafts}")
-        work = make_workload(FLAVOURS[name], 500 + seed, num_drafts)
+        work = make_workload(FLAVOURS[name], 500 + seed, num_drafts, models=MODEL_FORMS[form])
         vocab = work.subject.sizes.vocab_size
         drafter = NoisyDrafter(defaultdict(list), accuracy=0.5, vocab_size=vocab) if num_drafts else None
         run = EngineRun.start(work.subject, work.config, drafter=drafter)
