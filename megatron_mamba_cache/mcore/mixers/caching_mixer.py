@@ -1,4 +1,4 @@
-"""What mixers of all recurrences share: a step's decode rows and prefill rows, and full sequences without a context."""
+"""Base class of mixers: decode and prefill rows of a step, and full sequences without a context."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ...step.batch import StepBatch
 
 
 class CachingMixer:
-    """Computes any mix of decode and prefill rows, each from its own slot. Base class next to a Megatron module.
+    """Computes any mix of decode and prefill rows, each from its own slot; combined with a Megatron module.
 
     Attributes:
         in_proj, out_proj: Megatron's linear layers, which return a bias too.
