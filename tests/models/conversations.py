@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.engine_runs import GIB, EngineRun, greedy
 from tests.models.reference_run import reference_run
 from tests.models.tiny_checkpoints import TinyCheckpoint
@@ -43,7 +44,9 @@ class Subject:
         case.write(reference, directory)
         return Subject(case, reference, load_hugging_face(directory, torch.float32))
 
-    def start(self, *, kv_blocks: int = 40, cached_states: int = 40, **settings: Any) -> EngineRun:
+    def start(
+        self, *, kv_blocks: int = 40, cached_states: int = 40, drafter: Drafter | None = None, **settings: Any
+    ) -> EngineRun:
         """Build an engine with room for so many blocks and cached states."""
         shape, block = model_shape_of(self.loaded.model), self.case.block_size
         small = {"max_requests": 4, "max_tokens": 256, "max_sequence_length": 640} | settings
@@ -55,7 +58,7 @@ class Subject:
             prefix_caching_mamba_gb=(cached_states * state + 0.5) / GIB,
             **small,
         )
-        return EngineRun(self.loaded, build_engine(self.loaded.model, config))
+        return EngineRun(self.loaded, build_engine(self.loaded.model, config, drafter=drafter))
 
     def assert_as_in_transformers(self, run: EngineRun) -> None:
         """Assert that the tokens of all requests and their log probabilities are those of transformers."""
