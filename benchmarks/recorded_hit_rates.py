@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/recorded_hit_rates.py --trace FILE ... [--models NAME ...] [--cache-gb G ...]
 
-No model and no GPU: recorded requests go through the real cache one after another (`planning/replay.py`). Columns, as
+No model and no GPU: recorded requests go through the real cache one after another (`planning/plan.py`). Columns, as
 shares of all prompt tokens, those of requests too long for the memory included:
 
 - cost, lru: one budget over slabs under each eviction rule;
@@ -31,7 +31,7 @@ from loads.recorded_texts import RecordedPart, texts_of
 from loads.sized_cache import BLOCK_SIZE, MODELS, RULES
 from measuring.load_reports import append, command, document
 
-from megatron_mamba_cache.planning.replay import replay
+from megatron_mamba_cache.planning.plan import replay
 from megatron_mamba_cache.policy.places import SplitSpace
 
 SCRIPT = "benchmarks/recorded_hit_rates.py"

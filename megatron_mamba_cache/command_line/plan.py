@@ -7,9 +7,8 @@ from typing import Literal
 
 from ..config import CacheConfig
 from ..planning.caches import CacheSizes
-from ..planning.plan import plan
+from ..planning.plan import ReplayedLoad, plan
 from ..planning.recorded_load import read_load
-from ..planning.replay import ReplayedLoad
 from .commands import DEFAULT_GB
 from .model_choice import described_shape
 from .quiet import quiet_libraries

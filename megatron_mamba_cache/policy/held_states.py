@@ -1,4 +1,4 @@
-"""States whose worth does not fall until some time: it is told by the newest stamp of a request, not by a clock."""
+"""States with a TTL, measured in request timestamps: until then their priority does not fall."""
 
 from heapq import heappop, heappush
 

@@ -1,4 +1,4 @@
-"""Who a slot pool asks and tells about its states: the KV blocks that leave with them, and the tier below."""
+"""Callbacks of the slot pool: KV blocks, lower tier."""
 
 from typing import Protocol
 
@@ -20,7 +20,7 @@ class CachedTexts(Protocol):
 
 
 class StateSaver(Protocol):
-    """Keeps states elsewhere before they are lost; told of every state that goes."""
+    """Saves states elsewhere before they are lost; is notified of every state that goes."""
 
     def saves(self, block: BlockId) -> bool:
         """Begin to save the block's state, which is next to be evicted; return whether others should leave before it.
@@ -50,7 +50,7 @@ class NoSaver:
 
 
 class NoTexts:
-    """For slots whose blocks belong to somebody else."""
+    """For a slot pool without a KV block pool."""
 
     def is_end(self, block: BlockId) -> bool:
         """Return True: nothing is known to follow."""

@@ -15,13 +15,8 @@ from .group import ExpertPeers, Ranks, on_all_ranks
 _LOG = logging.getLogger(__name__)
 _LARGE_LOSS = 0.05
 _OF_EACH_RANK = (
-    "cache_gb",
-    "host_cache_gb",
-    "disk_cache_dir",
-    "disk_cache_gb",
-    "buffer_size_gb",
-    "paused_buffer_size_gb",
-    "prefix_caching_mamba_gb",
+    *("cache_gb", "host_cache_gb", "disk_cache_dir", "disk_cache_gb"),
+    *("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb"),
 )
 """Settings that may differ between ranks: the memory that each provides, and where."""
 _LEAST_OF_ALL = ("max_requests",)

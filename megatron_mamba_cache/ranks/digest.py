@@ -70,19 +70,15 @@ class DecisionLog:
         self.step = 0
         self._hash = hashlib.sha256()
         self._recent: deque[Decision] = deque(maxlen=_REMEMBERED)
-        self._num_noted = 0
-
-    @property
-    def num_noted(self) -> int:
+        self.num_noted = 0
         """Decisions so far."""
-        return self._num_noted
 
     def note(self, kind: DecisionKind, request_id: int, *facts: int) -> None:
         """Record a decision of the current step."""
         decision = Decision(self.step, kind, request_id, facts)
         self._hash.update(repr((self.step, kind.name, request_id, facts)).encode())
         self._recent.append(decision)
-        self._num_noted += 1
+        self.num_noted += 1
 
     def fingerprint(self) -> list[int]:
         """Return the hash of all decisions so far, as integers from 0 to 2**62 - 1."""
@@ -91,7 +87,7 @@ class DecisionLog:
 
     def recent(self) -> RecentDecisions:
         """Return the newest decisions."""
-        return RecentDecisions(self._num_noted - len(self._recent), tuple(self._recent))
+        return RecentDecisions(self.num_noted - len(self._recent), tuple(self._recent))
 
 
 def first_difference(ranks: Sequence[RecentDecisions]) -> str:

@@ -128,17 +128,9 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
 
 @triton.jit
 def _quantize_tiles(
-    matrices,
-    places,
-    source,
-    target,
-    first_tile,
-    LAYERS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D_STATE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    matrices, places, source, target, first_tile,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Quantize every n-th tile from `first_tile` on, n programs, of slot `source` into slot `target`: all layers."""
     PARTS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     n = tl.arange(0, triton.next_power_of_2(D_STATE))
@@ -157,23 +149,10 @@ def _quantize_tiles(
 
 @triton.jit(do_not_specialize=["num_rows", "block_size"])
 def _align_copy_kernel(
-    rows,
-    sources,
-    targets,
-    tails,
-    num_rows,
-    block_size,
-    ROWS: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    MOTIONS: tl.constexpr,
-    TILES: tl.constexpr,
-    LAYERS: tl.constexpr,
-    TIMES: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    HAS_TAILS: tl.constexpr,
-):
+    rows, sources, targets, tails, num_rows, block_size,
+    ROWS: tl.constexpr, IN_PLACE: tl.constexpr, MOTIONS: tl.constexpr, TILES: tl.constexpr, LAYERS: tl.constexpr,
+    TIMES: tl.constexpr, LENGTHS: tl.constexpr, LANES: tl.constexpr, WIDTHS: tl.constexpr, HAS_TAILS: tl.constexpr,
+):  # fmt: skip
     """Long because of its arguments."""
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):

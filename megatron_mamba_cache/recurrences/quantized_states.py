@@ -120,20 +120,10 @@ def store_quantized(
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["src", "dst"])
 def _restore_kernel(
-    places,
-    pool,
-    layer_stride,
-    slot_stride,
-    src,
-    dst,
-    num_slots,
-    SLOTS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    places, pool, layer_stride, slot_stride, src, dst, num_slots,
+    SLOTS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS

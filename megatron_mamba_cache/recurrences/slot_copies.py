@@ -35,17 +35,9 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["src", "dst"])
 def _copy_slots_kernel(
-    sources,
-    pools,
-    src,
-    dst,
-    num_slots,
-    SLOTS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTHS: tl.constexpr,
-):
+    sources, pools, src, dst, num_slots,
+    SLOTS: tl.constexpr, LAYERS: tl.constexpr, LENGTHS: tl.constexpr, LANES: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
     turn = tl.program_id(0)
     for first in range(0, num_slots, SLOTS):
         index = first + tl.arange(0, SLOTS)

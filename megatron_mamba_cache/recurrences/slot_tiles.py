@@ -157,21 +157,10 @@ def copy_tiles(
 
 @triton.jit
 def copy_windows(
-    states,
-    target_states,
-    tail,
-    source,
-    target,
-    shift,
-    buffer,
-    first_tile,
-    LAYERS: tl.constexpr,
-    TIMES: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    states, target_states, tail, source, target, shift, buffer, first_tile,
+    LAYERS: tl.constexpr, TIMES: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HAS_TAIL: tl.constexpr,
-):
+):  # fmt: skip
     """Copy every n-th tile from `first_tile` on, n programs, of the window in slot `source`, from input `shift` on.
 
     All layers. Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be

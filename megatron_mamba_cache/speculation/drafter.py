@@ -63,14 +63,12 @@ class Drafter(Protocol):
         There is at most one for each running request. An error costs the step its drafts; it must leave the drafter
         usable.
         """
-        ...
 
     def forget(self, request_id: int) -> None:
         """Drop what is kept about a request that left; an unknown one is ignored.
 
         A request that was evicted is forgotten too, and may later start again with the same text.
         """
-        ...
 
 
 @runtime_checkable
@@ -80,7 +78,6 @@ class HasVocabulary(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width of its distributions, padding included."""
-        ...
 
 
 @runtime_checkable
@@ -90,7 +87,6 @@ class ReadsHiddenStates(Protocol):
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states that it reads; the model's."""
-        ...
 
 
 @runtime_checkable
@@ -103,7 +99,6 @@ class TakesTime(Protocol):
 
     def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Return about how long it takes to propose for some rows, `num_drafts` at most each; the same on all ranks."""
-        ...
 
 
 @runtime_checkable
@@ -112,7 +107,6 @@ class CompilesKernels(Protocol):
 
     def warmup(self) -> None:
         """Compile them all before the first request; nothing else changes."""
-        ...
 
 
 @runtime_checkable
@@ -122,16 +116,12 @@ class CapturesGraphs(Protocol):
     @property
     def wants_graphs(self) -> bool:
         """True when the settings ask for graphs that were dropped; the engine then calls `capture` before its step."""
-        ...
 
     def capture(self) -> None:
         """Capture the graphs again, or do without for good."""
-        ...
 
     def check_weights(self) -> None:
         """Drop graphs that read weights where these no longer are; an engine that is flushed or resumes calls it."""
-        ...
 
     def drop_graphs(self) -> None:
         """Drop all graphs, since the engine is closed; an engine that steps has them captured again."""
-        ...

@@ -26,8 +26,8 @@ from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..ranks.digest import Digest
 from ..ranks.group import ExpertPeers, NoPeers, Ranks
+from ..speculation.decode_schedule import advance_one_token_rows, advance_rows, note_hidden_states
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
 from .buffers import HostCopy
 from .changed_logits import LogitsChanges

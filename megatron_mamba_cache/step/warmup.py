@@ -37,12 +37,23 @@ _MOST_RESIDUES = 8
 Rows = list[RunningRequest]
 
 
-def compile_ahead(model: StepModel, runner: StepRunner) -> None:
+def compile_ahead(
+    model: StepModel, runner: StepRunner, rehearse_steps: Callable[[StepModel, StepRunner], None] | None = None
+) -> None:
     """Compile most of what steps of a wrapped model launch, many kernels at once and without launching any.
 
     Call it between steps only. On a CPU, and in float64, which some ops compute without kernels, it does nothing.
+
+    Args:
+        rehearse_steps: Launches all forms of steps; None: `rehearse`.
     """
-    _compile_ahead(runner, lambda: rehearse(model, runner))
+    if not _may_compile_ahead(runner):
+        return
+    try:
+        with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
+            (rehearse_steps or rehearse)(model, runner)
+    except Exception as error:  # steps work without it
+        _LOG.warning("kernels are compiled one after another: a rehearsal without launches raised %r", error)
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:
@@ -56,25 +67,10 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
             runner.planner.warmup()
 
 
-def compile_prefill_ahead(model: StepModel, runner: StepRunner) -> None:
-    """Do what `compile_ahead` does, for steps without decode rows."""
-    _compile_ahead(runner, lambda: rehearse_prefill(model, runner))
-
-
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
     """Do what `warm_up` does, for steps without decode rows."""
     if runner.memory.state_pool.device.type == "cuda":
         rehearse_prefill(model, runner)
-
-
-def _compile_ahead(runner: StepRunner, rehearse_steps: Callable[[], None]) -> None:
-    if not _may_compile_ahead(runner):
-        return
-    try:
-        with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
-            rehearse_steps()
-    except Exception as error:  # steps work without it
-        _LOG.warning("kernels are compiled one after another: a rehearsal without launches raised %r", error)
 
 
 def _may_compile_ahead(runner: StepRunner) -> bool:

@@ -29,7 +29,7 @@ BAD_FLAGS = [
     (["--load", "a", "--random-model"], "--random-model: not allowed with argument --load"),
     ([DRAFTS, "-1"], f"{DRAFTS}: num_speculative_tokens is -1; it must be an int from 0 to 8"),
     ([DRAFTS, "9"], f"{DRAFTS}: num_speculative_tokens is 9; it must be an int from 0 to 8"),
-    ([DRAFTS, "8", BLOCK, "8"], f"{DRAFTS}: num_speculative_tokens is 8; it must be an int from 0 to 8, below"),
+    ([DRAFTS, "8", BLOCK, "8"], f"{DRAFTS}: num_speculative_tokens is 8; it must be below block_size_tokens=8"),
     ([DRAFTS, "two"], DRAFTS),
     (["--drafter", "prompt-lookup"], "--drafter prompt-lookup: nothing is drafted; set --num-speculative-tokens"),
     (["--drafter", "draft-model", DRAFTS, "0"], "--drafter draft-model: nothing is drafted; set"),

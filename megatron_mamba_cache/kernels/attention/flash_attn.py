@@ -1,7 +1,9 @@
 """Attention by flash-attn 2 and 3 (flash_attn, flash_attn_interface), and by torch's own flash kernel from 2.13 on."""
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import cast
 
@@ -24,7 +26,36 @@ PAGE_MULTIPLE = 256
 """flash-attn 2's page size is a multiple of this many tokens."""
 
 
-class FlashAttention3:
+class _FlashAttention(ABC):
+    """A flash kernel over packed rows with a block table."""
+
+    name: str
+    setting: str
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._attention = self._function()
+
+    @staticmethod
+    @abstractmethod
+    def _function() -> Callable[..., Tensor]:
+        """Return the library's function."""
+
+    @abstractmethod
+    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+        """Return the function for a step's rows; its queries are those of the rows alone."""
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention:
+        """Return the attention call for each layer."""
+        num_tokens, call = sum(rows.query_lens), self._planned(rows)
+        return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
+
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
+
+
+class FlashAttention3(_FlashAttention):
     """`flash_attn_with_kvcache` of flash-attn 3; pages of any size."""
 
     name, setting = "flash-attn 3", "flash-attn"
@@ -39,39 +70,23 @@ class FlashAttention3:
             return "it needs a Hopper GPU"
         return reason
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self._attention = import_module("flash_attn_interface").flash_attn_with_kvcache
-        self._scale = shape.scale
+    @staticmethod
+    def _function() -> Callable[..., Tensor]:
+        return import_module("flash_attn_interface").flash_attn_with_kvcache
 
-    def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the attention call for each layer."""
-        num_tokens, longest = sum(rows.query_lens), max(rows.query_lens, default=0)
-
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            return attend_rows(
-                q,
-                num_tokens,
-                lambda tokens: self._attention(
-                    q=tokens,
-                    k_cache=k_cache,
-                    v_cache=v_cache,
-                    cache_seqlens=rows.kv_lengths,
-                    page_table=rows.block_table,
-                    cu_seqlens_q=rows.cu_query,
-                    max_seqlen_q=longest,
-                    softmax_scale=self._scale,
-                    causal=True,
-                ),
-            )
-
-        return attend
-
-    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Prepare graphs whose rows are at most as long as these."""
-        return DeviceLengths(self, rows)
+    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+        return partial(
+            self._attention,
+            cache_seqlens=rows.kv_lengths,
+            page_table=rows.block_table,
+            cu_seqlens_q=rows.cu_query,
+            max_seqlen_q=max(rows.query_lens, default=0),
+            softmax_scale=self._shape.scale,
+            causal=True,
+        )
 
 
-class FlashAttention2:
+class FlashAttention2(_FlashAttention):
     """`flash_attn_varlen_func` of flash-attn 2 with a block table."""
 
     name, setting = "flash-attn 2", "flash-attn"
@@ -83,39 +98,59 @@ class FlashAttention2:
             return "flash_attn is not installed"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self._attention = import_module("flash_attn").flash_attn_varlen_func
-        self._scale = shape.scale
+    @staticmethod
+    def _function() -> Callable[..., Tensor]:
+        return import_module("flash_attn").flash_attn_varlen_func
 
-    def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the attention call for each layer."""
-        num_tokens = sum(rows.query_lens)
+    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+        return partial(
+            self._attention,
+            cu_seqlens_q=rows.cu_query,
+            cu_seqlens_k=cumulative_lengths(rows),
+            max_seqlen_q=max(rows.query_lens, default=0),
+            max_seqlen_k=max(rows.kv_lens, default=0),
+            softmax_scale=self._shape.scale,
+            causal=True,
+            block_table=rows.block_table,
+        )
+
+
+class TorchVarlenAttention(_FlashAttention):
+    """`torch.nn.attention.varlen.varlen_attn` with a block table."""
+
+    name = setting = "torch-varlen"
+
+    @staticmethod
+    def refusal(shape: AttentionShape) -> str | None:
+        """Return why it cannot serve a model, None if it can."""
+        if _varlen_attn() is None:
+            return "this torch's varlen_attn reads no block table; torch 2.13's does"
+        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+
+    @staticmethod
+    def _function() -> Callable[..., Tensor]:
+        attention = _varlen_attn()
+        if attention is None:
+            raise ImportError("torch 2.13 or newer is needed")
+        return attention
+
+    def _planned(self, rows: AttentionRows) -> PlannedAttention:
+        shape, cu_kv = self._shape, cumulative_lengths(rows)
         longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
-        cu_kv = cumulative_lengths(rows)
-
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            return attend_rows(
-                q,
-                num_tokens,
-                lambda tokens: self._attention(
-                    q=tokens,
-                    k=k_cache,
-                    v=v_cache,
-                    cu_seqlens_q=rows.cu_query,
-                    cu_seqlens_k=cu_kv,
-                    max_seqlen_q=longest_query,
-                    max_seqlen_k=longest_kv,
-                    softmax_scale=self._scale,
-                    causal=True,
-                    block_table=rows.block_table,
-                ),
-            )
-
-        return attend
-
-    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Prepare graphs whose rows are at most as long as these."""
-        return DeviceLengths(self, rows)
+        return lambda q, k_cache, v_cache: self._attention(
+            q,
+            k_cache,
+            v_cache,
+            rows.cu_query,
+            cu_kv,
+            longest_query,
+            longest_kv,
+            scale=shape.scale,
+            window_size=(-1, 0),
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+            seqused_k=rows.kv_lengths,
+            block_table=rows.block_table,
+        )
 
 
 def page_refusal(shape: AttentionShape) -> str | None:
@@ -128,59 +163,6 @@ def page_refusal(shape: AttentionShape) -> str | None:
 def cumulative_lengths(rows: AttentionRows) -> Tensor:
     """Return [rows + 1] int32, where each row's cached tokens would begin if they were packed."""
     return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-class TorchVarlenAttention:
-    """`torch.nn.attention.varlen.varlen_attn` with a block table."""
-
-    name = setting = "torch-varlen"
-
-    @staticmethod
-    def refusal(shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model, None if it can."""
-        if _varlen_attn() is None:
-            return "this torch's varlen_attn reads no block table; torch 2.13's does"
-        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
-
-    def __init__(self, shape: AttentionShape) -> None:
-        attention = _varlen_attn()
-        if attention is None:
-            raise ImportError("torch 2.13 or newer is needed")
-        self._attention = attention
-        self._shape = shape
-
-    def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the attention call for each layer."""
-        num_tokens = sum(rows.query_lens)
-        longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
-        cu_kv = cumulative_lengths(rows)
-        shape = self._shape
-
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            return attend_rows(
-                q,
-                num_tokens,
-                lambda tokens: self._attention(
-                    tokens,
-                    k_cache,
-                    v_cache,
-                    rows.cu_query,
-                    cu_kv,
-                    longest_query,
-                    longest_kv,
-                    scale=shape.scale,
-                    window_size=(-1, 0),
-                    enable_gqa=shape.num_heads != shape.num_kv_heads,
-                    seqused_k=rows.kv_lengths,
-                    block_table=rows.block_table,
-                ),
-            )
-
-        return attend
-
-    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Prepare graphs whose rows are at most as long as these."""
-        return DeviceLengths(self, rows)
 
 
 def _varlen_attn() -> Callable[..., Tensor] | None:

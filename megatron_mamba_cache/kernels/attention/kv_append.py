@@ -22,30 +22,11 @@ _TILE_LEN = 1024
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _append_kv_kernel(
-    key,
-    value,
-    query,
-    packed,
-    k_cache,
-    v_cache,
-    token_block,
-    token_offset,
-    num_tokens,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    query_stride,
-    query_head_stride,
-    block_stride,
-    offset_stride,
-    QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    key, value, query, packed, k_cache, v_cache, token_block, token_offset, num_tokens, key_stride, key_head_stride,
+    value_stride, value_head_stride, query_stride, query_head_stride, block_stride, offset_stride,
+    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     await_inputs(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens

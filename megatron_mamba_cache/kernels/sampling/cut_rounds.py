@@ -50,22 +50,9 @@ def _first_pivots(peak, leasts, temperature, row, num_tiles, PIVOTS: tl.constexp
 
 @triton.jit
 def _narrow(
-    levels,
-    measures,
-    pivots,
-    searches,
-    top_k,
-    top_p,
-    row,
-    round,
-    peak,
-    temperature,
-    num_tiles,
-    vocab_size,
-    FEW: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    levels, measures, pivots, searches, top_k, top_p, row, round, peak, temperature, num_tiles, vocab_size,
+    FEW: tl.constexpr, PIVOTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """Narrow a row's search by the measures, [tiles, PIVOTS], of the levels, [PIVOTS], and set its next pivots."""
     tile, pivot, search = tl.arange(0, TILES)[:, None], tl.arange(0, PIVOTS), searches + FIELDS * row
     places = (row * num_tiles + tile) * PIVOTS + pivot
@@ -99,26 +86,10 @@ def _narrow(
 
 @triton.jit(do_not_specialize=["round"], do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
 def measure_kernel(
-    logits,
-    stride,
-    temperature,
-    top_k,
-    top_p,
-    peaks,
-    leasts,
-    pivots,
-    measures,
-    searches,
-    num_finished,
-    round,
-    num_tiles,
-    vocab_size,
-    FEW: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    logits, stride, temperature, top_k, top_p, peaks, leasts, pivots, measures, searches, num_finished, round,
+    num_tiles, vocab_size,
+    FEW: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, PIVOTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     row, tile = tl.program_id(0), tl.program_id(1)
     searched = is_cut(temperature, top_k, top_p, row, vocab_size)
     if round > 0:
@@ -149,23 +120,10 @@ def measure_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
 def list_kernel(
-    logits,
-    stride,
-    temperature,
-    top_k,
-    top_p,
-    peaks,
-    searches,
-    listed,
-    listed_ids,
-    num_listed,
-    tile_weights,
-    num_tiles,
-    vocab_size,
-    TILE: tl.constexpr,
-    LISTED: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    logits, stride, temperature, top_k, top_p, peaks, searches, listed, listed_ids, num_listed, tile_weights,
+    num_tiles, vocab_size,
+    TILE: tl.constexpr, LISTED: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     found = load_logits(logits, row, stride, token, vocab_size)

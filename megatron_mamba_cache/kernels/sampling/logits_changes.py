@@ -42,18 +42,9 @@ class PenalisedRows:
 
 @triton.jit(do_not_specialize=["vocab_size", "logits_stride"])
 def _penalise_kernel(
-    logits,
-    logits_stride,
-    logits_rows,
-    texts,
-    cu_drafts,
-    drafts,
-    settings,
-    counts,
-    in_prompt,
-    vocab_size,
+    logits, logits_stride, logits_rows, texts, cu_drafts, drafts, settings, counts, in_prompt, vocab_size,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(0)
     text = tl.load(texts + index).to(tl.int64) * vocab_size
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

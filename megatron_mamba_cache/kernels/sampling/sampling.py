@@ -67,22 +67,10 @@ def _weigh_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "uniforms"])
 def _pick_kernel(
-    logits,
-    stride,
-    temperature,
-    top_k,
-    uniforms,
-    peaks,
-    keys,
-    last_ids,
-    tile_weights,
-    tokens,
-    num_tiles,
+    logits, stride, temperature, top_k, uniforms, peaks, keys, last_ids, tile_weights, tokens, num_tiles,
     vocab_size,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    IS_CUT: tl.constexpr,
-):
+    TILE: tl.constexpr, TILES: tl.constexpr, IS_CUT: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     heat, tile = tl.load(temperature + row).to(tl.float32), tl.arange(0, TILES)
     is_greedy = (heat == 0) | (tl.load(top_k + row) == 1)

@@ -67,27 +67,10 @@ class TokenCuts:
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
 def _cut_kernel(
-    logits,
-    stride,
-    temperature,
-    top_k,
-    top_p,
-    peaks,
-    searches,
-    listed,
-    listed_ids,
-    num_listed,
-    tile_weights,
-    keys,
-    last_ids,
-    num_tiles,
-    vocab_size,
-    TILE: tl.constexpr,
-    LISTED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROW_COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    logits, stride, temperature, top_k, top_p, peaks, searches, listed, listed_ids, num_listed, tile_weights, keys,
+    last_ids, num_tiles, vocab_size,
+    TILE: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr, ROW_COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     key, last_id = tl.full((), LEAST_KEY, tl.int32), tl.full((), 0, tl.int32)
     if is_cut(temperature, top_k, top_p, row, vocab_size):

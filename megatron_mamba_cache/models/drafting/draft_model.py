@@ -25,7 +25,7 @@ from ...step.captured_shapes import draft_shapes
 from ...step.graphs import capture_graphs, reason_to_capture_again
 from ...step.logits import Draws
 from ...step.step import Step
-from ...step.warmup import compile_prefill_ahead, warm_up_prefill
+from ...step.warmup import compile_ahead, rehearse_prefill, warm_up_prefill
 from .draft_rows import DraftRow, DraftRows
 
 _LOG = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class DraftModelDrafter:
     def _compile_ahead(self) -> None:
         if not self._has_compiled:
             self._has_compiled = True
-            compile_prefill_ahead(self._model, self._context.runner)
+            compile_ahead(self._model, self._context.runner, rehearse_prefill)
 
 
 def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
