@@ -56,6 +56,9 @@ section kernels "Each kernel, its floor and its peers" python3 benchmarks/kernel
 section engine_8b "The whole engine with an 8B NemotronH: logits, tokens and speed" \
     python3 benchmarks/engine_8b.py --json "$results/engine_8b.json"
 section ssd_scan "Prefill scan beside mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
+section delta_kernels "Gated DeltaNet's kernels next to fla-core's and FlashInfer's" \
+    python3 benchmarks/delta_kernels.py --json "$results/delta_kernels.json"
+section delta_tilings "Gated DeltaNet's kernels in every tiling" python3 benchmarks/delta_kernels.py --sweep
 section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_scan.py --sweep
 section step_cost "What a decode step costs, and what drafts give at best" \
     python3 benchmarks/step_cost.py --json "$results/step_cost.json"

@@ -6,10 +6,10 @@ For token i of a tile, with G the sum of g from the tile's start through it:
     scores[i, j] = (q_i . k_j) exp(G_i - G_j) for j <= i
 
 q and k are normalized here and in `factors`, so the scan reads them as they are. The inverse (the WY form: Yang et al.
-2024, arXiv 2406.06484) is taken in blocks by forward substitution, then of larger blocks: with D the inverses of the
-blocks and N = D times what is below them, it is (I - N)(I + N^2) D, exact since N^4 = 0 for four blocks. No value of
-either is large, since keys have length 1, beta is at most 1 and nothing grows; so bf16 tokens take products of fp16
-there, which round less.
+2024, arXiv 2406.06484) is computed by forward substitution within blocks, then by matmuls over all of them: with D the
+inverses of the blocks and N = D times what is below them, it is (I - N)(I + N^2) D, exact since N^4 = 0 for four
+blocks. Its entries stay small, since keys have length 1, beta is at most 1 and states decay; so the matmuls of bf16
+tokens are in fp16, which rounds less than bf16.
 
 Grid: every tile number by value heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
@@ -59,7 +59,7 @@ class TileSystems:
 
 @triton.jit
 def _inverted(A, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower A [width, width], with matrix products of DTYPE."""
+    """Return (I + A)^-1 of a strictly lower A [width, width], with matmuls in DTYPE."""
     WIDTH: tl.constexpr = A.shape[0]
     BLOCK: tl.constexpr = 8 if WIDTH == 64 else 16
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]

@@ -3,8 +3,8 @@
     wanted = v - reach (k state)        written = beta wanted + solved wanted
     y = read (q state) + scores written        state = kept state + k^T (left written)
 
-with the tile's `factors` reach, beta, read and left. The state is [channels, key_dim], transposed: so every matrix
-product takes it, and what comes of it, from registers.
+with the tile's `factors` reach, beta, read and left. The state is [channels, key_dim], transposed: so every matmul
+reads it, and what is computed from it, from registers.
 """
 
 import triton
