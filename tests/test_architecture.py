@@ -51,10 +51,10 @@ OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "Earl
 RECORDS = {"RunningRequest", "StateCursor"}
 """Classes whose fields change by their own methods alone, whatever the object is called: no field is set, and no list
 in one is changed, from outside."""
-LIST_CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
+LIST_CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort", "add", "discard", "update"}
 
-RECURRENT_WORDS = {"ssm", "conv", "mamba", "kda", "ring", "rings"}
-"""Words of one recurrence; outside its folder, its mixer and the models, code knows state tensors only."""
+RECURRENT_WORDS = re.compile(r"ssm|mamba|kda|convs?$|convol|rings?$")
+"""How words of one recurrence begin; outside its folder, its mixer and the models, code knows state tensors only."""
 HOMES_OF_RECURRENCES = (("recurrences",), ("mcore", "mixers"), ("models",))
 FIXED_NAMES = {
     # CONTRACT: public names, and fields of CacheConfig.
@@ -69,7 +69,12 @@ FIXED_NAMES = {
 """Identifiers that others have chosen. The package's own name, MambaCache..., is free too."""
 
 CURSOR_CHANGES = {"accept", "settle", "add_slots", "remove_last_slot", "release_buffer"}
-"""Methods of `StateCursor` that change it; only draft states call them."""
+"""Methods of `StateCursor` that change it; only draft states use them, whatever the object is called."""
+CURSOR_NAMESAKES = {
+    *("draft_states.accept", "uniforms.accept"),
+    *("drafts.settle", "memory.settle", "self.settle", "_rows.settle"),
+}
+"""Methods and fields of other objects that are called like these."""
 ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
     "models.checkpoints.common_state": {"vars(found)", "self.__dict__"},
@@ -267,15 +272,15 @@ def _record_breach(node: ast.AST, fields: Container[str]) -> str | None:
 
 
 def cursor_violations(package: Package) -> Iterator[str]:
-    """Yield calls that change a request's cursor, outside of the module with its draft states."""
+    """Yield uses of methods that change a request's cursor, outside of the module with its draft states."""
     for module in package.modules.values():
         if module.label == "policy.draft_states":
             continue
         for node in ast.walk(module.tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            if not (isinstance(node, ast.Attribute) and node.attr in CURSOR_CHANGES):
                 continue
-            if node.func.attr in CURSOR_CHANGES and _name_of(node.func.value).endswith("cursor"):
-                yield f"{module.label}:{node.lineno}: {ast.unparse(node.func)} changes a cursor"
+            if f"{_name_of(node.value)}.{node.attr}" not in CURSOR_NAMESAKES:
+                yield f"{module.label}:{node.lineno}: {ast.unparse(node)} changes a cursor"
 
 
 def _record_fields(package: Package) -> set[str]:
@@ -371,13 +376,14 @@ def vocabulary_violations(package: Package) -> Iterator[str]:
         if any(module.name[: len(home)] == home for home in HOMES_OF_RECURRENCES):
             continue
         found = {name for node in ast.walk(module.tree) for name in _identifiers(node)}
-        for name in sorted(found - FIXED_NAMES):
-            words = {word.lower() for word in _WORDS.findall(name.replace("MambaCache", ""))}
-            if words & RECURRENT_WORDS or name.lstrip("_") == "d_state":
+        for name in sorted(found.union(module.name) - FIXED_NAMES):
+            words = [word.lower() for word in _WORDS.findall(name.replace("MambaCache", ""))]
+            if any(map(RECURRENT_WORDS.match, words)) or _D_STATE.search(" ".join(words)):
                 yield f"{module.label}: {name!r} is a word of one recurrence"
 
 
 _WORDS = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_D_STATE = re.compile(r"\bd states?\b")
 
 
 def _identifiers(node: ast.AST) -> tuple[str, ...]:
@@ -387,8 +393,10 @@ def _identifiers(node: ast.AST) -> tuple[str, ...]:
             return (name,)
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return (name,)
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.ExceptHandler(name=str(name)):
+            return (name,)
         case ast.alias(name=name, asname=own):
-            return (own or name.split(".")[-1],)
+            return (name.split(".")[-1], *([own] if own else []))
     return ()
 
 
@@ -531,6 +539,18 @@ PLANTED = {
     "swapped_attributes": ({"step/run": "class R:\n    def f(self):\n        return vars(self)"}, "vars(self)"),
     "attributes_updated": ({"step/run": "def f(x):\n    vars(x).update(rows=())"}, "vars(x)"),
     "cursor_changed": ({"step/run": "def f(row):\n    row.cursor.accept(2)"}, "row.cursor.accept changes a cursor"),
+    "cursor_of_another_name_changed": (
+        {"step/run": "def f(row):\n    at = row.cursor\n    at.accept(2)"},
+        "at.accept changes a cursor",
+    ),
+    "method_of_a_cursor_passed_on": (
+        {"step/run": "def f(row, then):\n    then(row.cursor.settle)"},
+        "row.cursor.settle changes a cursor",
+    ),
+    "set_of_a_request_changed": (
+        RECORD | {"step/run": "def f(r):\n    r.blocks.add(1)"},
+        "changes r.blocks",
+    ),
     "copied_dict": ({"step/run": "class R:\n    def f(self):\n        return dict(self.__dict__)"}, "self.__dict__"),
     "updated_dict": ({"step/run": "class R:\n    def f(self):\n        self.__dict__.update(a=1)"}, "self.__dict__"),
     "item_of_a_dict_set": ({"step/run": "def f(runner):\n    runner.__dict__['_step'] = None"}, "runner.__dict__"),
@@ -543,8 +563,16 @@ PLANTED = {
     "very_long_class": ({"recurrences/pool": "class A:\n" + "    x = 1\n" * 500}, "501 lines"),
     "long_function": ({"recurrences/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
     "word_of_a_recurrence": ({"step/run": "def f(pool):\n    return pool.ssm_states"}, "'ssm_states' is a word of one"),
-    "class_of_a_recurrence": ({"policy/rings": "class RequestRings: ..."}, "'RequestRings' is a word of one"),
+    "class_of_a_recurrence": ({"policy/buffers": "class RequestRings: ..."}, "'RequestRings' is a word of one"),
     "size_of_a_recurrence": ({"step/run": "def f(d_state): ..."}, "'d_state' is a word of one"),
+    "sizes_of_a_recurrence": ({"step/run": "num_d_states = 1"}, "'num_d_states' is a word of one"),
+    "words_of_a_recurrence": ({"step/run": "def f(x):\n    match x:\n        case [*convs]: ..."}, "'convs' is a word"),
+    "word_joined_to_another": ({"step/run": "ssmstates = 1"}, "'ssmstates' is a word of one"),
+    "module_of_a_recurrence": ({"policy/ssm_chunks": "x = 1"}, "'ssm_chunks' is a word of one"),
+    "renamed_import_of_a_recurrence": (
+        {"step/run": "from pkg.recurrences.pool import conv as taps", "recurrences/pool": ""},
+        "'conv' is a word of one",
+    ),
     "default_fp_fusion": ({"kernels/ops": "def f(x):\n    _add_kernel[(1,)](x=x)"}, "without enable_fp_fusion"),
     "banned_module": ({"recurrences/pool_utils": ""}, "'utils'"),
     "banned_function": ({"recurrences/pool": "def _maybe_grow(): ..."}, "_maybe_grow"),

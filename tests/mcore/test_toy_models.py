@@ -1,5 +1,6 @@
 """A toy recurrence: its slots, the draft states that it has, and defects that the random workloads must find."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -10,12 +11,21 @@ import pytest
 import torch
 
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder
-from megatron_mamba_cache.recurrences import cached_form
+from megatron_mamba_cache.recurrences import cached_form, moves
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS, StoredStates
 from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.tiers.copy_lanes import Piece, PlaceBytes
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
-from tests.mcore.random_workloads import FLAVOURS, TOY_MODELS, Workload, make_workload, run_workload
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import (
+    FLAVOURS,
+    TOY_MODELS,
+    Arrival,
+    Workload,
+    make_workload,
+    run_workload,
+    undisturbed,
+)
 from tests.mcore.test_quantized_workloads import checked_restores
 from tests.mcore.toy_models import ToyHybridConfig, toy_state_bytes
 from tests.recurrences.toy import on_cpu
@@ -23,6 +33,7 @@ from tests.recurrences.toy import on_cpu
 pytestmark = on_cpu
 TENSORS = ("inputs", "matrix", "memory", "last", "cells")
 """Of a slot, in the order of its groups."""
+NUM_DRAFTS = 4
 Plant = Callable[[pytest.MonkeyPatch, Workload], None]
 
 
@@ -36,14 +47,36 @@ def quantized_workload() -> Workload:
     return make_workload(FLAVOURS["roomy"], 0, models=TOY_MODELS, cached_form="int8")
 
 
+def drafted_workload() -> Workload:
+    """Return pairs of turns; the second one resumes at a boundary that accepted drafts of the first one crossed."""
+    subject = tiny_hybrid(**TOY_MODELS[0])
+    block = 2 * subject.sizes.ssm_chunk_size
+    config = cache_config(subject.sizes, num_speculative_tokens=NUM_DRAFTS, decode_checkpoints="all")
+    rng, wish = random.Random(0), {"return_log_probs": True, "skip_prompt_log_probs": True}
+    prompts = [tuple(rng.choices(range(subject.sizes.vocab_size), k=length)) for length in range(block - 8, block)]
+    first = [Arrival(0, prompt, block, wish=wish) for prompt in prompts]
+    second = [Arrival(0, (1,), 4, follows=request, wish=wish) for request in range(len(prompts))]
+    return Workload(subject, config, (*first, *second), has_log_probs=True)
+
+
+def with_move_of(change: Callable[..., tuple[torch.Tensor, ...]]) -> Plant:
+    """Return a defect: an align copy decides something else."""
+
+    def plant(patch: pytest.MonkeyPatch, _: Workload) -> None:
+        decide = moves._decide
+        patch.setattr(moves, "_decide", lambda *arguments: change(*decide(*arguments)))
+
+    return plant
+
+
 def without_move(index: int) -> Plant:
     """Return a defect: an align copy leaves a tensor out."""
 
     def plant(patch: pytest.MonkeyPatch, _: Workload) -> None:
         align_copy = cached_form.align_copy
 
-        def partial(moves: Sequence[StateMove], *arguments: Any) -> None:
-            align_copy([move for number, move in enumerate(moves) if number != index], *arguments)
+        def partial(wanted: Sequence[StateMove], *arguments: Any) -> None:
+            align_copy([move for number, move in enumerate(wanted) if number != index], *arguments)
 
         patch.setattr(cached_form, "align_copy", partial)
 
@@ -83,6 +116,14 @@ def with_short_copies(patch: pytest.MonkeyPatch, work: Workload) -> None:
 DEFECTS = {
     **{f"no align move of {name}": (restored_workload, without_move(i)) for i, name in enumerate(TENSORS)},
     **{f"no restore of {name}": (quantized_workload, without_restore(i)) for i, name in enumerate(TENSORS)},
+    "align move of whole tensors from the first column": (
+        drafted_workload,
+        with_move_of(lambda keeps, window, _, shift: (keeps, window, window, shift)),
+    ),
+    "align move of windows without the shift": (
+        drafted_workload,
+        with_move_of(lambda keeps, window, whole, shift: (keeps, window, whole, torch.zeros_like(shift))),
+    ),
     "short copies between tiers": (restored_workload, with_short_copies),
 }
 
@@ -96,18 +137,23 @@ def test_the_random_workloads_find_a_defect(defect: str, monkeypatch: pytest.Mon
         run_checked(work, monkeypatch)
 
 
-@pytest.mark.parametrize("make", [restored_workload, quantized_workload])
+@pytest.mark.parametrize("make", [restored_workload, quantized_workload, drafted_workload])
 def test_the_same_workloads_pass_without_a_defect(
     make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = run_checked(make(), monkeypatch)
-    assert seen["prompt_tokens_skipped"] and (make is quantized_workload or seen["prompt_tokens_from_host"])
+    assert seen["prompt_tokens_skipped"] and (make is not restored_workload or seen["prompt_tokens_from_host"])
+    assert make is not drafted_workload or seen["accepted_tokens"]
 
 
 def run_checked(work: Workload, patch: pytest.MonkeyPatch) -> Counter[str]:
     """Run a workload, with restored states checked where they are quantized; return its counters."""
+    drafter = None
+    if work.config.num_speculative_tokens:
+        texts = run_workload(undisturbed(work)).texts
+        drafter = NoisyDrafter(texts, accuracy=1.0, vocab_size=work.subject.sizes.vocab_size)
     with checked_restores(patch) if work.config.quantizes_states else nullcontext():
-        return run_workload(work).seen
+        return run_workload(work, drafter).seen
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
