@@ -36,7 +36,7 @@ class TokenIdTokenizer:
 
     def __init__(self, vocab_size: int, image_tokens: Mapping[int, str] = MappingProxyType({})) -> None:
         self.vocab_size = vocab_size
-        self.image_tokens = image_tokens
+        self.image_tokens = dict(image_tokens)  # a coordinator gets a pickled copy
         self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
