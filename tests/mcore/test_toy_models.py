@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from megatron_mamba_cache.policy.tiers.copies import CopyOrder
 from megatron_mamba_cache.recurrences import cached_form, moves
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS, StoredStates
 from megatron_mamba_cache.recurrences.moves import StateMove
+from megatron_mamba_cache.tiers import host_memory
 from megatron_mamba_cache.tiers.copy_lanes import Piece, PlaceBytes
+from megatron_mamba_cache.tiers.entry_files import EntryForm
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
@@ -40,6 +43,11 @@ Plant = Callable[[pytest.MonkeyPatch, Workload], None]
 def restored_workload() -> Workload:
     """Return turns of texts, with prefixes that come back from the host, and with log-probs."""
     return replace(make_workload(FLAVOURS["host_tier"], 0, models=TOY_MODELS, has_log_probs=True), disturbed_share=0.0)
+
+
+def disk_workload() -> Workload:
+    """Return turns of texts, with prefixes that come back from the disk, and with log-probs."""
+    return replace(make_workload(FLAVOURS["disk_tier"], 1, models=TOY_MODELS, has_log_probs=True), disturbed_share=0.0)
 
 
 def quantized_workload() -> Workload:
@@ -113,6 +121,21 @@ def with_short_copies(patch: pytest.MonkeyPatch, work: Workload) -> None:
     patch.setattr(PlaceBytes, "pieces", short)
 
 
+def with_short_reads(patch: pytest.MonkeyPatch, work: Workload) -> None:
+    """Plant a defect: reads from the disk end before a slot's last tensor."""
+    layout = work.subject.shape.cached_layout(work.config.resolved())
+    kept = layout.aligned_bytes - layout.parts[-1].num_layers * layout.parts[-1].aligned_bytes
+    read = host_memory.read_entry
+
+    def short(folder: Path, name: str, form: EntryForm, state: memoryview | None, blocks: Any) -> None:
+        before = b"" if state is None else bytes(state[kept:])
+        read(folder, name, form, state, blocks)
+        if state is not None:
+            state[kept:] = before
+
+    patch.setattr(host_memory, "read_entry", short)
+
+
 DEFECTS = {
     **{f"no align move of {name}": (restored_workload, without_move(i)) for i, name in enumerate(TENSORS)},
     **{f"no restore of {name}": (quantized_workload, without_restore(i)) for i, name in enumerate(TENSORS)},
@@ -125,6 +148,7 @@ DEFECTS = {
         with_move_of(lambda keeps, window, whole, shift: (keeps, window, whole, torch.zeros_like(shift))),
     ),
     "short copies between tiers": (restored_workload, with_short_copies),
+    "short reads from the disk": (disk_workload, with_short_reads),
 }
 
 
@@ -137,12 +161,13 @@ def test_the_random_workloads_find_a_defect(defect: str, monkeypatch: pytest.Mon
         run_checked(work, monkeypatch)
 
 
-@pytest.mark.parametrize("make", [restored_workload, quantized_workload, drafted_workload])
+@pytest.mark.parametrize("make", [restored_workload, disk_workload, quantized_workload, drafted_workload])
 def test_the_same_workloads_pass_without_a_defect(
     make: Callable[[], Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = run_checked(make(), monkeypatch)
     assert seen["prompt_tokens_skipped"] and (make is not restored_workload or seen["prompt_tokens_from_host"])
+    assert make is not disk_workload or seen["prompt_tokens_from_disk"]
     assert make is not drafted_workload or seen["accepted_tokens"]
 
 
