@@ -86,8 +86,9 @@ def client(served: tuple[RunningServer, dict[str, int]]) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_200_replies_that_grammars_hold_are_parsed(
-    served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, choice: Any
+@pytest.mark.parametrize("num_replies", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_replies_that_grammars_hold_are_parsed(
+    served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, num_replies: int, choice: Any
 ) -> None:
     """The tags and the end are more probable than the rest, or a random model would seldom come to them."""
     _, ids = served
@@ -105,7 +106,7 @@ def test_200_replies_that_grammars_hold_are_parsed(
             extra_body={"chat_template_kwargs": {"enable_thinking": bool(seed % 4)}},
         ).choices[0]
 
-    replies = [reply for start in range(0, 100, 20) for reply in at_once(ask, range(start, start + 20))]
+    replies = [reply for start in range(0, num_replies, 20) for reply in at_once(ask, range(start, start + 20))]
     num_calls = num_reasoned = 0
     for reply in replies:
         if reply.finish_reason == "length":
@@ -122,7 +123,7 @@ def test_200_replies_that_grammars_hold_are_parsed(
     print(
         f"{sum(reply.finish_reason != 'length' for reply in replies)} ended, {num_calls} calls, {num_reasoned} reasoned"
     )
-    assert num_calls > 60 and num_reasoned > 20
+    assert num_calls > 0.6 * num_replies and num_reasoned > 0.2 * num_replies
 
 
 def test_the_next_turn_is_cached_and_images_are_refused(
