@@ -1,4 +1,4 @@
-"""How fast and how exact are the kernels of Gated DeltaNet, compared to fla-core's and FlashInfer's?
+"""How fast and how exact are the kernels of Gated DeltaNet, compared with fla-core and FlashInfer?
 
     PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...] [--sweep]
 

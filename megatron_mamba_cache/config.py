@@ -149,7 +149,7 @@ class CacheConfig:
         **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks", "chunked_prefill"), bool),
         **dict.fromkeys(("run_ahead", "resident_pools"), bool),
     }
-    """What fields may be, whatever the others are: some ints, some words, a bool, GiB from a least value, or None."""
+    """Allowed values of each setting by itself: ints, words, a bool, GiB from a minimum, or None."""
 
     def __post_init__(self) -> None:
         if self.cache_gb is None:

@@ -76,7 +76,7 @@ class CachingSelfAttention(SelfAttention):
         return self.linear_proj(out.flatten(1).unsqueeze(1))
 
     def _is_computed_by_head(self, rotary: Any) -> bool:
-        """Return whether queries, keys and values are parts of the joint projection, but for what a kernel computes."""
+        """Return True if one kernel can read heads from the joint projection, with their norms and rotation."""
         config, norms = self.config, (self.q_layernorm, self.k_layernorm)
         has_kernel = norms == (None, None) or all(type(norm) is LayerRMSNorm for norm in norms)
         if rotary is not None:

@@ -1,4 +1,4 @@
-"""How the rows of a scan are cut into tiles.
+"""Tiles of a scan: cuts of its rows at absolute positions.
 
 A row is cut into its chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
 row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
@@ -23,7 +23,7 @@ LEAST_WIDTH = 16
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How chunks of one size are cut.
+    """Tiles of a chunk; a tile never crosses the end of its chunk.
 
     Args:
         length: Tokens of a full tile.

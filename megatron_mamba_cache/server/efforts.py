@@ -1,4 +1,4 @@
-"""How hard a model thinks, in words that its chat template takes."""
+"""Reasoning efforts, mapped to the levels that a chat template accepts."""
 
 from collections.abc import Callable
 from dataclasses import replace

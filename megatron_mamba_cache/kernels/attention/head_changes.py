@@ -1,4 +1,4 @@
-"""What is computed of each head of queries and keys before attention: an RMS norm, then a rotation by position."""
+"""Changes to query and key heads before attention: an RMS norm, then rotary embedding."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class HeadChanges:
-    """What is computed of each head of queries and keys: the norm first, and its result rounded."""
+    """Changes to each query and key head. The norm comes first, and its result is rounded."""
 
     norms: HeadNorms | None = None
     rotation: Rotation | None = None

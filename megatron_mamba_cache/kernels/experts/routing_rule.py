@@ -1,4 +1,4 @@
-"""How a router chooses experts, and how the expert that every token goes to is weighed."""
+"""Routing rules: top-k choice of experts, and the gate of the shared expert."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SharedGate(NamedTuple):
-    """What weighs the shared expert: sigmoid(x @ weight.T), both rounded to x's dtype.
+    """Gate of the shared expert: sigmoid(x @ weight.T), both rounded to x's dtype.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.

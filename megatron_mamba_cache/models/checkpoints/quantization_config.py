@@ -45,7 +45,7 @@ _LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What a directory says of its quantized weights.
+    """The quantization formats that a checkpoint directory declares.
 
     Attributes:
         source: The file that says so.

@@ -1,4 +1,4 @@
-"""What the recurrence of a Gated DeltaNet layer reads: packed tokens and gates, for kernels and twins.
+"""Inputs of the gated delta rule: packed tokens and gate weights, for kernels and twins.
 
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - k_t exp(g_t) S_(t-1)))        y_t = q_t S_t
 
@@ -18,7 +18,7 @@ from ...kernels.reference import compute_dtype
 from ...kernels.softplus import softplus, softplus_ref
 
 EPS = 1e-6
-"""What is added to the squared length of a query or key before they are divided by it."""
+"""Added to the squared length of a query or key before normalization."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows
 
 
 class _TokenPlaces(NamedTuple):
-    """What rows and chunks say of each packed token, [tokens]; slots are PAD_SLOT where there is none.
+    """Slots and row ends of each packed token, [tokens]; PAD_SLOT where a token has no slot.
 
     Args:
         exists: False past the last row.

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes, of what TMA copies
 
 @dataclass(frozen=True, slots=True)
 class ScanTiling:
-    """How a head is split over programs.
+    """Tile sizes and launch settings of the scan.
 
     Args:
         channels: Of value_dim, of a program; a power of two.

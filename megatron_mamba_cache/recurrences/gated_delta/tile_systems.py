@@ -1,4 +1,4 @@
-"""What the scan needs of each tile that depends on no state: its system solved, its scores, its decays.
+"""First kernel of the scan: per tile, all that needs no state: the solved system, scores and decays.
 
 For token i of a tile, with G the sum of g from the tile's start through it:
 

@@ -1,4 +1,4 @@
-"""What a tile does to the state of some channels of a head, which a program keeps in registers, and stores at its end.
+"""Update of a head's state by one tile, in registers, and the store of the state at the tile's end.
 
     wanted = v - reach (k state)        written = beta wanted + solved wanted
     y = read (q state) + scores written        state = kept state + k^T (left written)

@@ -39,7 +39,7 @@ from .reference import delta_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """How states are split over programs; the choice may change only the order of the sums over key_dim.
+    """Channels a program and launch settings. The choice may change only the order of sums over key_dim.
 
     Args:
         width: columns of value_dim of a program, a power of two.
