@@ -20,8 +20,8 @@ from measuring.slot_sizes import MODELS, WINDOW_LEN, SlotModel
 from torch import Tensor
 
 from megatron_mamba_cache.recurrences.align_copy import TILING, align_copy
+from megatron_mamba_cache.recurrences.batches import AlignBatch
 from megatron_mamba_cache.recurrences.moves import StateMove
-from megatron_mamba_cache.recurrences.rows import AlignRows
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 BLOCK_SIZE = 256
@@ -72,16 +72,14 @@ class Bench:
         self.ssm = torch.empty(lead + ssm_shape, dtype=model.ssm_dtype, device="cuda").normal_()
         self.moves = [StateMove(self.conv, self.conv, WINDOW_LEN), StateMove(self.ssm, self.ssm)]
 
-    def rotations(self, num_rows: int, num_copying: int) -> list[AlignRows]:
+    def rotations(self, num_rows: int, num_copying: int) -> list[AlignBatch]:
         """Return steps that copy, one after another, every source slot to its own target."""
         count = NUM_SOURCES // num_copying if num_copying else 8
         return [self._step(num_rows, num_copying, number * num_copying) for number in range(count)]
 
-    def launches(self, steps: Sequence[AlignRows], tiling: CopyTiling) -> list[Launch]:
+    def launches(self, steps: Sequence[AlignBatch], tiling: CopyTiling) -> list[Launch]:
         """Return the align copy of each step."""
-        return [
-            lambda rows=rows: align_copy(self.moves, rows, BLOCK_SIZE, tiling) for rows in steps
-        ]
+        return [lambda rows=rows: align_copy(self.moves, rows, BLOCK_SIZE, tiling) for rows in steps]
 
     def memcpy_us(self, num_copying: int) -> float:
         """Return the time of a plain copy of the bytes of `num_copying` states."""
@@ -102,14 +100,14 @@ class Bench:
             if not is_copied or not torch.equal(self.ssm[:, target], self.ssm[:, source]):
                 raise RuntimeError(f"{self.model.name}: slot {target} is not a copy of slot {source}")
 
-    def _step(self, num_rows: int, num_copying: int, first: int) -> AlignRows:
+    def _step(self, num_rows: int, num_copying: int, first: int) -> AlignBatch:
         """Return rows of which every n-th reaches a boundary with its first draft; the others stop short of one."""
         row = torch.arange(num_rows, dtype=torch.int32, device="cuda")
         period = num_rows // num_copying if num_copying else num_rows + 1
         copies = (row % period == 0) & (row // period < num_copying) if num_copying else torch.zeros_like(row).bool()
         source = (first + row // period) % NUM_SOURCES
         packed = torch.full((num_rows, 2 + self.num_columns), 2, dtype=torch.int64, device="cuda")
-        return AlignRows(
+        return AlignBatch(
             computed=torch.where(copies, BLOCK_SIZE - 2, 100).to(torch.int32),
             scheduled=torch.full_like(row, self.num_columns),
             drafts=torch.full_like(row, self.num_columns - 1),

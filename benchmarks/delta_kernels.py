@@ -26,13 +26,13 @@ from peers.delta_rule_peers import Peer, fla_peer, flashinfer_peer
 from torch import Tensor
 
 from megatron_mamba_cache.policy.chunks import plan_chunks
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTiling, scan_portably
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
 from megatron_mamba_cache.recurrences.gated_delta.verify import VerifyTiling, delta_verify
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
 
 GRAIN = 64
 DIM = 128
@@ -99,11 +99,11 @@ def random_gates(heads: tuple[int, int], device: str = "cuda") -> GateWeights:
     return GateWeights(A_log, torch.log(torch.expm1(10 ** (-3 + 2 * torch.rand(heads[1], device=device)))))
 
 
-def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: str = "cuda") -> PrefillRows:
+def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: str = "cuda") -> PrefillBatch:
     """Return rows that start without a state, each with a slot for its last one and for those at boundaries."""
     starts = [0, *accumulate(lengths)]
     plan = plan_chunks([0] * len(lengths), starts, GRAIN)
-    chunk_slots = [PAD_SLOT] * len(plan.chunk_rows)
+    chunk_slots = [PAD_SLOT] * len(plan.chunk_requests)
     places = [start + place for start in starts[:-1] for place in boundaries]
     for slot, place in enumerate(places, start=len(lengths)):
         chunk_slots[plan.chunk_at_end(place)] = slot
@@ -112,15 +112,15 @@ def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: 
         [PAD_SLOT] * len(lengths),
         range(len(lengths)),
         plan.cu_chunks,
-        plan.chunk_rows,
+        plan.chunk_requests,
         chunk_slots,
-        plan.cu_row_chunks,
+        plan.cu_request_chunks,
         sorted(range(len(lengths)), key=lambda row: -lengths[row]),
     )
-    return PrefillRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    return PrefillBatch(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
-def prompt_launches(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: PrefillRows) -> dict[str, Launch]:
+def prompt_launches(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: PrefillBatch) -> dict[str, Launch]:
     """Return our scan, and each of its kernels."""
     shape = tile_shape(GRAIN, tokens.q.dtype)
     assert shape is not None
@@ -139,8 +139,8 @@ def peer_prompts(peer: Peer, tokens: DeltaTokens, gates: GateWeights, lengths: S
     q, k, v = (t.contiguous() for t in (tokens.q, tokens.k, tokens.v))
     g, beta = gates.log_decays(tokens.a, torch.float32), write_strengths(tokens.b)
     is_varlen = len(set(lengths)) > 1 or peer.name != "fla-core"
-    cu_rows = torch.tensor([0, *accumulate(lengths)], device="cuda") if is_varlen else None
-    return lambda: prefill(q, k, v, g, beta, cu_rows, len(lengths))
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], device="cuda") if is_varlen else None
+    return lambda: prefill(q, k, v, g, beta, cu_seqlens, len(lengths))
 
 
 def measured(layer: str, case: str, form: str, launches: Sequence[Launch], guess_us: float) -> Iterator[Figure]:
@@ -179,13 +179,13 @@ def measure_prompts(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fi
             yield from measured(layer, case, "ours", [launch], 1000)
 
 
-def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda") -> DecodeRows:
+def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda") -> DecodeBatch:
     """Return rows of 1 + `num_drafts` tokens with slots unique to step `number`."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
     columns = slots.view(num_columns, num_rows).t() + number * num_rows * num_columns
-    return DecodeRows(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
+    return DecodeBatch(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
 
 
 class DecodeBench:

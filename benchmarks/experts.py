@@ -29,16 +29,16 @@ from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.activations import gated_silu, squared_relu
-from megatron_mamba_cache.kernels.experts.beside_experts import BesideExperts
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS
-from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product
-from megatron_mamba_cache.kernels.experts.pair_products import product_of_pairs
-from megatron_mamba_cache.kernels.experts.product_sums import sum_of_products
+from megatron_mamba_cache.kernels.experts.grouped_gemm import Activation, grouped_gemm
+from megatron_mamba_cache.kernels.experts.overlapped_expert import OverlappedExpert
+from megatron_mamba_cache.kernels.experts.pair_gemms import pair_gemm
 from megatron_mamba_cache.kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route
-from megatron_mamba_cache.kernels.experts.shared_product import shared_product, takes_shared_product
+from megatron_mamba_cache.kernels.experts.shared_gemm import shared_gemm, takes_shared_gemm
+from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
 
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
@@ -178,15 +178,15 @@ class Bench:
             "logits": lambda batch: router_logits(batch.x, self.gate),
             "route": lambda batch: route(batch.logits, None, self.shape.rule, None, self._gate_of(batch.x)),
             "order": lambda batch: order_by_expert(batch.ids, self.shape.num_experts),
-            "first": lambda batch: grouped_product(
+            "first": lambda batch: grouped_gemm(
                 batch.x, self.first, orders[id(batch)], top_k=top_k, activation=activation
             ),
-            "second": lambda batch: grouped_product(batch.inner, self.second, orders[id(batch)]),
+            "second": lambda batch: grouped_gemm(batch.inner, self.second, orders[id(batch)]),
             "sum": lambda batch: weighted_sum(batch.rows, orders[id(batch)].places, batch.weights, self._addend(batch)),
         }
         if num_tokens <= FEW_TOKENS:
-            parts["first"] = lambda batch: product_of_pairs(batch.x, self.first, batch.ids, activation=activation)
-            parts["second"] = lambda batch: sum_of_products(batch.of_pairs, self.second, batch.ids, batch.weights)
+            parts["first"] = lambda batch: pair_gemm(batch.x, self.first, batch.ids, activation=activation)
+            parts["second"] = lambda batch: summed_gemm(batch.of_pairs, self.second, batch.ids, batch.weights)
             del parts["order"], parts["sum"]
         layer_us = time(self._layer)
         return Figure(
@@ -206,8 +206,8 @@ class Bench:
         logits = router_logits(x, self.gate)
         ids, weights = route(logits, None, self.shape.rule, None, self._gate_of(x))
         order = order_by_expert(ids, self.shape.num_experts)
-        inner = grouped_product(x, self.first, order, top_k=self.shape.rule.top_k, activation=self.shape.activation)
-        rows = grouped_product(inner, self.second, order)
+        inner = grouped_gemm(x, self.first, order, top_k=self.shape.rule.top_k, activation=self.shape.activation)
+        rows = grouped_gemm(inner, self.second, order)
         return Inputs(x, self._shared_expert(), logits, ids, weights, inner, rows, inner[order.places.flatten().long()])
 
     def _layer(self, batch: Inputs) -> Tensor:
@@ -216,7 +216,7 @@ class Bench:
         takes_along = shared is not None and takes_shared_expert(x)
         beside = None
         if shared is not None and not takes_along:
-            beside = BesideExperts(lambda: self._begin_shared(shared, x), x.device)
+            beside = OverlappedExpert(lambda: self._begin_shared(shared, x), x.device)
         ids, weights = route(router_logits(x, self.gate), None, self.shape.rule, None, self._gate_of(x))
         if beside is None:
             return routed_experts(x, ids, weights, *experts, shared=shared)
@@ -224,8 +224,8 @@ class Bench:
 
     def _begin_shared(self, shared: SharedExpert, x: Tensor) -> Callable[[], Tensor]:
         activation = self.shape.activation
-        if takes_shared_product(x, shared.first, activation):
-            inner = shared_product(x, shared.first, activation)
+        if takes_shared_gemm(x, shared.first, activation):
+            inner = shared_gemm(x, shared.first, activation)
             return lambda: F.linear(inner, shared.second)
         return lambda: F.linear(self._activated(F.linear(x, shared.first)), shared.second)
 

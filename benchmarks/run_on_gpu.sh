@@ -71,8 +71,8 @@ section parallel_decode "Decoding by cards that share a model" \
 section tests_on_cards "Tests of ranks on as many GPUs" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
 section chat "A chat of many users" python3 benchmarks/chat.py --json "$results/chat.json"
-section dense_products "Dense products by the number of tokens" \
-    python3 benchmarks/dense_products.py --json "$results/dense_products.json"
+section dense_gemms "Dense products by the number of tokens" \
+    python3 benchmarks/dense_gemms.py --json "$results/dense_gemms.json"
 section draft_model "A model that drafts for another" python3 benchmarks/draft_model.py \
     --shape granite-small --draft-shape granite-tiny --state-gb 4 --kv-gb 2 --json "$results/draft_model.json"
 section draft_chances "Drafts that are right more or less often" \

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 tool=${1:?memcheck or racecheck}
 shift
 [ $# -gt 0 ] || set -- tests/kernels/test_{ssd_scan_kernels,state_verify,state_replay,boundary_folds,align_copy,slot_copies,causal_conv}.py \
-    tests/kernels/test_{conv_verify,kv_append,gated_norm,residual_norm,one_token,few_tokens,grouped_product,routing}.py
+    tests/kernels/test_{conv_verify,kv_append,gated_norm,residual_norm,one_token,few_tokens,grouped_gemm,routing}.py
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 seconds=${SECONDS_EACH:-300}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

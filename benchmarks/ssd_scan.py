@@ -22,11 +22,11 @@ from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
 from megatron_mamba_cache.policy.chunks import plan_chunks
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
 from megatron_mamba_cache.recurrences.row_tiles import TILE_LEN, tile_shape
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 
 CHUNK = 256
 D_STATE, HEAD_DIM, GROUPS = 128, 64, 8
@@ -76,7 +76,7 @@ class Batch:
     tokens: SSMTokens
     weights: SSMWeights
     pool: Tensor
-    rows: PrefillRows
+    rows: PrefillBatch
 
     @property
     def num_tokens(self) -> int:
@@ -122,10 +122,10 @@ def with_boundaries(batch: Batch, boundaries: tuple[int, ...], ssm_dtype: torch.
     return replace(batch, pool=pool, rows=_rows(batch.lengths, boundaries, device))
 
 
-def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> PrefillRows:
+def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> PrefillBatch:
     starts = [0, *accumulate(lengths)]
     plan = plan_chunks([0] * len(lengths), starts, CHUNK)
-    chunk_slots = [PAD_SLOT] * len(plan.chunk_rows)
+    chunk_slots = [PAD_SLOT] * len(plan.chunk_requests)
     at_boundaries = (
         start + boundary
         for start, length in zip(starts, lengths, strict=False)
@@ -139,12 +139,12 @@ def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) ->
         [PAD_SLOT] * len(lengths),
         range(len(lengths)),
         plan.cu_chunks,
-        plan.chunk_rows,
+        plan.chunk_requests,
         chunk_slots,
-        plan.cu_row_chunks,
+        plan.cu_request_chunks,
         sorted(range(len(lengths)), key=lambda row: -lengths[row]),
     )
-    return PrefillRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    return PrefillBatch(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
 def scan_launch(batch: Batch) -> Launch:

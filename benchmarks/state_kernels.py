@@ -27,6 +27,7 @@ from peers.causal_conv1d_peer import peer_conv
 from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import DecodeBatch, full_sequences
 from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.conv import ConvTiling, causal_conv
@@ -37,7 +38,6 @@ from megatron_mamba_cache.recurrences.mamba2.reference import state_verify_ref
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled, state_replay
 from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling
 from megatron_mamba_cache.recurrences.mamba2.verify import VerifyTiling, state_verify
-from megatron_mamba_cache.recurrences.rows import DecodeRows, whole_rows
 
 ROTATED_BYTES = 2**30
 D_CONV = 4
@@ -153,13 +153,13 @@ def num_rotations(num_bytes: int) -> int:
     return min(256, max(2, -(-ROTATED_BYTES // num_bytes)))
 
 
-def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> DecodeRows:
+def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> DecodeBatch:
     """Return rows of 1 + `num_drafts` tokens with slots unique to step `number`, over all accepted counts."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
     columns = slots.view(num_columns, num_rows).t() + number * num_rows * num_columns
-    return DecodeRows(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
+    return DecodeBatch(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
 
 
 def random_tokens(layer: Layer, num_tokens: int, device: str = "cuda") -> SSMTokens:
@@ -250,7 +250,7 @@ class ConvBench:
 
     def prompts(self, num_rows: int, length: int, tiling: ConvTiling) -> list[Launch]:
         """Return convolutions of whole prompts, each with its own inputs, which store their windows in slots."""
-        rows = whole_rows(num_rows, length, CHUNK, torch.device(self.device))
+        rows = full_sequences(num_rows, length, CHUNK, torch.device(self.device))
         slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
         rows = replace(rows, initial_slots=slots, final_slots=slots)
         pool = torch.randn(num_rows, D_CONV - 1, self.layer.conv_dim, device=self.device).bfloat16()

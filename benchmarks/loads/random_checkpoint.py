@@ -19,7 +19,7 @@ from megatron_mamba_cache.models.checkpoints.checkpoint_family import FAMILIES
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 from megatron_mamba_cache.models.parameter_shapes import filled_of
 from megatron_mamba_cache.models.placement import ModelFiller, stored_shape
-from megatron_mamba_cache.models.rank_part import RankPart
+from megatron_mamba_cache.models.rank_shard import RankShard
 
 STD = 0.02
 _BLOCK = 128
@@ -109,7 +109,7 @@ def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
         family.placements_of(architecture),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
-        RankPart.of_process(architecture).local_name,
+        RankShard.of_process(architecture).local_name,
     )
     for name, tensor in random_tensors(family, architecture, str(next(model.parameters()).device)):
         filler.fill(name, tensor)

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing, least_capacity, least_x_capacity
-from megatron_mamba_cache.recurrences.rows import ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.ring import ReplayRing, least_capacity, least_x_capacity
 
-Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
+Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int], Tensor]
 
 
-def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayRows:
+def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayBatch:
     """Return rows of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period.
 
     Their phases are in no order, as those of requests that came at any time.
@@ -25,7 +25,7 @@ def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_to
     )
     computed = 8 * ring_len + phases
     folded = (computed - kept) // ring_len * ring_len
-    return ReplayRows(row * num_tokens, slots, slots, folded, computed, num_tokens)
+    return ReplayBatch(row * num_tokens, slots, slots, folded, computed, num_tokens)
 
 
 class ReplayBench:

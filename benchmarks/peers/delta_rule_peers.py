@@ -25,13 +25,13 @@ def fla_peer() -> Peer:
         print(f"fla-core cannot be imported: {error}")
         return Peer("fla-core", None, None)
 
-    def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_rows: Tensor | None, rows: int) -> Any:
-        if cu_rows is None:
+    def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, rows: int) -> Any:
+        if cu_seqlens is None:
             packed = (t.unflatten(0, (rows, -1)) for t in (q, k, v, g, beta))
         else:
             packed = (t[None] for t in (q, k, v, g, beta))
         return chunk_gated_delta_rule(
-            *packed, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_rows
+            *packed, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens
         )
 
     def decode(tokens: Any, gates: Any, state: Tensor) -> Any:
@@ -53,10 +53,10 @@ def flashinfer_peer() -> Peer:
         print(f"FlashInfer cannot be imported: {error}")
         return Peer("FlashInfer", None, None)
 
-    def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_rows: Tensor, rows: int) -> Any:
+    def prefill(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, rows: int) -> Any:
         del rows
         return chunk_gated_delta_rule(
-            q, k, v, g.exp(), beta, output_final_state=True, cu_seqlens=cu_rows, use_qk_l2norm_in_kernel=True
+            q, k, v, g.exp(), beta, output_final_state=True, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True
         )
 
     def decode(tokens: Any, gates: Any, state: Tensor) -> Any:

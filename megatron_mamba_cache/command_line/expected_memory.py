@@ -13,7 +13,7 @@ from ..mcore.model_ranks import ranks_of_process
 from ..mcore.process_groups import initialize_single_process
 from ..models.checkpoints import hugging_face, megatron_checkpoint
 from ..models.drafting.draft_model import check_draft_experts
-from ..models.part_shape import rank_shape
+from ..models.shard_shape import rank_shape
 from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
 from ..recurrences.model_shape import HybridModelShape

@@ -88,13 +88,13 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
         ValueError, OSError: If the configuration cannot be read, or describes no model that is served.
     """
     from ..models.checkpoints.hugging_face import read_sizes
-    from ..models.part_shape import part_shape
+    from ..models.shard_shape import shard_shape
 
     architecture, dtype = read_sizes(directory)
     pattern = architecture.pattern
     if not ("M" in pattern and "*" in pattern):
         raise ValueError(f"layer pattern {pattern} has no recurrent or no attention layer")
-    return architecture, part_shape(architecture, dtype)
+    return architecture, shard_shape(architecture, dtype)
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:

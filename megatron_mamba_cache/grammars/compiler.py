@@ -19,7 +19,7 @@ from .held_words import Fault, hold_words
 from .narrowed_schemas import check_escapes, guidance_for, narrow
 from .property_names import close_names
 from .schema_faults import explained
-from .schema_words import at_place, list_of, mapping_of, values_in
+from .schema_words import at_location, list_of, mapping_of, values_in
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -110,7 +110,7 @@ class Grammars:
             matcher: LLMatcher = library.compiled(vocabulary, json.dumps(value, ensure_ascii=False))
         except GrammarError:
             for place, schema in schemas:
-                with at_place(place):
+                with at_location(place):
                     explained(schema, library.schema_fault)
             raise
         return matcher
@@ -153,7 +153,7 @@ def _parsed(grammar: str) -> Any:
         raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
     parts = _parts(value)
     for part in parts[1:] or parts:  # the first one puts the others together
-        with at_place(_place(part)):
+        with at_location(_place(part)):
             _check(len(json.dumps(part, ensure_ascii=False)), "characters", _MOST_CHARACTERS_OF_PART)
             _check_objects(part, _MOST_OBJECTS_OF_PART)
     _check_objects(value, _MOST_OBJECTS)
@@ -183,7 +183,7 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
     for part in _parts(grammar):
         place = _place(part)
         if isinstance(part, dict) and isinstance(part.get("json_schema"), dict):
-            with at_place(place):
+            with at_location(place):
                 part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_fault)
                 _check_expanded(part["json_schema"])
             schemas.append((place, part["json_schema"]))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import GrammarError
-from .schema_words import at_place, held_by, list_of, mapping_of, path_of, places_in, target_of, types_of
+from .schema_words import at_location, held_by, list_of, locations_in, mapping_of, path_of, target_of, types_of
 
 _MEMBER_OF_ALL = re.compile(r"\.?allOf\.\d+$")
 _SCALARS = {"null", "boolean", "integer", "number", "string"}
@@ -17,7 +17,7 @@ def close_endless(root: Any) -> None:
     Raises:
         GrammarError: If no value of the whole schema is finite.
     """
-    places = list(places_in(root).values())
+    places = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
         found = {id(schema) for schema in places if id(schema) not in finite and _has_value(schema, finite, root)}
@@ -45,7 +45,7 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
         path = path_of(step) if step.startswith("#") else f"{path}.{step}".lstrip(".")
     if found is False:
         path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` writes `not: {}` as one
-    with at_place(path):
+    with at_location(path):
         reason = "a value is required where it is false" if found is False else "references never come to an end"
         raise GrammarError(f"no JSON value is of the schema: {reason}")
 

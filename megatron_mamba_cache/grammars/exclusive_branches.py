@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import GrammarError
-from .schema_words import also, at_place, is_same, list_of, mapping_of, places_in, resolved, type_of_value, types_of
+from .schema_words import (
+    also,
+    at_location,
+    is_same,
+    list_of,
+    locations_in,
+    mapping_of,
+    resolved,
+    type_of_value,
+    types_of,
+)
 
 Schema = dict[str, Any]
 _MOST_BRANCHES = 64
@@ -23,10 +33,10 @@ def exclude_branches(root: Any) -> None:
         GrammarError: If alternatives overlap and cannot be narrowed so.
     """
     for _ in range(_MOST_COPIES):
-        chosen = {place: found for place, found in places_in(root).items() if isinstance(found.get(_ONE_OF), list)}
+        chosen = {place: found for place, found in locations_in(root).items() if isinstance(found.get(_ONE_OF), list)}
         for place, found in reversed(chosen.items()):
             base = {word: value for word, value in found.items() if word != _ONE_OF}
-            with at_place(place):
+            with at_location(place):
                 also(found, {"anyOf": _exclusive(found[_ONE_OF], base, root)})
             del found[_ONE_OF]
 

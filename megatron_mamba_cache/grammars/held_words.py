@@ -13,11 +13,11 @@ from .patterns import pattern_of_names, pattern_of_properties, words_of_format, 
 from .schema_words import (
     TYPES,
     also,
-    at_place,
+    at_location,
     is_same,
     list_of,
+    locations_in,
     mapping_of,
-    places_in,
     resolved,
     type_of_value,
     types_of,
@@ -56,8 +56,8 @@ def hold_words(root: Any, fault: Fault) -> None:
     root.pop("$schema", None)
     hold_strings = partial(_hold_strings, fault=fault)
     for step in (drop_empty_words, _hold_names, hold_strings, _hold_unique, _refuse_others):
-        for place, found in places_in(root).items():
-            with at_place(place):
+        for place, found in locations_in(root).items():
+            with at_location(place):
                 step(found, root)
 
 

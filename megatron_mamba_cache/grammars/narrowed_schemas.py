@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import GrammarError
 from .patterns import CLASS
-from .schema_words import also, at_place, list_of, mapping_of, places_in, schemas_in, values_in
+from .schema_words import also, at_location, list_of, locations_in, mapping_of, schemas_in, values_in
 
 _MOST_EXACT = 2**53
 """Integers beyond it may have no float64, in which llguidance computes."""
@@ -35,8 +35,8 @@ def narrow(schema: Any) -> None:
         GrammarError: If it has a constant beyond 2**53 that is no float64, or counts properties of free names, which a
             reply may repeat.
     """
-    for place, found in places_in(schema).items():
-        with at_place(place):
+    for place, found in locations_in(schema).items():
+        with at_location(place):
             for word in ("minimum", "maximum"):
                 _narrow_bound(found, word)
             _check_constants(found)
@@ -62,8 +62,8 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
         return
     reason = "control characters, which cannot be held to where objects may have other properties; set "
     remedy = "additionalProperties to false"
-    for place, found in places_in(schema).items():
-        with at_place(place):
+    for place, found in locations_in(schema).items():
+        with at_location(place):
             if any(map(_needs_codes, values_in(found.get("const")))):
                 raise GrammarError(f"const has {reason}{remedy}")
             values = list_of(found.get("enum"))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .schema_words import BRANCHES, at_place, list_of, mapping_of, places_in, target_of
+from .schema_words import BRANCHES, at_location, list_of, locations_in, mapping_of, target_of
 
 Schema = dict[str, Any]
 HasText = Callable[[Schema], bool]
@@ -18,7 +18,7 @@ def close_names(root: Any, has_text: HasText) -> None:
     Args:
         has_text: Returns whether the reply `{` may go on with a name.
     """
-    places = places_in(root)
+    places = locations_in(root)
     if not any(mapping_of(found.get("patternProperties")) for found in places.values()):
         return
     names = _names_of_values(places, root)
@@ -27,7 +27,7 @@ def close_names(root: Any, has_text: HasText) -> None:
         if not isinstance(patterns, dict) or not patterns:
             continue
         known = names[id(found)]
-        with at_place(place):
+        with at_location(place):
             for pattern in [pattern for pattern in patterns if not has_text(_only(pattern, known))]:
                 _name(found, pattern, known, has_text)
             others = {

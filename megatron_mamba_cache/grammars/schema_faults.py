@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import GrammarError
 from .forms import GUIDANCE
 from .held_words import Fault
-from .schema_words import at_place, held_by, mapping_of
+from .schema_words import at_location, held_by, mapping_of
 
 _MOST_TRIED = 100
 _LONGEST = 300
@@ -57,7 +57,7 @@ def explained(schema: dict[str, Any], fault: Fault) -> None:
     reason = fault(schema)
     if reason is not None:
         path, reason = _deepest(schema, reason, fault)
-        with at_place(path):
+        with at_location(path):
             raise GrammarError(_sentence(reason))
 
 

@@ -66,10 +66,10 @@ def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, A
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a schema and those in it, each before what it holds; a property may be called like a word."""
-    yield from places_in(schema).values()
+    yield from locations_in(schema).values()
 
 
-def places_in(schema: Any) -> dict[str, dict[str, Any]]:
+def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
     """Return a schema and those in it by their paths, and those anywhere else in it that references name."""
     places: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
@@ -151,7 +151,7 @@ def also(schema: dict[str, Any], words: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def at_place(path: str) -> Iterator[None]:
+def at_location(path: str) -> Iterator[None]:
     """Begin the message of a `GrammarError` with the path of the schema that it is about."""
     try:
         yield

@@ -14,11 +14,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..kernels.experts.beside_experts import BesideExperts
+from ..kernels.experts.overlapped_expert import OverlappedExpert
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import RoutingRule, SharedGate, route
-from ..kernels.experts.shared_product import shared_product, takes_shared_product
+from ..kernels.experts.shared_gemm import shared_gemm, takes_shared_gemm
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .expert_settings import check_megatrons_experts, checked_routing
@@ -170,7 +170,7 @@ class MixtureOfExperts(MegatronModule):
     def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
         shared, experts = None, self.shared_experts
         if experts is not None:
-            shared = BesideExperts(lambda: self._begin_shared(experts, x, hidden_states), x.device)
+            shared = OverlappedExpert(lambda: self._begin_shared(experts, x, hidden_states), x.device)
         if self.fc2_latent_proj is None:
             return self._routed(x, batch, shared, None if shared is None else shared.output)
         routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
@@ -182,13 +182,13 @@ class MixtureOfExperts(MegatronModule):
         gates_itself = experts.gate_weight is not None and self._summed_gate is None
         weights = None if gates_itself or self.exchange is not None else experts.weights()
         activation = fused_activation(self.config)
-        if weights is None or not takes_shared_product(x, weights.first, activation):
+        if weights is None or not takes_shared_gemm(x, weights.first, activation):
             return lambda: compute(hidden_states).flatten(0, -2)
-        inner, second = shared_product(x, weights.first, activation), weights.second
+        inner, second = shared_gemm(x, weights.first, activation), weights.second
         return lambda: F.linear(inner, second)
 
     def _routed(
-        self, x: Tensor, batch: StepBatch | None, shared: BesideExperts | None, addend: Callable[[], Tensor] | None
+        self, x: Tensor, batch: StepBatch | None, shared: OverlappedExpert | None, addend: Callable[[], Tensor] | None
     ) -> Tensor:
         """Return the sum of each token's experts [tokens, latent size or hidden], plus the addend.
 
@@ -211,7 +211,7 @@ class MixtureOfExperts(MegatronModule):
         self,
         x: Tensor,
         is_real: Tensor | None,
-        shared: BesideExperts | None,
+        shared: OverlappedExpert | None,
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         ids, weights = self.router(x, is_real, self._summed_gate)

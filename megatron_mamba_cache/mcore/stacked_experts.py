@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation
-from ..kernels.experts.beside_experts import BesideExperts
+from ..kernels.experts.overlapped_expert import OverlappedExpert
 from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from .feed_forward import fused_activation
 
@@ -58,7 +58,7 @@ class StackedExperts(MegatronModule):
         weights: Tensor,
         addend: Callable[[], Tensor] | None = None,
         shared: SharedExpert | None = None,
-        beside: BesideExperts | None = None,
+        beside: OverlappedExpert | None = None,
     ) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
         return routed_experts(

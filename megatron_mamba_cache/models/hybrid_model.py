@@ -12,7 +12,7 @@ from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
 from .architecture import ACTIVATIONS, ExpertsSizes, GatedDeltaSizes, HybridArchitecture, MambaSizes, check_architecture
 from .memory_errors import largest_sizes_named
-from .rank_part import RankPart, check_ranks, stage_lengths
+from .rank_shard import RankShard, check_ranks, stage_lengths
 
 
 def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:
@@ -27,7 +27,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         MemoryError: Naming the largest sizes, if the weights do not fit in memory.
     """
     check_buildable(architecture)
-    part = RankPart.of_process(architecture)
+    part = RankShard.of_process(architecture)
     rotary_base = architecture.attention.rotary_base
     options = LocalSpecOptions(
         **_mixer_options(architecture.recurrent),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from .architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from .placement import Split
-from .rank_part import EMBEDDINGS, OUTPUT
+from .rank_shard import EMBEDDINGS, OUTPUT
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from .architecture import (
 from .hybrid_model import build_hybrid_model
 from .parameter_shapes import filled_of
 from .placement import ModelFiller, Placement
-from .rank_part import RankPart
+from .rank_shard import RankShard
 
 _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
 
@@ -81,7 +81,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
         splits,
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
-        RankPart.of_process(architecture).local_name,
+        RankShard.of_process(architecture).local_name,
     )
     for name, drawn in random_weights(shape):
         filler.fill(name, drawn)

@@ -18,18 +18,18 @@ class ChunkPlan:
 
     Args:
         cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
-        chunk_rows: [num_chunks] row that each chunk belongs to.
-        cu_row_chunks: [num_rows + 1] first chunk of each row, and the number of chunks.
+        chunk_requests: [num_chunks] row that each chunk belongs to.
+        cu_request_chunks: [num_rows + 1] first chunk of each row, and the number of chunks.
     """
 
     cu_chunks: tuple[int, ...]
-    chunk_rows: tuple[int, ...]
-    cu_row_chunks: tuple[int, ...]
+    chunk_requests: tuple[int, ...]
+    cu_request_chunks: tuple[int, ...]
 
     @property
     def last_chunk_indices(self) -> tuple[int, ...]:
         """The last chunk of each row; -1 for a row without new tokens."""
-        return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_row_chunks))
+        return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_request_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:
         """Return the chunk that ends at this packed position, whose end state is the state there.
@@ -58,16 +58,16 @@ def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain:
     """
     _check_rows(num_computed, query_starts, grain)
     cu_chunks = [0]
-    chunk_rows: list[int] = []
-    cu_row_chunks = [0]
+    chunk_requests: list[int] = []
+    cu_request_chunks = [0]
     for row, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
         if begin < end:
             first_cut = begin + grain - computed % grain
             ends = [*range(first_cut, end, grain), end]
             cu_chunks.extend(ends)
-            chunk_rows.extend([row] * len(ends))
-        cu_row_chunks.append(len(chunk_rows))
-    return ChunkPlan(tuple(cu_chunks), tuple(chunk_rows), tuple(cu_row_chunks))
+            chunk_requests.extend([row] * len(ends))
+        cu_request_chunks.append(len(chunk_requests))
+    return ChunkPlan(tuple(cu_chunks), tuple(chunk_requests), tuple(cu_request_chunks))
 
 
 def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> None:

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from .batches import PAD_SLOT, AlignBatch
 from .draft_inputs import DraftInputs
 from .moves import StateMove, align_copy_ref, check_moves, check_rows
-from .quantized_states import QuantizedStates, quantized_places, store_quantized
-from .rows import PAD_SLOT, AlignRows
+from .quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from .slot_tiles import (
     CopyTiling,
     SlotStates,
@@ -51,7 +51,7 @@ _WHOLE, _WINDOW, _QUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class _Rows(NamedTuple):
-    """A kernel's view of `AlignRows`, and of the buffers of tails; None if there is no tail."""
+    """A kernel's view of `AlignBatch`, and of the buffers of tails; None if there is no tail."""
 
     computed: Tensor
     scheduled: Tensor
@@ -188,7 +188,7 @@ def _align_copy_kernel(
                     turn = next_turn(turn, TILES[i])
 
 
-def align_copy(moves: Sequence[StateMove], rows: AlignRows, block_size: int, tiling: CopyTiling | None = None) -> None:
+def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, tiling: CopyTiling | None = None) -> None:
     """Copy each row's state at the block boundary that its accepted tokens reached into its target, in place.
 
     A row that reaches no boundary, has no target or is padded copies nothing, whatever its counts. Within a pool, the
@@ -246,7 +246,7 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
         heads, d_state, channels = source.shape[2:]
         width = min(_QUANTIZED_WIDTH, triton.next_power_of_2(channels))
         matrices = SlotStates(source, source.stride(0), source.stride(1), time_stride=0)  # in elements
-        places = quantized_places(target)
+        places = quantized_pointers(target)
         assert places is not None
         return _Cut(matrices, places, matrices, _QUANTIZED.value, num_layers, heads, d_state, channels, width)
     pools = [one_time(source), one_time(target)]
@@ -262,7 +262,7 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
     return _Cut(sources.states, targets.states, tail, motion, num_layers, *sizes)
 
 
-def _view(rows: AlignRows, tail: DraftInputs | None) -> _Rows:
+def _view(rows: AlignBatch, tail: DraftInputs | None) -> _Rows:
     return _Rows(
         rows.computed,
         rows.scheduled,

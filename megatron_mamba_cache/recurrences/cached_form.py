@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .align_copy import align_copy
+from .batches import AlignBatch
 from .draft_inputs import DraftInputs
 from .interface import StateGroup, StateTensor
 from .layout import SlotLayout, SlotPart
 from .moves import StateMove
 from .quantized_states import QuantizedStates, restore_states, store_quantized_ref
-from .rows import AlignRows
 from .slot_copies import copy_slots
 
 
@@ -92,7 +92,7 @@ class StoredStates:
 
     def align_copy(
         self,
-        rows: AlignRows,
+        rows: AlignBatch,
         block_size: int,
         *,
         tails: Mapping[int, DraftInputs] | None = None,

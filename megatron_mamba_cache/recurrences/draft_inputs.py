@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import check_vectors
+from .batches import check_vectors
 
 
 @dataclass(frozen=True, slots=True)

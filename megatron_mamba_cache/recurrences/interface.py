@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .rows import AlignRows
+from .batches import AlignBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class DraftStorage(Protocol):
     def layer(self, index: int) -> Any:
         """Return what the decode rows of a recurrent layer read and write; None if that is slots alone."""
 
-    def cache_boundaries(self, stored: Any, replay: Any, rows: AlignRows, block_size: int) -> None:
+    def cache_boundaries(self, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
         """Cache the states at the boundaries that rows reached, decided on the device; see `align_copy`.
 
         Args:

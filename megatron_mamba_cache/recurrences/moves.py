@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import redirect_padding
+from .batches import PAD_SLOT, AlignBatch
 from .draft_inputs import DraftInputs, check_draft_inputs, windows_with_drafts
 from .quantized_states import QuantizedStates, store_quantized_ref
-from .rows import PAD_SLOT, AlignRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StateMove:
         return (self.target.values if isinstance(self.target, QuantizedStates) else self.target).shape[1]
 
 
-def align_copy_ref(moves: Sequence[StateMove], rows: AlignRows, block_size: int) -> None:
+def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int) -> None:
     """Do what `align_copy` does. Every source is read before any write."""
     if rows.targets.shape[0] == 0:
         return
@@ -66,7 +66,7 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignRows, block_size: int)
         target.index_copy_(1, targets, own)
 
 
-def _decide(rows: AlignRows, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return whether each row keeps a state, the slots of its window and of its whole tensors, and the shift.
 
     [rows] each; 0 in rows that keep none.
@@ -140,7 +140,7 @@ def _check_contiguous(pool: Tensor, name: str, lead: int = 2) -> None:
         raise ValueError(f"need contiguous {inner} in the {name}, found strides {pool.stride()}")
 
 
-def check_rows(rows: AlignRows, device: torch.device) -> None:
+def check_rows(rows: AlignBatch, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     vectors = {
         name: getattr(rows, name)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
-from .rows import PAD_SLOT
+from .batches import PAD_SLOT
 from .slot_copies import copy_slots_ref, store_slots
 from .slot_tiles import next_turn, numbered, of_number
 
@@ -72,7 +72,7 @@ class QuantizedStates:
                 )
 
 
-class QuantizedPlaces(NamedTuple):
+class QuantizedPointers(NamedTuple):
     """A kernel's view of `QuantizedStates`; strides count elements."""
 
     stored: Tensor
@@ -83,7 +83,7 @@ class QuantizedPlaces(NamedTuple):
     scales_slot: int
 
 
-def quantized_places(states: QuantizedStates | None) -> QuantizedPlaces | None:
+def quantized_pointers(states: QuantizedStates | None) -> QuantizedPointers | None:
     """Return a kernel's view of quantized states; None if there are none."""
     if states is None:
         return None
@@ -91,7 +91,7 @@ def quantized_places(states: QuantizedStates | None) -> QuantizedPlaces | None:
     layers = (states.values.stride(0), states.scales.stride(0)) if of_layers else (0, 0)
     lead = int(of_layers)
     slots = states.values.stride(lead), states.scales.stride(lead)
-    return QuantizedPlaces(states.values, states.scales, *layers, *slots)
+    return QuantizedPointers(states.values, states.scales, *layers, *slots)
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tens
         return
     num_layers, _, heads, d_state, head_dim = pool.shape
     _restore_kernel[(_num_programs(pool.device),)](
-        places=quantized_places(states),
+        places=quantized_pointers(states),
         pool=pool,
         layer_stride=pool.stride(0),
         slot_stride=pool.stride(1),

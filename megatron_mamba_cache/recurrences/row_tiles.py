@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import PrefillRows
+from .batches import PrefillBatch
 
 TILE_LEN = 64
 LEAST_WIDTH = 16
@@ -37,32 +37,32 @@ class TileShape:
 
 
 class CutRows(NamedTuple):
-    """The view that a kernel which cuts rows has of `PrefillRows`."""
+    """The view that a kernel which cuts rows has of `PrefillBatch`."""
 
-    cu_rows: Tensor
+    cu_seqlens: Tensor
     cu_chunks: Tensor
-    chunk_rows: Tensor
-    cu_row_chunks: Tensor
+    chunk_requests: Tensor
+    cu_request_chunks: Tensor
     chunk_slots: Tensor
 
 
 class TiledRows(NamedTuple):
-    """A scan kernel's view of `PrefillRows`."""
+    """A scan kernel's view of `PrefillBatch`."""
 
-    cu_rows: Tensor
+    cu_seqlens: Tensor
     cu_chunks: Tensor
-    cu_row_chunks: Tensor
+    cu_request_chunks: Tensor
     longest_first: Tensor
     initial_slots: Tensor
     final_slots: Tensor
 
 
-def rows_to_cut(rows: PrefillRows) -> CutRows:
+def rows_to_cut(rows: PrefillBatch) -> CutRows:
     """Return what a kernel reads of the rows that finds a tile by its number."""
     return CutRows(*(getattr(rows, name) for name in CutRows._fields))
 
 
-def tiled_rows(rows: PrefillRows) -> TiledRows:
+def tiled_rows(rows: PrefillBatch) -> TiledRows:
     """Return what the scan kernels read of the rows."""
     return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
 
@@ -83,13 +83,15 @@ def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
 @triton.jit
 def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
     """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position that it is cut at."""
-    row = tl.load(rows.chunk_rows + tile // PER_CHUNK)
-    first_chunk = tl.load(rows.cu_row_chunks + row)
+    row = tl.load(rows.chunk_requests + tile // PER_CHUNK)
+    first_chunk = tl.load(rows.cu_request_chunks + row)
     number = tile % PER_CHUNK
     begin = start + number * LENGTH
     if tile // PER_CHUNK == first_chunk:
         number += in_chunk - PER_CHUNK
         begin = start + number * LENGTH
-        if tl.load(rows.cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
+        if (
+            tl.load(rows.cu_request_chunks + row + 1) > first_chunk + 1
+        ):  # the chunk's end is a cut, its start need not be
             begin = end - (in_chunk - number) * LENGTH
     return number, begin

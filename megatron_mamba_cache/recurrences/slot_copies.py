@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.kernel_launches import launches_kernel
 from ..kernels.reference import along_first_dim, redirect_padding
-from .rows import PAD_SLOT, PrefillRows
+from .batches import PAD_SLOT, PrefillBatch
 from .slot_tiles import (
     CopyTiling,
     SlotTiles,
@@ -147,9 +147,9 @@ def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     pool.index_copy_(0, targets.clamp_min(0), states)
 
 
-def store_empty_rows(pool: Tensor, rows: PrefillRows) -> None:
+def store_empty_rows(pool: Tensor, rows: PrefillBatch) -> None:
     """Write the initial state of each row without tokens into its final slot."""
-    is_empty = rows.cu_rows[1:] == rows.cu_rows[:-1]
+    is_empty = rows.cu_seqlens[1:] == rows.cu_seqlens[:-1]
     states = load_slots(pool, rows.initial_slots, pool.dtype)
     store_slots(pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .batches import PAD_SLOT, AlignBatch
 from .cached_form import StoredStates
 from .interface import LiveState
-from .rows import PAD_SLOT, AlignRows
 
 
 class WindowStorage:
@@ -27,7 +27,7 @@ class WindowStorage:
     def layer(self, index: int) -> None:
         """Return None: a layer's slots are all that there is."""
 
-    def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignRows, block_size: int) -> None:
+    def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignBatch, block_size: int) -> None:
         """Cache the states at the boundaries that rows reached; see `align_copy`."""
         stored.align_copy(rows, block_size)
 
@@ -39,7 +39,7 @@ class WindowStorage:
             self._live.align_copy(rows, block_size=1)
 
 
-def settling_rows(states: Sequence[LiveState], device: torch.device) -> tuple[AlignRows, Tensor]:
+def settling_rows(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
     """Return rows of an align copy with blocks of one token, each ending at the accepted one, and their buffers."""
     width = max(state.accepted for state in states)
     numbers = [
@@ -49,7 +49,7 @@ def settling_rows(states: Sequence[LiveState], device: torch.device) -> tuple[Al
     ]
     table = columns_of(numbers).to(device)[:, : len(states)]
     ones, zeros = torch.ones_like(table[0]), torch.zeros_like(table[0])
-    rows = AlignRows(
+    rows = AlignBatch(
         computed=ones,
         scheduled=zeros,
         drafts=zeros,

@@ -59,9 +59,7 @@ def begun_reply(
     return BegunReply(end, "", token_ids) if at < 0 else BegunReply(end[:at], end[at:], token_ids)
 
 
-def _after_last_message(
-    conversation: Conversation, text: str, rendered: Callable[[Conversation], str]
-) -> str:
+def _after_last_message(conversation: Conversation, text: str, rendered: Callable[[Conversation], str]) -> str:
     """Return the text after the last message that is complete; the whole text if the template hides where it ends."""
     last = len(conversation.messages) - 1 - conversation.continues
     content = (conversation.messages[last].get("content") or "") if last >= 0 else None

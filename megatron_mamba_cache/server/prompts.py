@@ -63,9 +63,7 @@ class PromptReader:
         self._knows_continuations = hasattr(tokenizer, "tokenize_after_tokens")
         self._fits = _fits_of(tokenizer)
 
-    def read(
-        self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None
-    ) -> Prompt:
+    def read(self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None) -> Prompt:
         """Return a prompt of text or token ids; known tokens are reused if no token of the whole text spans their end.
 
         Args:

@@ -66,7 +66,7 @@ class Acceptance:
         return min(chance + OPTIMISM * error, 1.0)
 
 
-class WatchedDrafts:
+class ShadowDrafts:
     """Drafts that no step verifies, one of a request at most: comparing them with what requests write costs no step."""
 
     def __init__(self) -> None:

@@ -94,7 +94,7 @@ def note_hidden_states(
             planner.note_hidden_state(row, hidden_states[start + len(new) - 1])
 
 
-def advance_one_token_rows(
+def advance_one_token_requests(
     rows: Sequence[RunningRequest],
     kept: Sequence[tuple[int, ...]],
     cache: PrefixCache,
@@ -117,7 +117,7 @@ def advance_one_token_rows(
     cache.counters.decode_tokens_computed += len(rows)
 
 
-def advance_rows(
+def advance_requests(
     rows: Sequence[RunningRequest],
     kept: Sequence[tuple[int, ...]],
     cache: PrefixCache,

@@ -8,7 +8,7 @@ from numbers import Integral
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from .acceptance import WatchedDrafts
+from .acceptance import ShadowDrafts
 from .draft_policy import AllDrafts, DraftPolicy
 from .drafter import (
     CapturesGraphs,
@@ -21,7 +21,7 @@ from .drafter import (
 )
 
 _LOG = logging.getLogger(__name__)
-_MOST_WATCHED = 16
+_MOST_SHADOW_DRAFTS = 16
 """Rows of a step that a drafter is asked for to watch it: prompt lookup reads a prompt when it is first asked."""
 
 
@@ -63,7 +63,7 @@ class DraftPlanner:
         self._policy = policy
         self._asked: set[int] = set()  # requests of the step that is planned whose drafts were asked for
         self._has_drafts = False  # of the step that lands
-        self._watched, self._num_failed_watches, self._turn = WatchedDrafts(), 0, 0
+        self._watched, self._num_failed_watches, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
 
     @property
@@ -193,9 +193,9 @@ class DraftPlanner:
         for outcome in self._watched.ended(rows):
             self._policy.note(*outcome)
         asked = [row for row in rows if self._watched.num_tokens(row) == 0]
-        if len(asked) > _MOST_WATCHED:  # others' turn comes in the next steps
-            self._turn = (self._turn + _MOST_WATCHED) % len(asked)
-            asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_WATCHED]
+        if len(asked) > _MOST_SHADOW_DRAFTS:  # others' turn comes in the next steps
+            self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
+            asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_SHADOW_DRAFTS]
         try:
             drafts = self._propose([DraftRequest(row, self._max_drafts) for row in asked]) if asked else []
         except Exception as error:  # a drafter is user code, and no step needs these drafts

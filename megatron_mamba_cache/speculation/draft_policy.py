@@ -16,7 +16,7 @@ FIRST_CHANCE = 0.7
 """Of a draft, before any was verified."""
 NUM_TRIED, NUM_WRONG = 16, 4
 """Drafts that are tried at first whatever they cost, or wrong ones, before a drafter is known."""
-PROBE_DRAFTS = 4
+TRIAL_DRAFTS = 4
 PROBE_SHARE = 0.0075
 """Of the time, what probes may take."""
 RESUME_GAIN = 1.1
@@ -136,7 +136,7 @@ class DraftPolicy:
             found = self._best(rows, _within(found, budget))
         if any(found):
             return found
-        probe, end = _within([min(PROBE_DRAFTS, room) for room in rooms], budget), _NEVER
+        probe, end = _within([min(TRIAL_DRAFTS, room) for room in rooms], budget), _NEVER
         if not self._watches:
             is_known = self._overall.is_known(NUM_TRIED, NUM_WRONG)
             end = self._drafted_at + self._steps_between_probes(rows, probe) if is_known else self._step

@@ -14,14 +14,14 @@ class DeviceSpeed:
 
     Args:
         bytes_per_s: At which weights and states are read.
-        products_per_s: Of a token and a weight.
+        macs_per_s: Of a token and a weight.
         layer_s: What each layer takes besides.
         drafts_s: What a step with drafts waits for the host: it cannot be launched before the tokens that it follows
             are read.
     """
 
     bytes_per_s: float
-    products_per_s: float
+    macs_per_s: float
     layer_s: float
     drafts_s: float
 
@@ -91,5 +91,5 @@ class StepTime:
         num_bytes = reads.weights + reads.expert * reads.experts_hit(num_rows + num_drafts)
         num_bytes += num_rows * reads.row + num_drafts * reads.draft + num_cached * reads.cached_token
         num_computed = num_rows * self.width if self.width and num_drafts else num_rows + num_drafts
-        busy = max(num_bytes / device.bytes_per_s, num_computed * reads.products / device.products_per_s)
+        busy = max(num_bytes / device.bytes_per_s, num_computed * reads.products / device.macs_per_s)
         return busy + reads.num_layers * device.layer_s + (device.drafts_s if num_drafts else 0.0)

@@ -14,13 +14,13 @@ from ..policy.draft_states import num_folded
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
-from ..recurrences.rows import PAD_SLOT, AlignRows, DecodeRows, PrefillRows, ReplayRows
+from ..recurrences.batches import PAD_SLOT, AlignBatch, DecodeBatch, PrefillBatch, ReplayBatch
 from .buffers import StepBuffers
 from .logits import StepLogits, view_logits, write_logits
-from .prefill_metadata import write_prefill_rows
+from .prefill_metadata import write_prefill_batch
 from .shapes import StepShape, pad_tail
 
-_Rows = TypeVar("_Rows", AlignRows, ReplayRows)
+_Rows = TypeVar("_Rows", AlignBatch, ReplayBatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepBatch:
     places: Sequence[int]  # [rows] where each row's results are; other places are padding
     num_tokens: int
     num_exchanged: int  # tokens that ranks which share experts exchange, the same number on each: at least num_tokens
-    num_decode_rows: int
+    num_decode_requests: int
     num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
@@ -44,11 +44,11 @@ class StepBatch:
     token_offsets: Tensor  # [tokens] int32 position inside it
     real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not ask
     attention: AttentionRows
-    decode: DecodeRows | None  # None: no decode row
-    replay: ReplayRows | None  # the decode rows' states; None: no decode row, or states are not replayed
-    prefill: PrefillRows | None  # None: no prefill row
+    decode: DecodeBatch | None  # None: no decode row
+    replay: ReplayBatch | None  # the decode rows' states; None: no decode row, or states are not replayed
+    prefill: PrefillBatch | None  # None: no prefill row
     logits: StepLogits
-    align: AlignRows | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
+    align: AlignBatch | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
 
     def with_own_verification(self) -> "StepBatch":
         """Return the step with copies, which later steps do not overwrite, of what follows its forward."""
@@ -126,8 +126,8 @@ def _write(
     _write_tokens(rows, num_decode, buffers, geometry)
     write_live_states(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
-    prefill_rows = rows[num_decode:]
-    return write_prefill_rows(prefill_rows, buffers, geometry.grain) if prefill_rows else 0
+    prefilling = rows[num_decode:]
+    return write_prefill_batch(prefilling, buffers, geometry.grain) if prefilling else 0
 
 
 def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
@@ -208,7 +208,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
         places=range(len(rows)),
         num_tokens=num_tokens,
         num_exchanged=num_tokens,
-        num_decode_rows=num_decode,
+        num_decode_requests=num_decode,
         num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
         token_ids=token_ids,
         positions=buffers.device_int64("token_positions")[:num_tokens],
@@ -234,13 +234,13 @@ def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Att
         query_lens=tuple(row.scheduled for row in rows),
         kv_lens=tuple(row.computed + row.scheduled for row in rows),
         host_block_table=buffers.host_block_table()[:num_rows],
-        num_decode_rows=num_decoding(rows),
+        num_decode_requests=num_decoding(rows),
     )
 
 
-def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> DecodeRows:
+def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> DecodeBatch:
     num_rows = len(rows)
-    return DecodeRows(
+    return DecodeBatch(
         cu_tokens=buffers.device("cu_query")[: num_rows + 1],
         columns=buffers.device_columns()[:num_rows],
         accepted=buffers.device("accepted")[:num_rows],
@@ -248,9 +248,9 @@ def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Decode
     )
 
 
-def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> ReplayRows:
+def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> ReplayBatch:
     num_rows, device = len(rows), buffers.device
-    return ReplayRows(
+    return ReplayBatch(
         cu_tokens=device("cu_query")[: num_rows + 1],
         slots=device("live_slots")[:num_rows],
         buffers=device("draft_buffers")[:num_rows],
@@ -260,23 +260,23 @@ def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Replay
     )
 
 
-def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> PrefillRows:
+def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> PrefillBatch:
     device = buffers.device
-    return PrefillRows(
-        cu_rows=device("cu_rows")[: num_rows + 1],
+    return PrefillBatch(
+        cu_seqlens=device("cu_seqlens")[: num_rows + 1],
         initial_slots=device("initial_slots")[:num_rows],
         final_slots=device("final_slots")[:num_rows],
         cu_chunks=device("cu_chunks")[: num_chunks + 1],
-        chunk_rows=device("chunk_rows")[:num_chunks],
+        chunk_requests=device("chunk_requests")[:num_chunks],
         chunk_slots=device("chunk_slots")[:num_chunks],
-        cu_row_chunks=device("cu_row_chunks")[: num_rows + 1],
+        cu_request_chunks=device("cu_request_chunks")[: num_rows + 1],
         longest_first=device("longest_first")[:num_rows],
     )
 
 
-def _align_rows(num_rows: int, buffers: StepBuffers) -> AlignRows:
+def _align_rows(num_rows: int, buffers: StepBuffers) -> AlignBatch:
     device = buffers.device
-    return AlignRows(
+    return AlignBatch(
         computed=device("computed")[:num_rows],
         scheduled=device("scheduled")[:num_rows],
         drafts=device("num_drafts")[:num_rows],

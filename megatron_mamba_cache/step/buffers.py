@@ -85,8 +85,8 @@ class StepBuffers:
         *("cu_logits", "logit_tokens", "logit_rows", "computed", "scheduled", "num_drafts", "accepted"),
         *("columns", "state_columns", "align_slots", "live_slots", "draft_buffers", "folded"),
         *("temperature", "top_k", "top_p"),
-        *("cu_rows", "initial_slots", "source_slots", "final_slots"),
-        *("cu_chunks", "chunk_rows", "chunk_slots", "cu_row_chunks", "longest_first"),
+        *("cu_seqlens", "initial_slots", "source_slots", "final_slots"),
+        *("cu_chunks", "chunk_requests", "chunk_slots", "cu_request_chunks", "longest_first"),
         "block_table",
     )
 
@@ -111,14 +111,14 @@ class StepBuffers:
         sizes["token_blocks"] = sizes["token_offsets"] = limits.max_tokens
         sizes["real_tokens"] = limits.max_tokens if limits.marks_real_tokens else 0
         sizes["source_slots"] = limits.max_rows if limits.restores_states else 0
-        for name in ("cu_query", "cu_logits", "cu_rows", "cu_row_chunks"):
+        for name in ("cu_query", "cu_logits", "cu_seqlens", "cu_request_chunks"):
             sizes[name] = limits.max_rows + 1
         for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
             sizes[name] = 2 * limits.max_logits  # float64
         sizes["logit_tokens"] = sizes["logit_rows"] = limits.max_logits
         sizes["columns"] = limits.max_rows * (1 + limits.max_drafts)
         sizes["cu_chunks"] = limits.max_chunks + 1
-        sizes["chunk_rows"] = sizes["chunk_slots"] = limits.max_chunks
+        sizes["chunk_requests"] = sizes["chunk_slots"] = limits.max_chunks
         sizes["block_table"] = limits.max_rows * limits.max_blocks
         return sizes
 

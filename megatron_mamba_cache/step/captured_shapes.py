@@ -116,7 +116,7 @@ def _few_and_many(max_rows: int) -> tuple[int, int]:
 
 def _shapes_after(
     decode_rows: Iterable[int],
-    num_prefill_rows: int,
+    num_prefill_requests: int,
     sizes: Callable[[int, int], Iterable[int]],
     most_tokens: int,
     max_tokens: int,
@@ -124,8 +124,8 @@ def _shapes_after(
     """Yield the shapes of some prefill rows after each number of decode rows."""
     for num_decode in sorted(set(decode_rows)):
         for size in sizes(min(most_tokens, max_tokens - num_decode), num_decode):
-            if size >= num_prefill_rows:
-                yield StepShape(num_decode, 1, num_prefill_rows, size)
+            if size >= num_prefill_requests:
+                yield StepShape(num_decode, 1, num_prefill_requests, size)
 
 
 def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
-from ..recurrences.rows import PAD_SLOT
+from ..recurrences.batches import PAD_SLOT
 from .batch import StepBatch, write_live_states
 from .buffers import StepBuffers
 from .logits import Draws, write_next_uniforms, write_uniforms

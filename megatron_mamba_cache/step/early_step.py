@@ -181,7 +181,7 @@ class EarlyStep:
             request_ids=tuple(row.request_id for row in rows),
             places=places,
             num_tokens=num_tokens,
-            num_decode_rows=len(rows),
+            num_decode_requests=len(rows),
             num_decode_tokens=num_tokens,
             logits=replace(batch.logits, starts=(*(start_of[place] for place in places), starts[-1])),
         )

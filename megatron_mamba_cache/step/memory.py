@@ -127,11 +127,11 @@ class CacheMemory:
         used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
         return used | self.below.usage()
 
-    def prepare(self, prefill_rows: Sequence[RunningRequest]) -> None:
+    def prepare(self, prefilling: Sequence[RunningRequest]) -> None:
         """Prepare memory for the forward of the laid out step: clear stale blocks and restore quantized states."""
         self.clear_stale_blocks()
-        if any(row.source_block is not None for row in prefill_rows):
-            self.restore_states(len(prefill_rows))
+        if any(row.source_block is not None for row in prefilling):
+            self.restore_states(len(prefilling))
 
     def restore_states(self, num_rows: int) -> None:
         """Write the quantized states that the laid out step starts from into live slots; do nothing without any.

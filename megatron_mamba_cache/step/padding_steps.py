@@ -5,7 +5,7 @@ import torch
 from ..policy.scheduler import QueueState
 from .model import StepModel
 from .runner import StepRunner
-from .shapes import StepShape, decode_padding_row
+from .shapes import StepShape, decode_padding_request
 from .shared_steps import NO_ROWS, Part, SharedSteps
 
 
@@ -75,5 +75,5 @@ def _compute_padding(shape: StepShape, model: StepModel, runner: StepRunner, *, 
         graph.forward()
         return
     with runner.rehearsing():
-        runner.show(runner.lay_out([decode_padding_row(1, runner.memory.dummy_block)], shape=shape))
+        runner.show(runner.lay_out([decode_padding_request(1, runner.memory.dummy_block)], shape=shape))
         model.compute_step()

@@ -60,7 +60,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # Streams of what layers launch beside their main part have this priority too; see `BesideExperts`.
+        # Streams of what layers launch beside their main part have this priority too; see `OverlappedExpert`.
         self._stream = torch.cuda.Stream(priority=-1)
         self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
 

@@ -99,7 +99,7 @@ def may_launch_drafts(
         is_wanted
         and most > 1
         and step.graph is not None
-        and not step.num_prefill_rows
+        and not step.num_prefill_requests
         and queue.is_settled
         and step.rows == tuple(running)
         and not any(row.is_paused or (queue.has_waiting and is_near_boundary(row)) for row in step.rows)

@@ -26,7 +26,7 @@ from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..ranks.digest import Digest
 from ..ranks.group import ExpertPeers, NoPeers, Ranks
-from ..speculation.decode_schedule import advance_one_token_rows, advance_rows, note_hidden_states
+from ..speculation.decode_schedule import advance_one_token_requests, advance_requests, note_hidden_states
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .batch import lay_out_step
 from .buffers import HostCopy
@@ -128,7 +128,7 @@ class StepRunner:
         outcome = self._sample(step, logits)
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self.early_steps.launch_next(step)
-        if self.early_steps.launched is None and not step.num_prefill_rows:
+        if self.early_steps.launched is None and not step.num_prefill_requests:
             self.planner.foresee(step.rows)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
@@ -163,7 +163,7 @@ class StepRunner:
     def publish_prompts(self) -> None:
         """Make the prompt blocks and states that the forward writes findable; the forward is launched."""
         batch = self.step.batch
-        for row in batch.rows[batch.num_decode_rows :]:
+        for row in batch.rows[batch.num_decode_requests :]:
             self.cache.publish(row, row.scheduled)
 
     def boundary_offsets(self) -> list[list[int]]:
@@ -177,14 +177,14 @@ class StepRunner:
         ended = [step.rows[index] for index in kept.ended]
         if early_step is not None:  # which runs with these tokens, and has the blocks that it needs
             early_step.check_inputs([new[-1] for new in kept.tokens])
-            advance_one_token_rows(step.rows, kept.tokens, self.cache, self.planner)
+            advance_one_token_requests(step.rows, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
             self.step_requests.leave(ended)
             held_back = GrowthOutcome()
         else:
             if self.planner.reads_hidden_states:
                 note_hidden_states(step.rows, kept.tokens, step.batch.logits.starts, step.wanted_outputs, self.planner)
-            advance_rows(step.rows, kept.tokens, self.cache, self.planner)
+            advance_requests(step.rows, kept.tokens, self.cache, self.planner)
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
@@ -269,7 +269,7 @@ class StepRunner:
             purpose=purpose,
             num_exchanged=0 if shape is None else shape.num_tokens,
         )
-        memory.prepare(rows[batch.num_decode_rows :])
+        memory.prepare(rows[batch.num_decode_requests :])
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
     def begin(self, step: Step) -> Step:

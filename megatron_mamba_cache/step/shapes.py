@@ -9,7 +9,7 @@ from ..policy.block_hashing import BlockKeyChain
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.request_settings import RequestSpec, SamplingSettings
 from ..policy.requests import ReservedState, RunningRequest, StateCursor, num_decoding
-from ..recurrences.rows import PAD_SLOT
+from ..recurrences.batches import PAD_SLOT
 from .buffers import StepBuffers
 
 _GREEDY = SamplingSettings(top_k=1)
@@ -22,7 +22,7 @@ def prefill_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest
     return row
 
 
-def decode_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
+def decode_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
     """Return a row that decodes a token and `num_tokens` - 1 drafts, with a state reserved; or one without tokens."""
     row = _row(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
     if num_tokens:
@@ -52,36 +52,36 @@ class StepShape:
     Prefill tokens begin after one token for each decode row: beside prefill rows, `width` is 1.
     """
 
-    num_decode_rows: int = 0
+    num_decode_requests: int = 0
     width: int = 1
-    num_prefill_rows: int = 0
+    num_prefill_requests: int = 0
     num_prefill_tokens: int = 0
 
     @property
     def num_rows(self) -> int:
         """Rows of both kinds."""
-        return self.num_decode_rows + self.num_prefill_rows
+        return self.num_decode_requests + self.num_prefill_requests
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the graph computes."""
-        return self.num_decode_rows * self.width + self.num_prefill_tokens
+        return self.num_decode_requests * self.width + self.num_prefill_tokens
 
     @property
     def num_logits(self) -> int:
         """Tokens whose logits the graph computes."""
-        return self.num_decode_rows * self.width + self.num_prefill_rows
+        return self.num_decode_requests * self.width + self.num_prefill_requests
 
     @property
     def most_queries(self) -> tuple[int, ...]:
         """Most query tokens of each row that fit together: the first prefill row may take them all."""
-        others = (0,) * (self.num_prefill_rows - 1)
-        prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_rows else ()
-        return (self.width,) * self.num_decode_rows + prefilling
+        others = (0,) * (self.num_prefill_requests - 1)
+        prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_requests else ()
+        return (self.width,) * self.num_decode_requests + prefilling
 
     def num_chunks(self, grain: int) -> int:
         """Return the most chunks that the prefill rows can have: a row cuts at most two of them short."""
-        return self.num_prefill_tokens // grain + 2 * self.num_prefill_rows
+        return self.num_prefill_tokens // grain + 2 * self.num_prefill_requests
 
     @staticmethod
     def of(rows: Sequence[RunningRequest]) -> "StepShape":
@@ -94,17 +94,17 @@ class StepShape:
     def holds(self, step: "StepShape") -> bool:
         """Return whether a step of another shape fits; steps with and without prefill rows have separate shapes."""
         return (
-            step.num_decode_rows <= self.num_decode_rows
+            step.num_decode_requests <= self.num_decode_requests
             and step.width <= self.width
-            and step.num_prefill_rows <= self.num_prefill_rows
+            and step.num_prefill_requests <= self.num_prefill_requests
             and step.num_prefill_tokens <= self.num_prefill_tokens
-            and bool(step.num_prefill_rows) == bool(self.num_prefill_rows)
+            and bool(step.num_prefill_requests) == bool(self.num_prefill_requests)
         )
 
     def fullest_rows(self, dummy_block: BlockId) -> list[RunningRequest]:
         """Return padding that fills the shape, at least one token a row; a captured step's views are made for it."""
-        decoding = [decode_padding_row(self.width, dummy_block) for _ in range(self.num_decode_rows)]
-        lengths = [1] * self.num_prefill_rows
+        decoding = [decode_padding_request(self.width, dummy_block) for _ in range(self.num_decode_requests)]
+        lengths = [1] * self.num_prefill_requests
         if lengths:
             lengths[0] += self.num_prefill_tokens - len(lengths)
         return decoding + [prefill_padding_row(length, dummy_block) for length in lengths]
@@ -112,9 +112,9 @@ class StepShape:
     def pad(self, rows: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
         """Return the rows of a step with padding between and after them; `places` returns where they are."""
         num_decode = num_decoding(rows)
-        num_between = self.num_decode_rows - num_decode
-        num_after = self.num_prefill_rows - (len(rows) - num_decode)
-        between = [decode_padding_row(1 if self.num_prefill_rows else 0, dummy_block)] if num_between else []
+        num_between = self.num_decode_requests - num_decode
+        num_after = self.num_prefill_requests - (len(rows) - num_decode)
+        between = [decode_padding_request(1 if self.num_prefill_requests else 0, dummy_block)] if num_between else []
         after = [prefill_padding_row(0, dummy_block)] if num_after else []
         return [*rows[:num_decode], *between * num_between, *rows[num_decode:], *after * num_after]
 
@@ -122,13 +122,13 @@ class StepShape:
         """Return the place of each row among the padded ones."""
         num_decode = num_decoding(rows)
         num_prefilling = len(rows) - num_decode
-        return (*range(num_decode), *range(self.num_decode_rows, self.num_decode_rows + num_prefilling))
+        return (*range(num_decode), *range(self.num_decode_requests, self.num_decode_requests + num_prefilling))
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
     """Return the shape that holds a step's with the least width, then prefill rows, then tokens; None if none does."""
     fitting = [shape for shape in shapes if shape.holds(step)]
-    return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_rows, shape.num_tokens), default=None)
+    return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_requests, shape.num_tokens), default=None)
 
 
 def pad_tail(
@@ -152,8 +152,8 @@ def pad_tail(
         buffers.host(name)[logits] = 0
     for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
         buffers.host(name).view(np.float64)[logits] = 0.0
-    if shape.num_prefill_rows:
-        written = int(buffers.host("cu_row_chunks")[shape.num_prefill_rows])
+    if shape.num_prefill_requests:
+        written = int(buffers.host("cu_request_chunks")[shape.num_prefill_requests])
         buffers.host("cu_chunks")[written + 1 : num_chunks + 1] = buffers.host("cu_chunks")[written]
-        buffers.host("chunk_rows")[written:num_chunks] = 0
+        buffers.host("chunk_requests")[written:num_chunks] = 0
         buffers.host("chunk_slots")[written:num_chunks] = PAD_SLOT

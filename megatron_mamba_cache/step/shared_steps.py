@@ -177,7 +177,7 @@ class SharedSteps:
         """
         ends_prefill = all(row.computed + row.scheduled >= row.spec.prompt_len for row in self._requests.prefilling)
         is_sure = queue.is_settled and not queue.has_waiting and not self.wants_capture and ends_prefill
-        numbers = [not is_sure, wants_early, next_rows.num_decode_rows, next_rows.width]
+        numbers = [not is_sure, wants_early, next_rows.num_decode_requests, next_rows.width]
         unsure, early, num_rows, width = self._peers.greatest([int(number) for number in numbers])
         self.part = Part.COMPLETE
         shapes = self._shapes()

@@ -65,9 +65,9 @@ class Step:
         return [len(row.drafts) for row in self.batch.rows]
 
     @property
-    def num_prefill_rows(self) -> int:
+    def num_prefill_requests(self) -> int:
         """Rows that compute prompt tokens."""
-        return len(self.batch.rows) - self.batch.num_decode_rows
+        return len(self.batch.rows) - self.batch.num_decode_requests
 
     @property
     def num_padded_tokens(self) -> int:
@@ -82,7 +82,7 @@ class Step:
     @property
     def has_one_token_each(self) -> bool:
         """True when all rows decode, without drafts."""
-        return not self.num_prefill_rows and self.batch.num_tokens == len(self.rows)
+        return not self.num_prefill_requests and self.batch.num_tokens == len(self.rows)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
         """Return the graph if it can verify the step by itself, from logits in which tokens may be masked before.

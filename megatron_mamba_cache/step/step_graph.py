@@ -206,7 +206,7 @@ class StepGraph:
             request_ids=tuple(row.request_id for row in rows),
             places=places,
             num_tokens=sum(row.scheduled for row in rows),
-            num_decode_rows=num_decode,
+            num_decode_requests=num_decode,
             num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
             attention=replace(
                 results.attention,

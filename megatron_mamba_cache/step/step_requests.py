@@ -133,7 +133,7 @@ class StepRequests:
     def count_step(self, step: Step) -> None:
         """Count what a step that is laid out consists of."""
         self.counts = self.counts._replace(
-            prefilling=step.num_prefill_rows,
+            prefilling=step.num_prefill_requests,
             tokens=step.batch.num_tokens,
             padded_tokens=step.num_padded_tokens,
             padded_rows=step.num_padded_rows,
@@ -157,5 +157,5 @@ def draft_budget(
         shape: The one that ranks agreed on; None if this rank steps by itself.
     """
     step = StepShape.of(rows)
-    has_graph = step.num_prefill_rows > 0 and graphs is not None and graphs.hold(step)
+    has_graph = step.num_prefill_requests > 0 and graphs is not None and graphs.hold(step)
     return 0 if has_graph or (shape is not None and shape.width == 1) else budget

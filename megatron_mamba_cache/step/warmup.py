@@ -19,13 +19,13 @@ from ..kernels.kernel_launches import is_computed_in_fp32
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
+from ..recurrences.batches import PAD_SLOT
 from ..recurrences.interface import LiveState
-from ..recurrences.rows import PAD_SLOT
 from .buffers import StepLimits
 from .logits import Draws
 from .model import StepModel
 from .runner import StepRunner
-from .shapes import decode_padding_row, prefill_padding_row
+from .shapes import decode_padding_request, prefill_padding_row
 from .verify import copy_reached_boundaries, verify_step
 
 _LOG = logging.getLogger(__name__)
@@ -137,9 +137,9 @@ def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs begin where these end."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
     for width in range(1, widest + 1):  # the form of a replayed state depends on it
-        yield [decode_padding_row(width, dummy_block)]
+        yield [decode_padding_request(width, dummy_block)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_rows - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):
         widths = [widest] * (num_tokens // widest) + [num_tokens % widest] * (num_tokens % widest > 0)
-        decoding = [decode_padding_row(width, dummy_block) for width in widths]
+        decoding = [decode_padding_request(width, dummy_block) for width in widths]
         yield [*decoding, prefill_padding_row(1, dummy_block)]

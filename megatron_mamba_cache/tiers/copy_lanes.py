@@ -80,7 +80,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceBytes:
+class UnitSizes:
     """Where blocks and states lie, the same on both sides: place n begins at n times its size."""
 
     block: int
@@ -114,10 +114,10 @@ class CopyLanes:
         self,
         works: Mapping[Lane, Work],
         before: Sequence[Callable[[CopyOrder], None]] = (),
-        sizes: PlaceBytes | None = None,
+        sizes: UnitSizes | None = None,
         times: MeasuredTimes | None = None,
     ) -> None:
-        self._sizes = sizes or PlaceBytes(0, 0)
+        self._sizes = sizes or UnitSizes(0, 0)
         self._times = times or MeasuredTimes()
         self._before = before
         self._statuses: dict[int, CopyStatus] = {}
@@ -184,7 +184,7 @@ class DeviceCopies:
     memory: CUDA refuses a copy that reaches over the end of what one call has pinned.
     """
 
-    def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes) -> None:
+    def __init__(self, device: Tensor, host: Tensor, sizes: UnitSizes) -> None:
         self._device = device
         self._host = host
         self._sizes = sizes

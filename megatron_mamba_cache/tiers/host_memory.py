@@ -18,7 +18,7 @@ from ..policy.slabs import SlabSpace
 from ..policy.tiers.copies import CopyOrder, Lane
 from ..recurrences.slab_shape import SlabShape, UnitBytes
 from .cache_directory import CacheDirectory
-from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, MeasuredTimes, PlaceBytes, Work
+from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, MeasuredTimes, UnitSizes, Work
 from .entry_files import BrokenEntryError, EntryForm, read_entry, remove_entries, write_entry
 
 _PINNED_AT_ONCE = 1024 * PART_BYTES
@@ -66,7 +66,7 @@ class HostMemory:
             device: [bytes] uint8, cut into the same slabs.
             directory: Returns the one in use; None: there is none.
         """
-        sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
+        sizes = UnitSizes(self.block_bytes, self.slot_bytes)
         by_device = DeviceCopies(device, self.bytes, sizes)
         if directory is None:
             return CopyLanes(by_device.works(), (by_device.note_launched,), sizes, self.times)
@@ -143,7 +143,7 @@ class DiskCopies:
         directory: Returns the one in use: new weights have another.
     """
 
-    def __init__(self, host: Tensor, sizes: PlaceBytes, directory: Callable[[], CacheDirectory]) -> None:
+    def __init__(self, host: Tensor, sizes: UnitSizes, directory: Callable[[], CacheDirectory]) -> None:
         self._host = memoryview(host.numpy().data)
         self._sizes = sizes
         self._directory = directory

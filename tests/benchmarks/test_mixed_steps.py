@@ -42,7 +42,7 @@ def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.M
 
 
 def test_dense_products_are_those_of_all_layers_but_of_routed_experts() -> None:
-    dense, scales = import_module("dense_products"), import_module("engine_8b").SCALES
+    dense, scales = import_module("dense_gemms"), import_module("engine_8b").SCALES
     model = import_module("loads.random_checkpoint").random_model(scales["tiny-experts"].shape.fields, torch.float32)
     weights = dense.dense_weights(model)
     assert (
@@ -54,7 +54,7 @@ def test_dense_products_are_those_of_all_layers_but_of_routed_experts() -> None:
             if "router" not in name
         )
     )
-    products = dense.DenseProducts(weights, 3)
+    products = dense.DenseGemms(weights, 3)
     products()
     last = weights[-1]
     torch.testing.assert_close(products.outputs[last.shape[0]], products.inputs[last.shape[1]] @ last.t())

@@ -10,7 +10,7 @@ import torch
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
-from megatron_mamba_cache.models.part_shape import part_shape
+from megatron_mamba_cache.models.shard_shape import shard_shape
 from megatron_mamba_cache.models.without_memory import without_memory
 from tests.command_line.command_runs import REPOSITORY
 
@@ -60,7 +60,7 @@ def test_bytes_of_a_step_of_qwen3_next_are_those_of_the_whole_model(
     architecture = import_module("loads.random_checkpoint").described(fields)[1]
     with without_memory():
         model = build_hybrid_model(architecture, torch.bfloat16)
-    shape, config = part_shape(architecture, torch.bfloat16), CacheConfig().resolved()
+    shape, config = shard_shape(architecture, torch.bfloat16), CacheConfig().resolved()
     assert shape.state_layout(config).slot_bytes == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
     engine = SimpleNamespace(context=SimpleNamespace(shape=shape, cache_config=config))
     assert floors.step_bytes(model, engine, 0, num_rows) / 1e9 == pytest.approx(gigabytes, rel=0.03)

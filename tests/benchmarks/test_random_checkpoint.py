@@ -9,7 +9,7 @@ import torch
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
-from megatron_mamba_cache.models.part_shape import part_shape
+from megatron_mamba_cache.models.shard_shape import shard_shape
 from tests.command_line.command_runs import REPOSITORY
 
 PUBLISHED = {"8b": 8.1, "nano3": 31.6, "granite-small": 32.2, "granite-tiny": 6.9, "bamba": 9.8}
@@ -86,6 +86,6 @@ def test_graphs_go_beyond_4096_prompt_tokens_where_a_gpu_computes_them_soon(
     checkpoints: Any, name: str, num_tensor_ranks: int, tokens: int
 ) -> None:
     architecture = checkpoints.described(fields_of(name))[1]
-    shape = part_shape(architecture, torch.bfloat16, num_tensor_ranks=num_tensor_ranks)
+    shape = shard_shape(architecture, torch.bfloat16, num_tensor_ranks=num_tensor_ranks)
     print(f"{name} on {num_tensor_ranks}: {shape.layer_weights / 1e6:.1f} million weights a layer")
     assert shape.resolved(CacheConfig()).most_graph_tokens == tokens

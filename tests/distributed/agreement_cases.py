@@ -134,13 +134,13 @@ def _part(run: EngineRun, how: str) -> None:
         free = cache.kv._places._free
         free[-1], free[-2] = free[-2], free[-1]
     elif how == "another token":
-        original = runner_module.advance_rows
+        original = runner_module.advance_requests
 
         def advance(rows: list, kept: list, *settings: object) -> None:
-            runner_module.advance_rows = original
+            runner_module.advance_requests = original
             original(rows, [tuple(token ^ 1 for token in new) for new in kept], *settings)
 
-        runner_module.advance_rows = advance
+        runner_module.advance_requests = advance
     else:
         cache.slots.reserve()  # which is never cancelled
 

@@ -15,7 +15,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
-from megatron_mamba_cache.models.part_shape import rank_shape
+from megatron_mamba_cache.models.shard_shape import rank_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
 from tests.models.quantized_kinds import KINDS

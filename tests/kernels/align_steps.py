@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.policy.align import AlignCopy, plan_align_copy
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
 from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One row of a step; see `AlignRows`."""
+    """One row of a step; see `AlignBatch`."""
 
     computed: int
     scheduled: int
@@ -35,7 +35,7 @@ def padding_row(num_columns: int, target: int = PAD_SLOT) -> StepRow:
     return StepRow(6, 7, 6, 7, (PAD_SLOT,) * num_columns, target)
 
 
-def device_rows(rows: Sequence[StepRow], device: str, accepted_dtype: torch.dtype = torch.int64) -> AlignRows:
+def device_rows(rows: Sequence[StepRow], device: str, accepted_dtype: torch.dtype = torch.int64) -> AlignBatch:
     """Return the rows on `device`; `accepted` is the first column of a wider table."""
     num_columns = len(rows[0].columns) if rows else 1
 
@@ -44,7 +44,7 @@ def device_rows(rows: Sequence[StepRow], device: str, accepted_dtype: torch.dtyp
 
     packed = torch.full((len(rows), 3), 99, dtype=accepted_dtype, device=device)
     packed[:, 0] = int32([row.accepted for row in rows])
-    return AlignRows(
+    return AlignBatch(
         computed=int32([row.computed for row in rows]),
         scheduled=int32([row.scheduled for row in rows]),
         drafts=int32([row.drafts for row in rows]),
@@ -85,7 +85,7 @@ def within_pools(op: Callable[..., None]) -> Callable[..., None]:
     def run(
         conv: Tensor,
         ssm: Tensor,
-        rows: AlignRows,
+        rows: AlignBatch,
         block_size: int,
         window_len: int,
         *tiling: object,
@@ -102,7 +102,7 @@ def quantizing(op: Callable[..., None]) -> Callable[..., None]:
     def run(
         conv: Tensor,
         ssm: Tensor,
-        rows: AlignRows,
+        rows: AlignBatch,
         block_size: int,
         window_len: int,
         ends: Tensor,

@@ -7,18 +7,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import (
+from megatron_mamba_cache.recurrences.mamba2.replay.ring import (
     BoundaryFolds,
     ReplayRing,
     least_capacity,
     least_x_capacity,
 )
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, ReplayRows
-from tests.kernels.packed_rows import poisoned_pool, same_bits
+from tests.kernels.packed_batches import poisoned_pool, same_bits
 from tests.kernels.ssm_steps import SSMShape, SSMSteps
 
-Op = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
+Op = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayBatch, int], Tensor]
 
 
 def int32(values: Sequence[int], device: str) -> Tensor:
@@ -106,14 +106,14 @@ class ReplayedRequests:
         self.initial = {request.slot: self.pool[request.slot].clone() for request in self.requests}
         self.ring = poisoned_ring(number + 1, ring_len, max_tokens, shape, device, texts[0].tokens.x.dtype, spare)
 
-    def rows(self, turns: Sequence[Turn]) -> ReplayRows:
+    def rows(self, turns: Sequence[Turn]) -> ReplayBatch:
         """Return the turns as rows; the counts of a padding row are arbitrary."""
         device = str(self.pool.device)
         cu_tokens = [0, *accumulate(1 + turn.num_drafts for turn in turns)]
         padding = Request(self.requests[0].text, PAD_SLOT, ring=1000, computed=77, folded=1)
         requests = [turn.request or padding for turn in turns]
         columns = ([getattr(request, name) for request in requests] for name in ("slot", "ring", "folded", "computed"))
-        return ReplayRows(
+        return ReplayBatch(
             int32(cu_tokens, device), *(int32(column, device) for column in columns), max_tokens=self.max_tokens
         )
 

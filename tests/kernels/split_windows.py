@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch, DecodeBatch
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows, DecodeRows
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 _SPARE = 2  # rings of no row
 _NO_RING = 1000
@@ -35,7 +35,7 @@ def cut_window(pool: Tensor, slots: Tensor, window_len: int) -> tuple[Tensor, Dr
 def conv_beside_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a convolution of decode rows that takes whole windows and runs `op` on cut ones."""
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, rows: DecodeRows, *tiling: object) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, rows: DecodeBatch, *tiling: object) -> Tensor:
         window_len, live = weight.shape[1] - 1, rows.columns[:, 0]
         slots, drafts = cut_window(pool, live, window_len)
         before = drafts.inputs.clone()
@@ -54,7 +54,7 @@ def conv_beside_rings(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def align_beside_rings(op: Callable[..., None]) -> Callable[..., None]:
     """Return an align copy that takes whole windows and runs `op` on cut ones."""
 
-    def run(conv: Tensor, ssm: Tensor, rows: AlignRows, block_size: int, window_len: int, *others: object) -> None:
+    def run(conv: Tensor, ssm: Tensor, rows: AlignBatch, block_size: int, window_len: int, *others: object) -> None:
         # Counts of a padded row may be stale: its column need not be one of its columns.
         column = rows.state_columns.clamp_max(rows.columns.shape[1] - 1).long()
         sources = rows.columns.gather(1, column[:, None])[:, 0] if len(column) else column

@@ -15,19 +15,19 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences.align_copy import ROWS_AT_A_TIME
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch
 from megatron_mamba_cache.recurrences.moves import StateMove
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row, within_pools
 from tests.kernels.kernel_stand_ins import CountedKernel
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 from tests.kernels.split_windows import align_beside_rings
 from tests.recurrences.toy import toy_groups, toy_tensors
 
 BLOCK = 16
 WINDOW_LEN = 3
 NUM_LAYERS = 2
-Op = Callable[[Tensor, Tensor, AlignRows, int, int], None]
+Op = Callable[[Tensor, Tensor, AlignBatch, int, int], None]
 align_copy = within_pools(align_copy_module.align_copy)
 align_copy_ref = within_pools(align_copy_module.align_copy_ref)
 OPS = {"kernel": align_copy, "twin": align_copy_ref}
@@ -287,13 +287,13 @@ def test_every_tiling_copies_the_same(tiling: CopyTiling, device: str) -> None:
     assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)
 
 
-def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignRows], tuple[object, ...]], str]]:
+def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, ...]], str]]:
     """Return calls that must be refused and a word of the reason."""
 
-    def with_rows(**changes: Tensor) -> Callable[[Pools, AlignRows], tuple[object, ...]]:
-        def arguments(pools: Pools, rows: AlignRows) -> tuple[object, ...]:
-            fields = {name: getattr(rows, name) for name in AlignRows.__dataclass_fields__}
-            return pools.conv, pools.ssm, AlignRows(**fields | changes), BLOCK, WINDOW_LEN
+    def with_rows(**changes: Tensor) -> Callable[[Pools, AlignBatch], tuple[object, ...]]:
+        def arguments(pools: Pools, rows: AlignBatch) -> tuple[object, ...]:
+            fields = {name: getattr(rows, name) for name in AlignBatch.__dataclass_fields__}
+            return pools.conv, pools.ssm, AlignBatch(**fields | changes), BLOCK, WINDOW_LEN
 
         return arguments
 
@@ -341,7 +341,7 @@ def test_a_replayed_graph_decides_anew(num_rows: int) -> None:
         pools.ssm.normal_()
         expected = pools.planned(rows, BLOCK, WINDOW_LEN)
         fresh = device_rows(rows, "cuda")
-        for name in AlignRows.__dataclass_fields__:
+        for name in AlignBatch.__dataclass_fields__:
             getattr(buffers, name).copy_(getattr(fresh, name))
         graph.replay()
         assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)

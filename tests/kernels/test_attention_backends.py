@@ -26,7 +26,7 @@ from megatron_mamba_cache.kernels.attention.interface import (
 )
 from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention, paged_attention_ref
 from tests.kernels import attention_libraries
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 BLOCK = 256
 JUNK = 2**30  # a block id that may not be read
@@ -73,7 +73,7 @@ class Step:
             tuple(query_len for query_len, _ in mix),
             tuple(kv_len for _, kv_len in mix),
             table,
-            num_decode_rows=len(list(takewhile(lambda row: row[0] <= 16, mix))),
+            num_decode_requests=len(list(takewhile(lambda row: row[0] <= 16, mix))),
         )
 
     def reference(self, scale: float) -> Tensor:

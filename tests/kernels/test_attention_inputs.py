@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.attention.attention_inputs import write_attent
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 BLOCK, NUM_BLOCKS, NUM_POSITIONS, EPS = 4, 5, 40, 1e-6
 PLACES = [(2, 1), (-1, 0), (0, 3), (4, 0), (-1, 2), (2, 2)]

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.mamba2.replay import boundary_folds
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds, ReplayRing
-from megatron_mamba_cache.recurrences.mamba2.replay.tiling import folds_by_products
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds, ReplayRing
+from megatron_mamba_cache.recurrences.mamba2.replay.tiling import folds_by_mma
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 from tests.kernels.replay_steps import ReplayedRequests, Turn, int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
@@ -183,7 +183,7 @@ def test_folds_by_products_are_those_of_the_twin(shape: SSMShape, ring_len: int,
     texts = [random_steps(3 * ring_len + 9, "cuda", shape).cast(torch.bfloat16) for _ in range(num_rows)]
     starts = [number % ring_len for number in range(num_rows)]
     requests = ReplayedRequests(texts, shape, ring_len, most, dtype=dtype, starts=starts)
-    if not folds_by_products(requests.pool, torch.bfloat16):
+    if not folds_by_mma(requests.pool, torch.bfloat16):
         pytest.skip("needs Hopper, and a Gluon that was tested")
     for kept in [most] * (1 + ring_len // most):
         requests.step(state_replay_ref, [Turn(request, most - 1, kept) for request in requests.requests])

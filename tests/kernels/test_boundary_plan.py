@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, AlignBatch, ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import plan_boundary_folds
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import plan_boundary_folds_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, AlignRows, ReplayRows
+from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds
 
 BLOCK, RING = 16, 8
 FIELDS = ("slots", "buffers", "folded", "ends", "targets")
 
 
-def random_step(num_rows: int, device: str) -> tuple[ReplayRows, AlignRows]:
+def random_step(num_rows: int, device: str) -> tuple[ReplayBatch, AlignBatch]:
     """Return rows of which some are padding, some have no target, and some reach a boundary."""
     generator = torch.Generator().manual_seed(num_rows)
 
@@ -26,9 +26,9 @@ def random_step(num_rows: int, device: str) -> tuple[ReplayRows, AlignRows]:
     slots = torch.arange(num_rows, dtype=torch.int32).masked_fill(draw(0, 5) == 0, PAD_SLOT)
     targets = (1000 + torch.arange(num_rows, dtype=torch.int32)).masked_fill(draw(0, 4) == 0, PAD_SLOT)
     columns = slots[:, None].repeat(1, 9)
-    align = AlignRows(computed, 1 + drafts, drafts, accepted, columns, torch.zeros_like(slots), targets)
+    align = AlignBatch(computed, 1 + drafts, drafts, accepted, columns, torch.zeros_like(slots), targets)
     cu_tokens = torch.zeros(num_rows + 1, dtype=torch.int32)
-    rows = ReplayRows(cu_tokens, slots, draw(0, 99), folded, computed, 9)
+    rows = ReplayBatch(cu_tokens, slots, draw(0, 99), folded, computed, 9)
 
     def moved(value: object) -> object:
         names = value.__dataclass_fields__  # type: ignore[attr-defined]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv.conv import ConvTiling, causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     assert_untouched,
     one_token_rows,
@@ -43,7 +43,7 @@ SPECS = [
 ]
 NUM_SLOTS = 10
 
-Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, PrefillRows], Tensor]
+Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, PrefillBatch], Tensor]
 
 
 @pytest.fixture(params=[causal_conv, causal_conv_ref])
@@ -307,9 +307,9 @@ def test_a_replayed_graph_reads_its_rows_anew(conv_dim: int) -> None:
     weight, bias = torch.randn(conv_dim, 4, device="cuda"), torch.randn(conv_dim, device="cuda")
     x, pool = torch.randn(60, conv_dim, device="cuda"), torch.randn(NUM_SLOTS, 3, conv_dim, device="cuda")
     plans = [[RowSpec(60, final=2)], SPECS, [RowSpec(30, initial=4, final=4), RowSpec(2, 7, 5, 5, {8: 6})], []]
-    names = PrefillRows.__dataclass_fields__
+    names = PrefillBatch.__dataclass_fields__
     sizes = (9, 8, 8, 17, 16, 16, 9, 8)
-    buffers = PrefillRows(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
+    buffers = PrefillBatch(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
 
     def fill(specs: list[RowSpec]) -> None:
         rows = pack_rows(specs, CHUNK, "cuda", num_padding=16)

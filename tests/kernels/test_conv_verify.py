@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.recurrences.batches import DecodeBatch
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref, conv_verify_ref
 from megatron_mamba_cache.recurrences.conv.verify import ConvVerifyTiling, conv_verify
-from megatron_mamba_cache.recurrences.rows import DecodeRows
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     VerifySpec,
     assert_untouched,
@@ -35,7 +35,7 @@ from tests.kernels.split_windows import conv_beside_rings, cut_window
 CONV_DIM = 37
 MOST_DRAFTS = 8
 
-Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, DecodeRows], Tensor]
+Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, DecodeBatch], Tensor]
 
 
 @pytest.fixture(params=[conv_verify, conv_verify_ref])

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     assert_untouched,
     pack_rows,

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan, scan_tiles
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
 from megatron_mamba_cache.recurrences.row_tiles import TileShape, tile_shape
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
 from tests.kernels.kernel_stand_ins import CountedKernel
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     assert_untouched,
     pack_rows,
@@ -57,7 +57,7 @@ def num_tokens(specs: list[RowSpec]) -> int:
     return sum(spec.length for spec in specs)
 
 
-def scan(steps: DeltaSteps, pool: Tensor, rows: PrefillRows, tile: TileShape) -> Tensor:
+def scan(steps: DeltaSteps, pool: Tensor, rows: PrefillBatch, tile: TileShape) -> Tensor:
     return scan_tiles(steps.tokens, steps.gates, pool, rows, tile)
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref, delta_verify_ref
 from megatron_mamba_cache.recurrences.gated_delta.verify import VerifyTiling, delta_verify
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows
 from tests.kernels.delta_steps import DeltaShape, random_steps
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     VerifySpec,
     assert_untouched,
@@ -27,7 +27,7 @@ from tests.kernels.packed_rows import (
     same_bits,
 )
 
-Op = Callable[[DeltaTokens, GateWeights, Tensor, DecodeRows], Tensor]
+Op = Callable[[DeltaTokens, GateWeights, Tensor, DecodeBatch], Tensor]
 SHAPE = DeltaShape()
 NUM_SLOTS = 8
 OPS = {"reference": delta_verify_ref, "op": delta_verify}
@@ -226,7 +226,7 @@ def test_float64_is_computed_by_the_twin(device: str) -> None:
 def test_no_rows_give_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
-    rows = DecodeRows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
+    rows = DecodeBatch(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
     y = delta_verify(steps.tokens, steps.gates, pool, rows)
     assert y.shape == steps.tokens.v.shape and (y == 0).all() and pool.isnan().all()
 

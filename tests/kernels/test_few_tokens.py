@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.experts import few_tokens, pair_products, product_sums
-from megatron_mamba_cache.kernels.experts.pair_products import product_of_pairs, product_of_pairs_ref
-from megatron_mamba_cache.kernels.experts.product_sums import sum_of_products, sum_of_products_ref
+from megatron_mamba_cache.kernels.experts import few_tokens, pair_gemms, summed_gemms
+from megatron_mamba_cache.kernels.experts.pair_gemms import pair_gemm, pair_gemm_ref
+from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm, summed_gemm_ref
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import same_bits
-from tests.kernels.test_grouped_product import TOLERANCES, Layer, choice
+from tests.kernels.packed_batches import same_bits
+from tests.kernels.test_grouped_gemm import TOLERANCES, Layer, choice
 
-OPS = {"kernel": (product_of_pairs, sum_of_products), "reference": (product_of_pairs_ref, sum_of_products_ref)}
+OPS = {"kernel": (pair_gemm, summed_gemm), "reference": (pair_gemm_ref, summed_gemm_ref)}
 
 
 def run(
@@ -31,8 +31,8 @@ def run(
     product, total = OPS[ops]
     device, of_kernel = x.device.type, ops == "kernel"
     with (
-        launches_expected(pair_products, "_pairs_kernel", of_kernel=of_kernel, device=device),
-        launches_expected(product_sums, "_sum_kernel", of_kernel=of_kernel, device=device),
+        launches_expected(pair_gemms, "_pairs_kernel", of_kernel=of_kernel, device=device),
+        launches_expected(summed_gemms, "_sum_kernel", of_kernel=of_kernel, device=device),
     ):
         if shared is None:
             inner, _ = product(x, layer.first, ids, activation=layer.activation)
@@ -140,7 +140,7 @@ def test_other_weights_than_experts_are_refused() -> None:
     rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
     for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
         with pytest.raises(ValueError, match="contiguous weights of 3 tokens and 2 experts"):
-            sum_of_products(rows, layer.second, ids, weights)
+            summed_gemm(rows, layer.second, ids, weights)
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
@@ -197,4 +197,4 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
 def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "ids": torch.zeros(3, 1, dtype=torch.int32)}
     with pytest.raises(ValueError, match=reason):
-        product_of_pairs(**(arguments | changes))
+        pair_gemm(**(arguments | changes))

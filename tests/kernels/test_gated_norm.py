@@ -13,7 +13,7 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_k
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 from tests.kernels.kernel_stand_ins import CountedKernel
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 EPS = 1e-5
 BF16_TOLERANCE = 2**-7 if INTERPRETED else 2**-8

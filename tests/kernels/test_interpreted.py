@@ -26,8 +26,8 @@ GROUPS = [
         "test_kv_append.py",
         "test_attention_inputs.py",
         "test_output_gate.py",
-        "test_grouped_product.py",
-        "test_product_tiles.py",
+        "test_grouped_gemm.py",
+        "test_gemm_tiles.py",
     ],
     [
         "test_ssd_scan_kernels.py",

@@ -15,7 +15,7 @@ from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from tests.kernels.kernel_stand_ins import CountedKernel
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 BLOCK, NUM_BLOCKS = 4, 5
 Op = Callable[..., Tensor | None]

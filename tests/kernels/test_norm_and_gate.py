@@ -14,7 +14,7 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.norm import norm_and_gate as module
 from megatron_mamba_cache.kernels.norm.norm_and_gate import norm_and_gate, norm_and_gate_ref
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 EPS = 1e-6
 Op = Callable[[Tensor, Tensor, Tensor, float], Tensor]

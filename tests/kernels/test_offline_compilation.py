@@ -49,8 +49,8 @@ from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools
 from tests.kernels.delta_steps import DeltaShape
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
-from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
-from tests.kernels.quantized_places import patterned
+from tests.kernels.packed_batches import RowSpec, VerifySpec, pack_rows, pack_verify
+from tests.kernels.quantized_values import patterned
 from tests.kernels.split_windows import cut_window
 from tests.kernels.ssm_steps import SSMShape, random_steps
 

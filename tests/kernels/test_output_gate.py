@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention import output_gate
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output, gate_output_ref
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 both_ops = pytest.mark.parametrize("op", [gate_output, gate_output_ref])
 

@@ -12,13 +12,13 @@ from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, 
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
-    grouped_product,
-    grouped_product_hopper,
-    pair_products,
-    product_sums,
-    product_tiles,
+    gemm_tiles,
+    grouped_gemm,
+    grouped_gemm_hopper,
+    pair_gemms,
     router_logits,
     routing,
+    summed_gemms,
     weighted_sum,
 )
 from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
@@ -26,17 +26,17 @@ from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate, residual_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, verification
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
+from megatron_mamba_cache.recurrences.batches import full_sequences
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import tiles, verify
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
-from megatron_mamba_cache.recurrences.rows import whole_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
-from tests.kernels.packed_rows import VerifySpec, pack_verify
+from tests.kernels.packed_batches import VerifySpec, pack_verify
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 ROWS = pack_verify([VerifySpec(1, (0,))], "cpu")
-PROMPT = whole_rows(1, 4, 64, torch.device("cpu"))
+PROMPT = full_sequences(1, 4, 64, torch.device("cpu"))
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -63,11 +63,11 @@ def cut_prompt() -> object:
 
 def sum_behind_pairs() -> object:
     rows, shared = {"shared_rows": half(1, 1024), "shared_weight": half(128, 1024)}, torch.zeros(1, 2)
-    return product_sums.sum_of_products(half(2, 64), half(4, 128, 64), int32(1, 2), shared, follows_pairs=True, **rows)
+    return summed_gemms.summed_gemm(half(2, 64), half(4, 128, 64), int32(1, 2), shared, follows_pairs=True, **rows)
 
 
-def shared_products() -> object:
-    return pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2), half(128, 64))
+def shared_gemms() -> object:
+    return pair_gemms.pair_gemm(half(1, 64), half(4, 128, 64), int32(1, 2), half(128, 64))
 
 
 def change_heads() -> object:
@@ -111,13 +111,13 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (routing, "_route_kernel"): lambda: routing.route(torch.zeros(1, 1, 4), None, RoutingRule(top_k=2)),
     (expert_order, "_order_kernel"): lambda: expert_order.order_by_expert(int32(1, 2), 4),
     **{(expert_order, kernel): lambda: expert_order.order_by_expert(int32(2049, 2), 4) for kernel in ORDER_OF_MANY},
-    (grouped_product, "_grouped_product_kernel"): lambda: grouped_product.grouped_product(
+    (grouped_gemm, "_grouped_gemm_kernel"): lambda: grouped_gemm.grouped_gemm(
         half(1, 64), half(4, 128, 64), ORDER, top_k=2
     ),
-    (product_sums, "_sum_kernel"): lambda: product_sums.sum_of_products(
+    (summed_gemms, "_sum_kernel"): lambda: summed_gemms.summed_gemm(
         half(2, 64), half(4, 128, 64), int32(1, 2), torch.zeros(1, 2)
     ),
-    (product_tiles, "_tiles_kernel"): lambda: product_tiles.tile_rows(int32(5), 2),
+    (gemm_tiles, "_tiles_kernel"): lambda: gemm_tiles.tile_rows(int32(5), 2),
     (greedy_draws, "_best_of_tiles_kernel"): lambda: greedy_draws.best_of_tiles(half(1, 64)),
     (greedy_draws, "_best_of_row_kernel"): lambda: greedy_draws.best_of_rows(torch.zeros(1, 2), int32(1, 2)),
     (verification, "_accept_kernel"): lambda: verification.accept_matching(
@@ -160,12 +160,12 @@ def test_long_tiles_behind_any_kernel_wait_for_it_before_all_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And they let the next kernel begin only then: it may read their tiles at once."""
-    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 132)
     order = ExpertOrder(int32(80), int32(40, 2), int32(3))
     ptx = overlapped_ptx(
-        grouped_product_hopper,
+        grouped_gemm_hopper,
         "_product_kernel",
-        lambda: grouped_product_hopper.multiply_on_hopper(
+        lambda: grouped_gemm_hopper.multiply_on_hopper(
             half(80, 128), half(2, 128, 128), order, half(80, 128), top_k=top_k, activation="none", follows_first=False
         ),
         compile_for_hopper,
@@ -220,9 +220,9 @@ def test_only_weights_are_read_before_the_wait(
         ),
         (tiles, "_tiles_kernel", cut_prompt),
         (
-            pair_products,
+            pair_gemms,
             "_pairs_kernel",
-            lambda: pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
+            lambda: pair_gemms.pair_gemm(half(1, 64), half(4, 128, 64), int32(1, 2)),
         ),
     ],
     ids=["conv", "cutting of rows", "pairs"],
@@ -249,8 +249,8 @@ def test_no_other_kernel_is_launched_early() -> None:
     ("module", "kernel", "launch"),
     [
         (verify, "_state_verify_kernel", lambda: update_states(after_conv=True)),
-        (product_sums, "_sum_kernel", sum_behind_pairs),
-        (pair_products, "_pairs_kernel", shared_products),
+        (summed_gemms, "_sum_kernel", sum_behind_pairs),
+        (pair_gemms, "_pairs_kernel", shared_gemms),
     ],
     ids=["states", "sum", "pairs"],
 )

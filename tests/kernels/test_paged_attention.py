@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention import reference
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 BLOCK, DIM, HEADS = 4, 8, 6
 SCALE = DIM**-0.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.kernels.sampling.logits_changes import PenalisedRows, penalise, penalise_ref
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 TEXTS = [[3, 3, 5], [], [7]]
 PROMPTS = [[1, 5], [2], []]

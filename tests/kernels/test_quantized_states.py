@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences import quantized_states
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.conv import conv as causal_conv_module
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.reference import causal_conv_ref
@@ -32,11 +33,10 @@ from megatron_mamba_cache.recurrences.quantized_states import (
     restore_states_ref,
 )
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots
-from tests.kernels.quantized_places import (
+from tests.kernels.packed_batches import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots
+from tests.kernels.quantized_values import (
     assert_only_written,
     by_the_formula,
     cloned,

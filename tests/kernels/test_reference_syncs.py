@@ -50,7 +50,7 @@ from megatron_mamba_cache.recurrences.moves import align_copy_ref
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots, copy_slots_ref
 from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, within_pools
-from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
+from tests.kernels.packed_batches import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
 from tests.kernels.ssm_steps import SSMShape, random_steps
 

@@ -10,28 +10,28 @@ import pytest
 import torch
 import triton
 
+from megatron_mamba_cache.recurrences.batches import ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.replay import (
     boundary_folds,
     coefficients,
-    fold_products,
+    fold_mma,
     outputs,
-    outputs_products,
+    outputs_mma,
     outputs_sums,
 )
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_portably
-from megatron_mamba_cache.recurrences.mamba2.replay.fold_products import fold_by_products
+from megatron_mamba_cache.recurrences.mamba2.replay.fold_mma import fold_by_mma
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import BoundaryFolds
+from megatron_mamba_cache.recurrences.mamba2.replay.ring import BoundaryFolds
 from megatron_mamba_cache.recurrences.mamba2.replay.tiling import PORTABLE, ReplayTiling, hopper_width
-from megatron_mamba_cache.recurrences.rows import ReplayRows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 SHAPE_8B = SSMShape(heads=128, head_dim=64, d_state=128, groups=8)
-MODULES = {"portable": outputs, "sums": outputs_sums, "products": outputs_products}
-KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "products": "_state_products_kernel"}
+MODULES = {"portable": outputs, "sums": outputs_sums, "products": outputs_mma}
+KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "products": "_state_mma_kernel"}
 FORMS = {
     ("sums", torch.float32): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
     ("sums", torch.bfloat16): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
@@ -54,7 +54,7 @@ def replay(
     ring = poisoned_ring(num_rows, ring_len, 8, shape, "cpu", torch.bfloat16)
     numbers = int32(list(range(num_rows)), "cpu")
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
-    rows = ReplayRows(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
+    rows = ReplayBatch(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
     pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # nothing is launched
     replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling, after_conv=True)
 
@@ -160,9 +160,9 @@ def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile
 def test_boundary_folds_by_products_stay_in_registers(
     dtype: torch.dtype, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fold_products, "num_multiprocessors", lambda device: 132)
-    kernel = compile_for_hopper(fold_products, "_fold_boundaries_kernel")
-    fold_states(fold_by_products, dtype)
+    monkeypatch.setattr(fold_mma, "num_multiprocessors", lambda device: 132)
+    kernel = compile_for_hopper(fold_mma, "_fold_boundaries_kernel")
+    fold_states(fold_by_mma, dtype)
     (ptx,) = set(kernel.ptx)
     assert "mma.sync.aligned.m16n8k16" in ptx and kernel.shared_bytes[-1] <= 4 and stack_bytes(kernel, tmp_path) == 0
     accesses = {4: "v4.b32", 2: "v2.b32"}[dtype.itemsize]

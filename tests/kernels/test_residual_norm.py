@@ -7,7 +7,7 @@ from megatron_mamba_cache.kernels.norm import residual_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.norm.residual_norm import add_and_norm, add_and_norm_ref
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 96), (3, 1, 1500), (2, 4096), (0, 8)])

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.activations import Activation, squared_relu
-from megatron_mamba_cache.kernels.experts import product_forms
+from megatron_mamba_cache.kernels.experts import gemm_variants
 from megatron_mamba_cache.kernels.experts import routed_experts as routed_experts_module
-from megatron_mamba_cache.kernels.experts.beside_experts import BesideExperts
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
-from megatron_mamba_cache.kernels.experts.grouped_product import grouped_product, grouped_product_ref
+from megatron_mamba_cache.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_ref
+from megatron_mamba_cache.kernels.experts.overlapped_expert import OverlappedExpert
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
-from megatron_mamba_cache.kernels.experts.shared_product import shared_product, takes_shared_product
+from megatron_mamba_cache.kernels.experts.shared_gemm import shared_gemm, takes_shared_gemm
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 TOP_K = 2
 
 
 def layer_of(
-    num_tokens: int, num_experts: int, hidden: int, apart: Callable[[Tensor], Tensor] | None, beside: BesideExperts
+    num_tokens: int, num_experts: int, hidden: int, apart: Callable[[Tensor], Tensor] | None, beside: OverlappedExpert
 ) -> Tensor:
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = [torch.randperm(num_experts, generator=generator)[:TOP_K] for _ in range(num_tokens)]
@@ -53,17 +53,17 @@ def test_weights_are_read_ahead_only_behind_a_product_that_waited(
     """The second product then reads its tiles before the kernel before it has ended, which must not be theirs."""
     events: list[object] = []
 
-    class NotesLaunch(BesideExperts):
+    class NotesLaunch(OverlappedExpert):
         def launch(self, *, behind: bool) -> None:
             events.append(("beside", behind))
 
     def noting_product(*args: object, **settings: object) -> Tensor:
         events.append(("product", settings.get("follows_first", False)))
-        return grouped_product(*args, **settings)
+        return grouped_gemm(*args, **settings)
 
-    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(product_forms, "has_tested_gluon", lambda: True)
-    monkeypatch.setattr(routed_experts_module, "grouped_product", noting_product)
+    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(gemm_variants, "has_tested_gluon", lambda: True)
+    monkeypatch.setattr(routed_experts_module, "grouped_gemm", noting_product)
     beside = NotesLaunch(lambda: lambda: torch.zeros(0), torch.device("cpu"))
     assert layer_of(num_tokens, num_experts, hidden, apart, beside).shape == (num_tokens, hidden)
     assert events == [("beside", comes_behind), ("product", False), ("product", follows_first)]
@@ -78,11 +78,11 @@ def test_a_shared_product_is_that_of_its_twin(num_tokens: int, activation: Activ
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 192, generator=generator).bfloat16().cuda()
     weight = torch.randn(2 * 200, 192, generator=generator).mul(192**-0.5).bfloat16().cuda()
-    if not takes_shared_product(x, weight, activation):
+    if not takes_shared_gemm(x, weight, activation):
         pytest.skip("the card or its Triton has no long tiles")
-    found = shared_product(x, weight, activation)
+    found = shared_gemm(x, weight, activation)
     order = order_by_expert(torch.zeros(num_tokens, 1, dtype=torch.int32, device="cuda"), 1)
-    expected = grouped_product_ref(x, weight[None], order, activation=activation)
+    expected = grouped_gemm_ref(x, weight[None], order, activation=activation)
     error = ((found.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
     print(f"{num_tokens} tokens, {activation}: {error:.5f} of the largest output")
     assert found.shape == expected.shape and error < 1e-2
@@ -104,14 +104,14 @@ def test_a_captured_layer_gives_what_its_parts_give(num_tokens: int, num_experts
     ids = ids.to(torch.int32)
 
     def begin(given: Tensor) -> Callable[[], Tensor]:
-        if not takes_shared_product(given, up, "squared_relu"):
+        if not takes_shared_gemm(given, up, "squared_relu"):
             return lambda: squared_relu(given @ up.T) @ down.T
-        inner = shared_product(given, up, "squared_relu")
+        inner = shared_gemm(given, up, "squared_relu")
         return lambda: inner @ down.T
 
     def layer() -> Tensor:
         given = 2 * x
-        beside = BesideExperts(lambda: begin(given), given.device)
+        beside = OverlappedExpert(lambda: begin(given), given.device)
         weights = torch.ones(ids.shape, device="cuda")
         return routed_experts(given, ids, weights, first, second, "squared_relu", addend=beside.output, beside=beside)
 

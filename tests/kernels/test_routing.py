@@ -18,7 +18,7 @@ from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits, router_logits_ref
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route, route_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 Route = Callable[..., tuple[Tensor, Tensor]]
 Order = Callable[..., ExpertOrder]

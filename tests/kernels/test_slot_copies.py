@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
 from megatron_mamba_cache.recurrences import slot_copies
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.slot_copies import SLOTS_AT_A_TIME, copy_slots, copy_slots_ref
 from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 from tests.kernels.kernel_stand_ins import CountedKernel
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 from tests.recurrences.toy import toy_tensors
 
 NUM_SLOTS = 12

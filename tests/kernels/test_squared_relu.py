@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.kernels.activations import squared_relu, squared_relu_ref
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

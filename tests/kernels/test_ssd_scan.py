@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     assert_untouched,
     pack_rows,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.mamba2 import scan_portable
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
@@ -18,9 +19,8 @@ from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import cut_rows, scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import CountedKernel
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     assert_untouched,
     pack_rows,
@@ -41,7 +41,7 @@ LONG_CHUNK = 32 if INTERPRETED else 64
 SEVERAL_TILES = 32 if INTERPRETED else 128  # tokens of a chunk; the interpreter takes seconds for 64
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
 """Of which three stages of two whole heads, with their float32 states on the way out, have no room."""
-Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillRows, int], Tensor]
+Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillBatch, int], Tensor]
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
@@ -66,7 +66,7 @@ def only_where_kernels_run(device: str) -> None:
 def scan_with(tiling: HopperTiling | None) -> Scan:
     """Return the scan in one form."""
 
-    def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: PrefillRows, chunk_size: int) -> Tensor:
+    def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: PrefillBatch, chunk_size: int) -> Tensor:
         shape = tile_shape(chunk_size, tokens.x.dtype)
         assert shape is not None
         return scan_tiles(tokens, weights, pool, rows, shape, tiling)

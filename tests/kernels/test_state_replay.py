@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
+from megatron_mamba_cache.recurrences.batches import DecodeBatch, ReplayBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens
 from megatron_mamba_cache.recurrences.mamba2.reference import state_verify_ref
 from megatron_mamba_cache.recurrences.mamba2.replay import coefficients, outputs
 from megatron_mamba_cache.recurrences.mamba2.replay.boundary_folds import fold_boundaries, fold_portably
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import replay_tiled, state_replay
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
-from megatron_mamba_cache.recurrences.mamba2.replay.rows import ReplayRing
+from megatron_mamba_cache.recurrences.mamba2.replay.ring import ReplayRing
 from megatron_mamba_cache.recurrences.mamba2.replay.tiling import ReplayTiling, hopper_width
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
-from megatron_mamba_cache.recurrences.rows import DecodeRows, ReplayRows
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import one_token_rows, same_bits
+from tests.kernels.packed_batches import one_token_rows, same_bits
 from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, layered, poisoned_ring, ring_tensors
 from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
 
@@ -285,7 +285,7 @@ def test_views_of_a_wider_projection_and_strided_pool_and_rings(op: Op, device: 
         places[:, :, 30:44].unflatten(2, (2, 7)),
         places[:, :, 60:68].unflatten(2, (2, 4)),
     )
-    rows = ReplayRows(*(int32(values, device) for values in ([0, 3], [2], [1], [0], [0])), max_tokens=3)
+    rows = ReplayBatch(*(int32(values, device) for values in ([0, 3], [2], [1], [0], [0])), max_tokens=3)
     plain_pool = pools[:, 1].clone()
     y = op(strided, steps.weights, pools[:, 1], ring, rows, 4)
     assert same_bits(y, op(steps.tokens, steps.weights, plain_pool, plain, rows, 4))
@@ -341,7 +341,7 @@ def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(inputs: tor
         (request,) = requests.requests
         requests.pool[request.slot] = 0
         window = requests.pool[1:2].clone()
-        rows = DecodeRows(int32([0, 8], device), int32([0] * 8, device)[None], int32([1], device), 8)
+        rows = DecodeBatch(int32([0, 8], device), int32([0] * 8, device)[None], int32([1], device), 8)
         replayed, windowed, window_outputs = {}, {}, []
         for first in range(0, length, 8):
             requests.step(state_replay, [Turn(request, 7, 8)])

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch
 from megatron_mamba_cache.recurrences.mamba2 import verify as state_verify_module
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
 from megatron_mamba_cache.recurrences.mamba2.verify import VerifyTiling, state_verify
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows
 from tests.kernels.kernel_stand_ins import launches_expected
-from tests.kernels.packed_rows import (
+from tests.kernels.packed_batches import (
     RowSpec,
     VerifySpec,
     assert_untouched,
@@ -34,7 +34,7 @@ from tests.kernels.ssm_steps import SSMShape, random_steps
 
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 NUM_SLOTS = 8
-Op = Callable[[SSMTokens, SSMWeights, Tensor, DecodeRows], Tensor]
+Op = Callable[[SSMTokens, SSMWeights, Tensor, DecodeBatch], Tensor]
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -270,7 +270,7 @@ def test_float64_is_computed_by_the_twin(device: str) -> None:
 def test_no_rows_give_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
-    rows = DecodeRows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
+    rows = DecodeBatch(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
     y = state_verify(steps.tokens, steps.weights, pool, rows)
     assert y.shape == steps.tokens.x.shape and (y == 0).all() and pool.isnan().all()
 
@@ -318,11 +318,11 @@ def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtyp
         for number, plan in enumerate(lengths)
     ]
     packed = [replace(pack_verify(specs, "cuda", num_spare=0), max_len=9) for specs in plans]
-    buffers = DecodeRows(
+    buffers = DecodeBatch(
         *(torch.full(size, PAD_SLOT, dtype=torch.int32, device="cuda") for size in ((4,), (3, 9), (3,))), 9
     )
 
-    def fill(rows: DecodeRows) -> None:
+    def fill(rows: DecodeBatch) -> None:
         buffers.cu_tokens.copy_(rows.cu_tokens)
         buffers.columns.fill_(PAD_SLOT)
         buffers.columns[:, : rows.columns.shape[1]] = rows.columns

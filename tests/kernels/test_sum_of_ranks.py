@@ -9,7 +9,7 @@ import torch
 from megatron_mamba_cache.kernels.experts import sum_of_ranks as sum_of_ranks_module
 from megatron_mamba_cache.kernels.experts.sum_of_ranks import sum_of_ranks, sum_of_ranks_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 OPS = [sum_of_ranks, sum_of_ranks_ref]
 

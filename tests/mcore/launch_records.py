@@ -11,15 +11,15 @@ from megatron_mamba_cache.kernels import one_token
 from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
-    grouped_product,
-    grouped_product_hopper,
-    pair_products,
-    product_forms,
-    product_sums,
-    product_tiles,
+    gemm_tiles,
+    gemm_variants,
+    grouped_gemm,
+    grouped_gemm_hopper,
+    pair_gemms,
     routed_experts,
     router_logits,
     routing,
+    summed_gemms,
     weighted_sum,
 )
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
@@ -34,9 +34,9 @@ from megatron_mamba_cache.recurrences.mamba2 import scan, scan_hopper, scan_port
 from megatron_mamba_cache.recurrences.mamba2.replay import (
     boundary_folds,
     coefficients,
-    fold_products,
+    fold_mma,
     outputs,
-    outputs_products,
+    outputs_mma,
     outputs_sums,
     tiling,
 )
@@ -47,7 +47,7 @@ KERNELS = (
     (align_copy, "_align_copy_kernel"),
     (boundary_folds, "_fold_boundaries_kernel"),
     (boundary_folds, "_plan_kernel"),
-    (fold_products, "_fold_boundaries_kernel"),
+    (fold_mma, "_fold_boundaries_kernel"),
     (conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
     (delta_scan_portable, "_scan_kernel"),
@@ -57,16 +57,16 @@ KERNELS = (
     (expert_order, "_sum_counts_kernel"),
     (expert_order, "_place_kernel"),
     (gated_norm, "_gated_group_norm_kernel"),
-    (grouped_product, "_grouped_product_kernel"),
-    (grouped_product_hopper, "_product_kernel"),
+    (grouped_gemm, "_grouped_gemm_kernel"),
+    (grouped_gemm_hopper, "_product_kernel"),
     (attention_inputs, "_inputs_kernel"),
     (kv_append, "_append_kv_kernel"),
     (norm_and_gate, "_norm_and_gate_kernel"),
     (one_token, "_one_token_kernel"),
     (output_gate, "_gate_kernel"),
-    (pair_products, "_pairs_kernel"),
-    (product_sums, "_sum_kernel"),
-    (product_tiles, "_tiles_kernel"),
+    (pair_gemms, "_pairs_kernel"),
+    (summed_gemms, "_sum_kernel"),
+    (gemm_tiles, "_tiles_kernel"),
     (coefficients, "_coefficients_kernel"),
     (router_logits, "_logits_kernel"),
     (routing, "_route_kernel"),
@@ -75,7 +75,7 @@ KERNELS = (
     (tile_systems, "_systems_kernel"),
     (tiles, "_tiles_kernel"),
     (outputs, "_state_replay_kernel"),
-    (outputs_products, "_state_products_kernel"),
+    (outputs_mma, "_state_mma_kernel"),
     (outputs_sums, "_state_sums_kernel"),
     (verify, "_state_verify_kernel"),
     (weighted_sum, "_weighted_sum_kernel"),
@@ -131,10 +131,10 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(scan, "launches_kernel", lambda tensor: True)
         patch.setattr(delta_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(scan, "_fits_hopper", lambda *_: on_hopper)
-        patch.setattr(fold_products, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+        patch.setattr(fold_mma, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(tiling, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
-        patch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
-        patch.setattr(product_forms, "can_load_boxes", lambda weight: on_hopper)
+        patch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+        patch.setattr(gemm_variants, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record

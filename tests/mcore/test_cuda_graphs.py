@@ -131,7 +131,7 @@ def test_graphs_may_have_more_rows_than_requests_can_run(
 
     class NotedGraph(StepGraph):
         def __init__(self, model: Any, runner: Any, shape: StepShape, *arguments: Any) -> None:
-            rows_too_many.append(0 if shape.num_prefill_rows else shape.num_rows - most)
+            rows_too_many.append(0 if shape.num_prefill_requests else shape.num_rows - most)
             super().__init__(model, runner, shape, *arguments)
 
     def run(seed: int) -> WorkloadOutcome:
@@ -169,7 +169,7 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
 
     class NotedGraph(StepGraph):
         def lay_out(self, rows: Any, **arguments: Any) -> Any:
-            laid_out.append((sum(row.is_prefilling for row in rows), self.shape.num_prefill_rows))
+            laid_out.append((sum(row.is_prefilling for row in rows), self.shape.num_prefill_requests))
             return super().lay_out(rows, **arguments)
 
     monkeypatch.setattr(graphs, "StepGraph", NotedGraph)
@@ -233,7 +233,7 @@ def test_shapes_of_many_prompts_end_where_computing_takes_as_long_as_launching(
     most = {}
     for context in (run.context, run.context.planner._drafter.context):
         for shape in context.graphs.shapes:
-            kind = context is run.context, shape.num_prefill_rows
+            kind = context is run.context, shape.num_prefill_requests
             most[kind] = max(most.get(kind, 0), shape.num_prefill_tokens)
     print(most)
     assert most[True, 4] == 200 and most[True, 8] == 100 and most[False, 8] == 100

@@ -14,9 +14,9 @@ import torch
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.policy.state_reservations import StateReservations
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.cached_form import StoredStates
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.mcore.engine_runs import EngineRun, OracleTally, allow_every_cached_form
 from tests.mcore.noisy_drafter import NoisyDrafter

@@ -408,7 +408,7 @@ def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch:
     step_until_ahead(run)
     owner: Any = {
         "append_tokens": (engine_module, "append_tokens"),
-        "land": (runner_module, "advance_one_token_rows"),
+        "land": (runner_module, "advance_one_token_requests"),
         "launch_next": (run.context.runner.early_steps, "launch"),
     }[place]
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from megatron_mamba_cache.mcore import self_attention
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.mcore.process_groups import initialize_single_process
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention, rotation_table
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 LENGTHS, BLOCK, NUM_PADDING = (9, 1, 4), 8, 2
 

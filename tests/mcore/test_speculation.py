@@ -10,9 +10,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.recurrences.batches import AlignBatch
 from megatron_mamba_cache.recurrences.interface import DraftStorage, LiveState
 from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage
-from megatron_mamba_cache.recurrences.rows import AlignRows
 from megatron_mamba_cache.recurrences.window import WindowStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
@@ -57,7 +57,7 @@ def greedy_texts() -> dict[int, list[int]]:
 
 
 def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., None]:
-    def counted(drafts: DraftStorage, stored: Any, replay: Any, rows: AlignRows, block_size: int) -> None:
+    def counted(drafts: DraftStorage, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
         fields = zip(
             rows.computed.tolist(),
             rows.scheduled.tolist(),

@@ -16,7 +16,7 @@ from megatron_mamba_cache.recurrences import cached_form, moves
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS, StoredStates
 from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.tiers import host_memory
-from megatron_mamba_cache.tiers.copy_lanes import Piece, PlaceBytes
+from megatron_mamba_cache.tiers.copy_lanes import Piece, UnitSizes
 from megatron_mamba_cache.tiers.entry_files import EntryForm
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -111,14 +111,14 @@ def with_short_copies(patch: pytest.MonkeyPatch, work: Workload) -> None:
     """Plant a defect: copies between tiers end before a slot's last tensor."""
     layout = work.subject.shape.cached_layout(work.config.resolved())
     kept = layout.aligned_bytes - layout.parts[-1].num_layers * layout.parts[-1].aligned_bytes
-    pieces = PlaceBytes.pieces
+    pieces = UnitSizes.pieces
 
-    def short(sizes: PlaceBytes, order: CopyOrder) -> Iterator[Piece]:
+    def short(sizes: UnitSizes, order: CopyOrder) -> Iterator[Piece]:
         yield from pieces(sizes, replace(order, states=()))
         for source, target in order.states:
             yield Piece(source * sizes.state, target * sizes.state, kept)
 
-    patch.setattr(PlaceBytes, "pieces", short)
+    patch.setattr(UnitSizes, "pieces", short)
 
 
 def with_short_reads(patch: pytest.MonkeyPatch, work: Workload) -> None:

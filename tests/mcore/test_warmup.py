@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
-from megatron_mamba_cache.kernels.experts.product_tiles import tile_rows_ref
-from megatron_mamba_cache.kernels.experts.shared_product import _order_of_one
+from megatron_mamba_cache.kernels.experts.gemm_tiles import tile_rows_ref
+from megatron_mamba_cache.kernels.experts.shared_gemm import _order_of_one
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.mcore import suspendable_engine
 from megatron_mamba_cache.metrics import CacheSnapshot
@@ -137,7 +137,7 @@ def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: 
     kernels = " ".join(kernel for kernel, _ in launched)
     assert ("one_token" in kernels) == (sizes.dtype == torch.bfloat16)
     assert ("_systems" in kernels) == ("_delta_verify" in kernels) == ("output_gate" in kernels) == ("delta" in name)
-    assert ("product_sums" in kernels) == ("E" in sizes.pattern)
+    assert ("summed_gemms" in kernels) == ("E" in sizes.pattern)
     assert ("_coefficients" in kernels) == ("_fold_boundaries" in kernels) == (draft_states == "replay")
     assert ("_state_sums" in kernels) == ("hopper" in name and draft_states == "replay")
     assert launched <= rehearsed

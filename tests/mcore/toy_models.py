@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
-from megatron_mamba_cache.recurrences.rows import whole_rows
+from megatron_mamba_cache.recurrences.batches import full_sequences
 from tests.recurrences.toy import CELLS, CHANNELS, GRAIN, HEADS, KEPT, KINDS, LANES, MEMORIES, ROWS, ToyWeights
 
 
@@ -53,7 +53,7 @@ class ToyMixer(nn.Module):
         weights = ToyWeights(self.taps, self.decays, self.is_first)
         if inference_context is None:
             num_tokens, batch, _ = x.shape
-            rows = whole_rows(batch, num_tokens, GRAIN, x.device)
+            rows = full_sequences(batch, num_tokens, GRAIN, x.device)
             packed = x.transpose(0, 1).flatten(0, 1)
             mixed = self.recurrence.prefill(packed, weights, self.recurrence.no_states(x.dtype), rows)
             return mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1) @ self.out_proj.T, None

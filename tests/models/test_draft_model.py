@@ -19,7 +19,7 @@ from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config,
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import MODEL_FORMS
-from tests.speculation.request_rows import row_of
+from tests.speculation.running_requests import row_of
 
 BLOCK = 16
 
@@ -239,8 +239,10 @@ def test_every_forward_that_a_shape_holds_is_replayed(num_graphs: int) -> None:
     assert drafter.snapshot().counters.graph_steps == counters.graph_steps, "70 tokens are more than any shape has"
     if graphs is not None:
         print(f"{len(graphs.shapes)} shapes: {sorted(graphs.shapes)}")
-        assert all(shape.num_decode_rows == 0 and shape.num_tokens <= 64 for shape in graphs.shapes)
-        assert {(1, 1), (1, 4), (1, 8), (8, 8), (8, 48)} <= {(s.num_prefill_rows, s.num_tokens) for s in graphs.shapes}
+        assert all(shape.num_decode_requests == 0 and shape.num_tokens <= 64 for shape in graphs.shapes)
+        assert {(1, 1), (1, 4), (1, 8), (8, 8), (8, 48)} <= {
+            (s.num_prefill_requests, s.num_tokens) for s in graphs.shapes
+        }
 
 
 def move_weights(model: Any) -> None:

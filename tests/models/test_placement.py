@@ -81,7 +81,7 @@ def filled_ranks(
 def joined(parts: list[Tensor], sections: tuple[int, ...], dim: int = 0) -> Tensor:
     """Put ranks' parts together again, section by section."""
     local = [part.split([section // len(parts) for section in sections], dim) for part in parts]
-    return torch.cat([rank_part for section in zip(*local, strict=True) for rank_part in section], dim)
+    return torch.cat([rank_shard for section in zip(*local, strict=True) for rank_shard in section], dim)
 
 
 @given(

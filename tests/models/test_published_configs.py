@@ -13,7 +13,7 @@ from megatron_mamba_cache.models.checkpoints.checkpoint_config import Checkpoint
 from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes
 from megatron_mamba_cache.models.families.nemotron_h import architecture_of
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
-from megatron_mamba_cache.models.part_shape import part_shape
+from megatron_mamba_cache.models.shard_shape import shard_shape
 from tests.models.published_configs import NEMOTRON_3_NANO, QWEN
 
 WEIGHTS = {
@@ -83,7 +83,7 @@ def test_layers_of_qwen_models_are_read_as_published(qwen: tuple[str, HybridArch
 
 def test_qwen_models_store_what_is_documented(qwen: tuple[str, HybridArchitecture]) -> None:
     name, found = qwen
-    shape = part_shape(found, torch.bfloat16)
+    shape = shard_shape(found, torch.bfloat16)
     live, quantized = (
         shape.cached_layout(CacheConfig(cached_state_dtype=dtype).resolved()).slot_bytes for dtype in ("live", "int8")
     )

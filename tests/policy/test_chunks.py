@@ -20,7 +20,7 @@ def plan_rows(rows: list[tuple[int, int]], chunk_size: int) -> ChunkPlan:
 def test_resumed_row_is_cut_at_absolute_positions() -> None:
     plan = plan_chunks([0, 300], [0, 700, 1000], 256)
     assert plan.cu_chunks == (0, 256, 512, 700, 912, 1000)
-    assert plan.chunk_rows == (0, 0, 0, 1, 1)
+    assert plan.chunk_requests == (0, 0, 0, 1, 1)
     assert plan.last_chunk_indices == (2, 4)
 
 

@@ -6,15 +6,15 @@ import torch
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.places import FixedPlaces
 from megatron_mamba_cache.policy.slot_pool import SlotPool
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS, StoredStates
 from megatron_mamba_cache.recurrences.layout import BlockLayout, SlotLayout, bytes_of, slab_tensors, state_tensors
 from megatron_mamba_cache.recurrences.mamba_slot_allocator import NoReservations, StateSlotAllocator
 from megatron_mamba_cache.recurrences.pool import StatePool
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
-from tests.kernels.packed_rows import same_bits
-from tests.kernels.quantized_places import by_the_formula
+from tests.kernels.packed_batches import same_bits
+from tests.kernels.quantized_values import by_the_formula
 from tests.recurrences.state_groups import window_and_matrix
 from tests.recurrences.test_mamba_slot_allocator import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 

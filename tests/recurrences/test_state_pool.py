@@ -8,7 +8,7 @@ from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
 from megatron_mamba_cache.recurrences.mamba2.replay.drafts import ReplayStorage, RingLayout
 from megatron_mamba_cache.recurrences.pool import StatePool
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 from tests.recurrences.state_groups import window_and_matrix
 
 WINDOW_LEN, NUM_DRAFTS = 3, 8

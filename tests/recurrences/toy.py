@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, PrefillBatch
 from megatron_mamba_cache.recurrences.interface import LayerStates, StateDtypes, StateGroup, StateTensor
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, store_quantized_ref
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="toys read the numbers of a step's rows on the host")
 GRAIN = 8
@@ -57,11 +57,11 @@ class _Rows:
         """Return the state after a token, in new tensors, and the token's output."""
         raise NotImplementedError
 
-    def prefill(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: PrefillRows) -> Tensor:
+    def prefill(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: PrefillBatch) -> Tensor:
         """Compute packed prompt tokens [tokens, projected]; write the states of chunks and rows, in place."""
         y = x.new_zeros(len(x), self.mixed)
         chunk_slots, final_slots = rows.chunk_slots.tolist(), rows.final_slots.tolist()
-        chunks, row_chunks = list(pairwise(rows.cu_chunks.tolist())), list(pairwise(rows.cu_row_chunks.tolist()))
+        chunks, row_chunks = list(pairwise(rows.cu_chunks.tolist())), list(pairwise(rows.cu_request_chunks.tolist()))
         begun = [self._read(states.live, weights, slot, slot, 0) for slot in rows.initial_slots.tolist()]
         for state, (first, end), final_slot in zip(begun, row_chunks, final_slots, strict=True):
             for chunk in range(first, end):
@@ -73,7 +73,7 @@ class _Rows:
                 _store(states.live, final_slot, state)
         return y
 
-    def decode(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: DecodeRows) -> Tensor:
+    def decode(self, x: Tensor, weights: ToyWeights, states: LayerStates, rows: DecodeBatch) -> Tensor:
         """Compute one token and the drafts of each row, [tokens, projected]; write a state a token, in place."""
         y = x.new_zeros(len(x), self.mixed)
         spans = pairwise(rows.cu_tokens.tolist())

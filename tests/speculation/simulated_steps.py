@@ -8,7 +8,7 @@ from itertools import count
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
 from megatron_mamba_cache.speculation.step_time import GPU, StepReads, StepTime
-from tests.speculation.request_rows import row_of
+from tests.speculation.running_requests import row_of
 
 MOST = 4
 """Drafts of a row."""

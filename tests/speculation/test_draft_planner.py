@@ -9,7 +9,7 @@ import torch
 from megatron_mamba_cache.speculation.draft_planner import DraftLimit, DraftPlanner, NoDrafts
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from tests.speculation.request_rows import row_of
+from tests.speculation.running_requests import row_of
 from tests.speculation.simulated_steps import DENSE_8B, NO_LIMIT, time_of
 
 VOCAB = 10

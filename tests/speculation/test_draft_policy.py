@@ -9,12 +9,12 @@ import pytest
 from megatron_mamba_cache.speculation.draft_policy import (
     LONGEST_REST,
     PATIENCE,
-    PROBE_DRAFTS,
     SHORTEST_REST,
+    TRIAL_DRAFTS,
     AllDrafts,
     DraftPolicy,
 )
-from tests.speculation.request_rows import row_of
+from tests.speculation.running_requests import row_of
 from tests.speculation.simulated_steps import (
     MODELS,
     MOST,
@@ -99,7 +99,7 @@ def test_a_drafter_that_takes_longer_than_the_model_is_asked_by_probes_only() ->
     time = time_of(MODELS["8b"])
     policy = DraftPolicy(time, lambda num_rows, most: most * time.seconds(num_rows, 0))
     found = simulate(policy, time, 4, lambda _id: 0.9, num_steps=NUM_STEPS)
-    probes = found.num_drafted / (4 * PROBE_DRAFTS)
+    probes = found.num_drafted / (4 * TRIAL_DRAFTS)
     assert NUM_STEPS / LONGEST_REST - 1 <= probes <= NUM_STEPS / LONGEST_REST + 3  # two or three at the start
 
 
@@ -121,7 +121,7 @@ def test_a_drafter_that_does_not_say_how_long_it_takes_is_tried_now_and_then(
 
     time = time_of(MODELS["8b"])
     found = simulate(DraftPolicy(time, seconds), time, 2, lambda _id: 0.9, num_steps=600)
-    assert 16 <= found.num_drafted <= 2 * PROBE_DRAFTS * 7
+    assert 16 <= found.num_drafted <= 2 * TRIAL_DRAFTS * 7
     assert len(caplog.messages) == (answer in (None, "raises"))
 
 

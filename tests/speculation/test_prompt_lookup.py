@@ -14,7 +14,7 @@ from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation import prompt_lookup
 from megatron_mamba_cache.speculation.drafter import DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from tests.speculation.request_rows import row_of
+from tests.speculation.running_requests import row_of
 
 ALL_CANDIDATES = 1 << 20
 

@@ -16,7 +16,7 @@ from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_uniform
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest, StateCursor
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.step.batch import StepBatch, StepGeometry, lay_out_step
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
 from megatron_mamba_cache.step.logits import Draws
@@ -149,7 +149,7 @@ class Expected:
     blocks: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     cu_query: list[int] = field(default_factory=lambda: [0])
-    cu_rows: list[int] = field(default_factory=lambda: [0])
+    cu_seqlens: list[int] = field(default_factory=lambda: [0])
     initial_slots: list[int] = field(default_factory=list)
     final_slots: list[int] = field(default_factory=list)
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)  # packed start and end, row, slot
@@ -174,11 +174,11 @@ def walk(rows: list[RunningRequest]) -> Expected:
             expected.blocks.append(DUMMY if index < row.num_shared_blocks else row.block_ids[index])
             expected.offsets.append(position - index * BLOCK)
             if is_prefilling:
-                walk_prefill_token(row, position, len(expected.cu_rows) - 1, expected)
+                walk_prefill_token(row, position, len(expected.cu_seqlens) - 1, expected)
         expected.cu_query.append(len(expected.ids))
         num_decode_tokens += 0 if is_prefilling else row.scheduled
         if is_prefilling:
-            expected.cu_rows.append(len(expected.ids) - num_decode_tokens)
+            expected.cu_seqlens.append(len(expected.ids) - num_decode_tokens)
             start_slot = row.cursor.live_slot if row.computed else PAD_SLOT
             expected.initial_slots.append(start_slot if row.source_slot is None else row.source_slot)
             expected.final_slots.append(row.cursor.live_slot)
@@ -217,7 +217,7 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
     found = ints(batch.attention.last_block_lens)
     assert all(mine == theirs for mine, theirs in zip(found, held, strict=True) if 0 < theirs <= GEOMETRY.block_size)
     num_decode = sum(not row.is_prefilling for row in rows)
-    assert batch.num_decode_rows == num_decode
+    assert batch.num_decode_requests == num_decode
     assert batch.num_decode_tokens == expected.cu_query[num_decode]
     for index, row in enumerate(rows):
         assert ints(batch.attention.block_table[index, : len(row.block_ids)]) == row.block_ids
@@ -231,11 +231,11 @@ def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: 
         assert prefill is None
         return
     assert prefill is not None
-    assert ints(prefill.cu_rows) == expected.cu_rows
+    assert ints(prefill.cu_seqlens) == expected.cu_seqlens
     assert ints(prefill.initial_slots) == expected.initial_slots
     assert ints(prefill.final_slots) == expected.final_slots
     assert ints(prefill.cu_chunks) == [0, *(end for _, end, _, _ in expected.chunks)]
-    assert ints(prefill.chunk_rows) == [number for _, _, number, _ in expected.chunks]
+    assert ints(prefill.chunk_requests) == [number for _, _, number, _ in expected.chunks]
     assert ints(prefill.chunk_slots) == [slot for _, _, _, slot in expected.chunks]
     assert sorted(slot for _, _, _, slot in expected.chunks if slot != PAD_SLOT) == sorted(
         state.slot for row in rows if row.is_prefilling for state in row.reserved
@@ -404,7 +404,7 @@ def test_largest_steps_fit_the_buffers(device: str) -> None:
     rows = [row_of(index, prompt_len=62, computed=3, scheduled=32) for index in range(8)]
     batch = lay_out(rows, device)
     assert batch.num_tokens == LIMITS.max_tokens
-    assert batch.prefill is not None and len(batch.prefill.chunk_rows) == 8 * 9
+    assert batch.prefill is not None and len(batch.prefill.chunk_requests) == 8 * 9
 
 
 def test_most_drafts_of_most_rows_fit_the_buffers(device: str) -> None:
@@ -440,7 +440,7 @@ def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
     assert ints(second.logits.tokens) == ints(alone.logits.tokens)
     assert (second.prefill is None) == (alone.prefill is None)
     if second.prefill is not None and alone.prefill is not None:
-        for name in ("cu_rows", "initial_slots", "final_slots", "cu_chunks", "chunk_rows", "chunk_slots"):
+        for name in ("cu_seqlens", "initial_slots", "final_slots", "cu_chunks", "chunk_requests", "chunk_slots"):
             assert ints(getattr(second.prefill, name)) == ints(getattr(alone.prefill, name))
 
 

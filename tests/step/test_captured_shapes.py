@@ -16,7 +16,7 @@ from tests.step.test_batch import row_of
 def shapes_of_few(most_tokens: int, max_rows: int, max_tokens: int = 8192) -> list[StepShape]:
     """Return the shapes of few prompts."""
     shapes = prefill_shapes(most_tokens, max_rows, max_tokens, most_tokens)
-    return [shape for shape in shapes if shape.num_prefill_rows == min(4, max_rows)]
+    return [shape for shape in shapes if shape.num_prefill_requests == min(4, max_rows)]
 
 
 @given(st.data())
@@ -35,7 +35,7 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     num_rows = data.draw(st.integers(1, max_rows))
     rows = [row_of(i, prompt_len=1, computed=1, scheduled=1, num_generated=1) for i in range(num_rows)]
     shape = smallest_holding(StepShape.of(rows), shapes)
-    assert shape is not None and shape.width == 1 and not shape.num_prefill_rows
+    assert shape is not None and shape.width == 1 and not shape.num_prefill_requests
     assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
 
 
@@ -58,17 +58,17 @@ def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
 @pytest.mark.parametrize("max_rows", [32, 64, 72, 100, 256])
 def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
     shapes = prefill_shapes(1024, max_rows, 8192, 1024)
-    some, most = sorted({shape.num_decode_rows for shape in shapes if shape.num_prefill_rows == 4} - {0})
+    some, most = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 4} - {0})
     assert some % 2 == 1 and max_rows // 8 - 1 <= some <= max_rows // 8 and most == max_rows - 1
-    of_many = sorted({shape.num_decode_rows for shape in shapes if shape.num_prefill_rows == 32})
+    of_many = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 32})
     assert of_many == [some, max_rows - 5]
 
 
 @pytest.mark.parametrize("max_rows", [8, 32, 64, 256])
 def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int) -> None:
     shapes = shapes_of_few(4096, max_rows)
-    for num_decode in {shape.num_decode_rows for shape in shapes}:
-        sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_rows == num_decode]
+    for num_decode in {shape.num_decode_requests for shape in shapes}:
+        sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_requests == num_decode]
         assert sizes == sorted(set(sizes)) and sizes[0] == 64 and sizes[-1] == 4096
         totals = {num_decode + size for size in sizes}
         assert {351, 447, 639, 895} <= totals and {num_decode + 512, num_decode + 1024} <= totals
@@ -80,30 +80,30 @@ def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_rows: in
     totals = {shape.num_tokens for shape in prefill_shapes(4096, max_rows, 8192, 4096)}
     slow = [total for total in totals if 320 <= total <= 1056 and total % 32 == 0 and total % 128]
     assert not slow and len(totals) >= 15
-    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, max_rows) if not shape.num_decode_rows]
+    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, max_rows) if not shape.num_decode_requests]
     assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
 
 
 def test_whole_steps_of_a_long_prompt_have_shapes_alone_and_beside_rows() -> None:
     shapes = shapes_of_few(8192, 64)
-    largest = {shape.num_decode_rows: shape.num_prefill_tokens for shape in shapes}
+    largest = {shape.num_decode_requests: shape.num_prefill_tokens for shape in shapes}
     assert largest == {0: 8192, 7: 8192 - 7, 63: 8192 - 63}
-    sizes = [shape.num_prefill_tokens for shape in shapes if not shape.num_decode_rows]
+    sizes = [shape.num_prefill_tokens for shape in shapes if not shape.num_decode_requests]
     assert sizes[-6:] == [3584, 4096, 5120, 6144, 7168, 8192]
-    longer = [shape.num_prefill_tokens for shape in shapes_of_few(16_000, 64, 10**6) if not shape.num_decode_rows]
+    longer = [shape.num_prefill_tokens for shape in shapes_of_few(16_000, 64, 10**6) if not shape.num_decode_requests]
     assert longer[-5:] == [8192, 10_240, 12_288, 14_336, 16_000]
     assert prefill_shapes(3, 8, 64, 3) == [] and prefill_shapes(64, 8, 3, 64) == []  # four prompts have no room
 
 
 def test_sizes_that_are_little_smaller_than_others_are_left_out() -> None:
-    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, 72) if shape.num_decode_rows == 71]
+    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, 72) if shape.num_decode_requests == 71]
     assert 384 in sizes and 447 - 71 not in sizes and 351 - 71 in sizes
     assert [shape.num_prefill_tokens for shape in shapes_of_few(360, 1)] == [64, 128, 256, 360]
 
 
 @pytest.mark.parametrize("most_tokens", [4, 64, 65, 351, 352, 1024, 1793, 2048, 2049])
 def test_no_step_has_more_prompt_tokens_than_asked_for(most_tokens: int) -> None:
-    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(most_tokens, 4) if not shape.num_decode_rows]
+    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(most_tokens, 4) if not shape.num_decode_requests]
     assert sizes == sorted(set(sizes)) and sizes[-1] == most_tokens
 
 
@@ -144,8 +144,10 @@ def test_every_step_that_requests_can_form_has_a_shape(data: st.DataObject) -> N
     assert all(shape.num_rows <= most_rows and shape.num_tokens <= max_tokens for shape in shapes)
     step = StepShape(num_decode, 1, num_prefill, num_tokens)
     found = smallest_holding(step, shapes)
-    assert found is not None and found.num_prefill_rows == min(max_rows, 4 if num_prefill <= 4 else 32)
-    fuller = [shape for shape in shapes if shape.holds(step) and shape.num_prefill_rows == found.num_prefill_rows]
+    assert found is not None and found.num_prefill_requests == min(max_rows, 4 if num_prefill <= 4 else 32)
+    fuller = [
+        shape for shape in shapes if shape.holds(step) and shape.num_prefill_requests == found.num_prefill_requests
+    ]
     assert found.num_tokens == min(shape.num_tokens for shape in fuller)
     assert smallest_holding(StepShape(0, 1, 33, 40), shapes) is None
     assert smallest_holding(StepShape(0, 1, 5, min(most_tokens, most_launched) + 1), shapes) is None
@@ -163,8 +165,8 @@ def test_one_rank_alone_may_use_its_whole_budget_where_steps_are_shared(max_rows
 @pytest.mark.parametrize(("most_launched", "sizes"), [(1741, 7), (4655, 12), (200, 1)])
 def test_many_prompts_have_few_sizes(max_rows: int, most_launched: int, sizes: int) -> None:
     shapes = prefill_shapes(4096, max_rows, 8192, most_launched)
-    shapes = [shape for shape in shapes if shape.num_prefill_rows > 4]
-    by_decode_rows = {shape.num_decode_rows for shape in shapes}
+    shapes = [shape for shape in shapes if shape.num_prefill_requests > 4]
+    by_decode_rows = {shape.num_decode_requests for shape in shapes}
     assert len(by_decode_rows) == (2 if max_rows >= 32 else 1) and max(by_decode_rows) == max_rows - 5
     assert len(shapes) == sizes * len(by_decode_rows)
     assert max(shape.num_prefill_tokens for shape in shapes) == min(most_launched, 4096)
@@ -186,7 +188,7 @@ def test_the_forwards_of_a_draft_model_have_shapes_without_decode_rows(data: st.
     shapes = draft_shapes(config, limits, most_launched)
     assert len(shapes) == len(set(shapes))
     for shape in shapes:
-        assert shape.num_decode_rows == 0 and shape.num_prefill_rows <= min(max_rows, shape.num_tokens)
+        assert shape.num_decode_requests == 0 and shape.num_prefill_requests <= min(max_rows, shape.num_tokens)
         assert shape.num_tokens <= max(8 * max_rows, min(config.most_graph_tokens, most_launched or 8192))
         assert shape.num_tokens <= max_tokens
     num_rows = data.draw(st.integers(1, max_rows))

@@ -73,7 +73,7 @@ def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -
         row.cursor.live_slot = SlotId(draw.randrange(60))
     elif change == 3 and len(rows) > 1:
         rows.remove(row)
-    elif change == 4 and len(rows) < shape.num_decode_rows:
+    elif change == 4 and len(rows) < shape.num_decode_requests:
         rows.append(decoding(len(rows), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
     elif change == 5:  # as when live states are looked at between steps
         row.cursor.settled, row.cursor.accepted = row.computed, 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view_step
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (
@@ -24,11 +24,11 @@ PER_PREFILL_ROW = ("initial_slots", "final_slots")
 
 
 def some_rows(draw: random.Random, shape: StepShape) -> list[RunningRequest]:
-    decoding = draw.randrange(shape.num_decode_rows + 1)
+    decoding = draw.randrange(shape.num_decode_requests + 1)
     rows = [random_decode(index, draw, shape.width - 1) for index in range(decoding)]
     left = shape.num_prefill_tokens
-    for index in range(draw.randrange(1, shape.num_prefill_rows + 1) if shape.num_prefill_rows else 0):
-        computed, scheduled = draw.randrange(20), draw.randrange(1, left // (shape.num_prefill_rows - index) + 1)
+    for index in range(draw.randrange(1, shape.num_prefill_requests + 1) if shape.num_prefill_requests else 0):
+        computed, scheduled = draw.randrange(20), draw.randrange(1, left // (shape.num_prefill_requests - index) + 1)
         left -= scheduled
         rows.append(row_of(decoding + index, prompt_len=computed + scheduled, computed=computed, scheduled=scheduled))
     return rows
@@ -59,9 +59,9 @@ def test_no_row_has_more_query_tokens_than_a_shape_says(shape: StepShape, seed: 
     most = shape.most_queries
     assert len(most) == shape.num_rows and sum(most) == shape.num_tokens
     assert max((row.scheduled for row in rows), default=0) <= max(most)
-    if shape.num_prefill_rows:
+    if shape.num_prefill_requests:
         alone = row_of(0, prompt_len=shape.num_prefill_tokens, computed=0, scheduled=shape.num_prefill_tokens)
-        assert shape.holds(StepShape.of([alone])) and alone.scheduled == most[shape.num_decode_rows]
+        assert shape.holds(StepShape.of([alone])) and alone.scheduled == most[shape.num_decode_requests]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -89,9 +89,9 @@ def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, see
         wanted = section(padded, "logit_tokens")[slice(*section(padded, "cu_logits")[place : place + 2])]
         assert wanted.tolist() == list(range(there.stop - 1 - len(row.drafts), there.stop))
     if num_decode < len(rows):  # SSM chunks count from the first prefill token
-        first = shape.num_decode_rows
-        assert begins[1][first] == shape.num_decode_rows
-        num_chunks = section(plain, "cu_row_chunks")[len(rows) - num_decode]
+        first = shape.num_decode_requests
+        assert begins[1][first] == shape.num_decode_requests
+        num_chunks = section(plain, "cu_request_chunks")[len(rows) - num_decode]
         assert np.array_equal(
             section(plain, "cu_chunks")[: num_chunks + 1], section(padded, "cu_chunks")[: num_chunks + 1]
         )
@@ -110,16 +110,16 @@ def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
     blocks = section(buffers, "token_blocks")
     assert all(blocks[token] == GEOMETRY.dummy_block for token in range(shape.num_tokens) if token not in of_rows)
     padding = [place for place in range(shape.num_rows) if place not in places]
-    decoding = [place for place in padding if place < shape.num_decode_rows]
+    decoding = [place for place in padding if place < shape.num_decode_requests]
     assert (buffers.device_columns().cpu().numpy()[decoding] == PAD_SLOT).all()
     assert (section(buffers, "align_slots")[decoding] == PAD_SLOT).all()
     assert (section(buffers, "accepted")[decoding] == 1).all()
-    prefilling = [place - shape.num_decode_rows for place in padding if place >= shape.num_decode_rows]
+    prefilling = [place - shape.num_decode_requests for place in padding if place >= shape.num_decode_requests]
     for name in PER_PREFILL_ROW:
         assert (section(buffers, name)[prefilling] == PAD_SLOT).all()
     num_chunks = shape.num_chunks(GEOMETRY.grain)
-    if shape.num_prefill_rows:
-        used = section(buffers, "cu_row_chunks")[shape.num_prefill_rows]
+    if shape.num_prefill_requests:
+        used = section(buffers, "cu_request_chunks")[shape.num_prefill_requests]
         assert used <= num_chunks
         assert (section(buffers, "chunk_slots")[used:num_chunks] == PAD_SLOT).all()
         assert (np.diff(section(buffers, "cu_chunks")[used : num_chunks + 1]) == 0).all()
@@ -135,9 +135,9 @@ def test_views_of_a_shape_are_of_its_size_and_read_what_is_sent_later(device: st
     views = view_step(fullest, buffers, num_chunks)
     assert views.num_tokens == len(views.token_ids) == len(views.token_blocks) == shape.num_tokens
     assert len(views.attention.kv_lengths) == shape.num_rows and views.logits.tokens.shape == (shape.num_logits,)
-    assert (views.decode is not None) == (views.align is not None) == bool(shape.num_decode_rows)
+    assert (views.decode is not None) == (views.align is not None) == bool(shape.num_decode_requests)
     assert views.decode is None or views.decode.max_len == shape.width
-    assert (views.prefill is not None) == bool(shape.num_prefill_rows)
+    assert (views.prefill is not None) == bool(shape.num_prefill_requests)
     assert views.prefill is None or views.prefill.chunk_slots.shape == (num_chunks,)
     rows = some_rows(random.Random(3), shape)
     send(rows, buffers, shape)

@@ -116,7 +116,7 @@ def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it_in_t
     )
     all_sure = all(one.queue is SURE for one in said)
     most = max(one.rows for one in said)
-    fixed = next((shape for shape in SHAPES[:3] if shape.num_decode_rows >= most), StepShape(most))
+    fixed = next((shape for shape in SHAPES[:3] if shape.num_decode_requests >= most), StepShape(most))
     is_owed = all_sure and any(one.wants_early for one in said) and fixed == ranks[0].present
     assert owed == [is_owed] * len(said) == [rank.is_owed for rank in ranks]
     assert [rank.is_fixed for rank in ranks] == [all_sure] * len(said)

@@ -13,11 +13,11 @@ from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 from megatron_mamba_cache.tiers import copy_lanes, host_memory
-from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, Piece, PlaceBytes
+from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, Piece, UnitSizes
 from megatron_mamba_cache.tiers.host_memory import HostMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = PlaceBytes(block=24, state=40)
+SIZES = UnitSizes(block=24, state=40)
 
 
 def order(number: int, lane: Lane, blocks: object = (), states: object = ()) -> CopyOrder:
@@ -62,7 +62,7 @@ def copy_to_the_host_and_back(blocks: list[tuple[int, int]], states: list[tuple[
     """Copy places, clear the device's, copy them back, and compare."""
     device = torch.randint(256, (400,), dtype=torch.uint8).to(DEVICE)
     host, before = torch.zeros(400, dtype=torch.uint8), device.clone()
-    sizes = PlaceBytes(block=8, state=40)
+    sizes = UnitSizes(block=8, state=40)
     copies = DeviceCopies(device, host, sizes)
     lanes = CopyLanes(copies.works(), (copies.note_launched,))
     states = [(source, target) for source, target in states if source > 2 and target > 2]  # blocks lie before them

@@ -10,7 +10,7 @@ import torch
 
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
-from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies, PlaceBytes, Work
+from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies, UnitSizes, Work
 from megatron_mamba_cache.tiers.entry_files import BrokenEntryError
 from megatron_mamba_cache.tiers.host_memory import DiskCopies, HostMemory
 
@@ -33,7 +33,7 @@ class UnreliableCopies:
         before: Sequence[Callable[[CopyOrder], None]],
         device: torch.Tensor,
         host: torch.Tensor,
-        sizes: PlaceBytes,
+        sizes: UnitSizes,
     ) -> None:
         self.rng = random.Random(0)
         self._before = before
@@ -120,7 +120,7 @@ def unreliable_copies(seed: int) -> Iterator[_Seen]:
     def copies(
         self: HostMemory, device: torch.Tensor, directory: Callable[[], CacheDirectory] | None
     ) -> UnreliableCopies:
-        sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
+        sizes = UnitSizes(self.block_bytes, self.slot_bytes)
         by_device = DeviceCopies(device, self.bytes, sizes)
         works, before = by_device.works(), [by_device.note_launched]
         if directory is not None:

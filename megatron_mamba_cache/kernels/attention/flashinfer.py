@@ -87,7 +87,7 @@ class FlashInferAttention:
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Plan a step on the host; needs exact `kv_lens`."""
-        num_decode = rows.num_decode_rows
+        num_decode = rows.num_decode_requests
         if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
             calls = [(self._decoding, ALL_ROWS)]
         else:
@@ -113,7 +113,7 @@ class FlashInferAttention:
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
         """Prepare graphs whose rows are at most as long as these; prepare the largest first, to share its memory."""
-        both = slice(rows.num_decode_rows), slice(rows.num_decode_rows, None)
+        both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         parts = [part for part in both if rows.query_lens[part]]
         lengths = [rows.query_lens[part] for part in parts]
         of_prompts = self._prompt_kernel(sum(rows.query_lens[both[1]]), may_be_left_out)

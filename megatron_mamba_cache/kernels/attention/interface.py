@@ -22,7 +22,7 @@ class AttentionRows:
         query_lens: Host copy of the query lengths.
         kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
         host_block_table: Host copy of `block_table`, valid until the step's results have been read back.
-        num_decode_rows: How many rows, the first ones, decode or verify; the others are of prompts.
+        num_decode_requests: How many rows, the first ones, decode or verify; the others are of prompts.
         last_block_lens: [rows] int32; tokens in each row's last block, of a row without tokens anything. A graph reads
             it; None where nothing is captured.
     """
@@ -33,7 +33,7 @@ class AttentionRows:
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     host_block_table: npt.NDArray[np.int32]
-    num_decode_rows: int = 0
+    num_decode_requests: int = 0
     last_block_lens: Tensor | None = None
 
 

@@ -30,7 +30,7 @@ def check_few(
     shared_weight: Tensor | None,
     shared_x: Tensor | None = None,
 ) -> None:
-    """Raise `ValueError` if shapes, dtypes or strides disagree; see `product_of_pairs` and `sum_of_products`.
+    """Raise `ValueError` if shapes, dtypes or strides disagree; see `pair_gemm` and `summed_gemm`.
 
     Args:
         x: [tokens * rows_of_token, inputs].

@@ -1,6 +1,6 @@
 """References of the experts' products and of their weighted sum; torch only.
 
-`grouped_product_ref` reads the starts on the host: it is for CPUs, where nothing waits, and for tests.
+`grouped_gemm_ref` reads the starts on the host: it is for CPUs, where nothing waits, and for tests.
 """
 
 from itertools import pairwise
@@ -14,10 +14,10 @@ from ..reference import compute_dtype
 from .reference_routing import ExpertOrder, order_by_expert_ref
 
 
-def grouped_product_ref(
+def grouped_gemm_ref(
     x: Tensor, weight: Tensor, order: ExpertOrder, *, top_k: int | None = None, activation: Activation = "none"
 ) -> Tensor:
-    """Return the activated products of rows with their experts' weights; see `grouped_product`."""
+    """Return the activated products of rows with their experts' weights; see `grouped_gemm`."""
     dtype = compute_dtype(x)
     bounds = order.starts.tolist()
     rows = x if top_k is None else x[order.pairs[: bounds[-1]].long() // top_k]
@@ -31,7 +31,7 @@ def grouped_product_ref(
     return activated_ref(products, activation).to(x.dtype)
 
 
-def product_of_pairs_ref(
+def pair_gemm_ref(
     x: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -40,10 +40,10 @@ def product_of_pairs_ref(
     activation: Activation = "none",
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the activated products of tokens with each of their experts' weights; see `product_of_pairs`."""
+    """Return the activated products of tokens with each of their experts' weights; see `pair_gemm`."""
     dtype = compute_dtype(x)
     order = order_by_expert_ref(ids, len(weight), first_expert)
-    products = grouped_product_ref(x, weight, order, top_k=ids.shape[1], activation=activation)
+    products = grouped_gemm_ref(x, weight, order, top_k=ids.shape[1], activation=activation)
     out = torch.zeros_like(products)
     num_here = int(order.starts[-1])
     out[order.pairs[:num_here].long()] = products[:num_here]
@@ -52,7 +52,7 @@ def product_of_pairs_ref(
     return out, activated_ref(F.linear(x.to(dtype), shared_weight.to(dtype)), activation).to(x.dtype)
 
 
-def sum_of_products_ref(
+def summed_gemm_ref(
     rows: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -63,10 +63,10 @@ def sum_of_products_ref(
     shared_weight: Tensor | None = None,
     first_expert: int = 0,
 ) -> Tensor:
-    """Return the weighted sums of rows' products with their experts' weights; see `sum_of_products`."""
+    """Return the weighted sums of rows' products with their experts' weights; see `summed_gemm`."""
     dtype = compute_dtype(rows)
     order = order_by_expert_ref(ids, len(weight), first_expert)
-    products = grouped_product_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
+    products = grouped_gemm_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
     top_k = ids.shape[1]
     total = weighted_sum_ref(products, order.places, shares[:, :top_k])
     if shared_rows is not None and shared_weight is not None:

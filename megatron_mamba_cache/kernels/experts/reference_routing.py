@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import compute_dtype
-from .product_tiles import tile_rows
+from .gemm_tiles import tile_rows
 from .routing_rule import RoutingRule, SharedGate
 
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
-from .beside_experts import BesideExperts
 from .expert_order import order_by_expert
 from .few_tokens import FEW_TOKENS
-from .grouped_product import grouped_product
-from .pair_products import product_of_pairs
-from .product_forms import takes_long_tiles
-from .product_sums import sum_of_products
-from .shared_product import MOST_TOKENS_BESIDE_ROUTING
+from .gemm_variants import takes_long_tiles
+from .grouped_gemm import grouped_gemm
+from .overlapped_expert import OverlappedExpert
+from .pair_gemms import pair_gemm
+from .shared_gemm import MOST_TOKENS_OVERLAPPING_ROUTING
+from .summed_gemms import summed_gemm
 from .weighted_sum import weighted_sum
 
 _MOST_SHARED_TOKENS = 2
@@ -52,7 +52,7 @@ def routed_experts(
     first_expert: int = 0,
     addend: Callable[[], Tensor] | None = None,
     shared: SharedExpert | None = None,
-    beside: BesideExperts | None = None,
+    beside: OverlappedExpert | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, of those whose weights are here.
 
@@ -63,7 +63,7 @@ def routed_experts(
         ids: [tokens, top_k] int32: each token's experts; -1 for none.
         weights: [tokens, top_k] float32: what each of them weighs; or [tokens, top_k + 1], whose last one weighs
             the shared expert, given as `shared` or as `addend`.
-        first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, see `grouped_product`.
+        first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, see `grouped_gemm`.
         second: [experts, outputs, inner].
         activation: In the first product's launch.
         apart: An activation that the first product does not have, applied to its result; None for none.
@@ -86,7 +86,7 @@ def routed_experts(
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)
-    comes_behind = fills_card and len(x) > MOST_TOKENS_BESIDE_ROUTING
+    comes_behind = fills_card and len(x) > MOST_TOKENS_OVERLAPPING_ROUTING
     if beside is not None and not comes_behind:
         beside.launch(behind=False)
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
@@ -95,9 +95,9 @@ def routed_experts(
     if beside is not None and comes_behind:
         order.tiles  # noqa: B018 (its launch comes first)
         beside.launch(behind=True)
-    inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
+    inner = grouped_gemm(x, first, order, top_k=ids.shape[1], activation=activation)
     follows_first = fills_card and apart is None
-    rows = grouped_product(inner if apart is None else apart(inner), second, order, follows_first=follows_first)
+    rows = grouped_gemm(inner if apart is None else apart(inner), second, order, follows_first=follows_first)
     return weighted_sum(rows, order.places, weights, None if addend is None else addend())
 
 
@@ -114,10 +114,8 @@ def _of_few_tokens(
     shared: SharedExpert | None,
 ) -> Tensor:
     first_shared, second_shared = (None, None) if shared is None else shared
-    inner, inner_shared = product_of_pairs(
-        x, first, ids, first_shared, activation=activation, first_expert=first_expert
-    )
-    return sum_of_products(
+    inner, inner_shared = pair_gemm(x, first, ids, first_shared, activation=activation, first_expert=first_expert)
+    return summed_gemm(
         inner if apart is None else apart(inner),
         second,
         ids,

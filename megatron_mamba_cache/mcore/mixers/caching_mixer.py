@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...recurrences.batches import PrefillBatch, full_sequences
 from ...recurrences.interface import LayerStates, Recurrence, StateDtypes
-from ...recurrences.rows import PrefillRows, whole_rows
 from ...step.batch import StepBatch
 
 
@@ -25,12 +25,12 @@ class CachingMixer:
     layer_number: int
     pp_layer_offset: int
 
-    def prefill_rows(self, projected: Tensor, states: LayerStates, rows: PrefillRows) -> Tensor:
+    def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
         """Return what `out_proj` reads, [tokens, channels], for packed prompt tokens [tokens, projected]."""
         raise NotImplementedError
 
-    def decode_rows(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return what `out_proj` reads for the tokens of decode rows; see `prefill_rows`."""
+    def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
+        """Return what `out_proj` reads for the tokens of decode rows; see `mix_prefill`."""
         raise NotImplementedError
 
     def mix_step(self, hidden_states: Tensor, context: Any) -> Any:
@@ -44,9 +44,9 @@ class CachingMixer:
         """Mix whole sequences [tokens, batch, hidden] from zero states, by the kernels of a step's prefill rows."""
         projected, _ = self.in_proj(hidden_states)
         num_tokens, batch, _ = projected.shape
-        rows = whole_rows(batch, num_tokens, self.recurrence.grain, projected.device)
+        rows = full_sequences(batch, num_tokens, self.recurrence.grain, projected.device)
         packed = projected.transpose(0, 1).flatten(0, 1)
-        mixed = self.prefill_rows(packed, self._no_states(projected), rows)
+        mixed = self.mix_prefill(packed, self._no_states(projected), rows)
         return self.out_proj(mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1))
 
     def _mix(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
@@ -54,9 +54,9 @@ class CachingMixer:
         mixed = []
         first_prefilled = step.num_decode_tokens if step.prefill is not None else len(projected)
         if step.decode is not None:
-            mixed.append(self.decode_rows(projected[:first_prefilled], states, step))
+            mixed.append(self.mix_decode(projected[:first_prefilled], states, step))
         if step.prefill is not None:
-            mixed.append(self.prefill_rows(projected[first_prefilled:], states, step.prefill))
+            mixed.append(self.mix_prefill(projected[first_prefilled:], states, step.prefill))
         if not mixed:
             return projected.new_zeros(len(projected), self.out_proj.weight.shape[1])
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)

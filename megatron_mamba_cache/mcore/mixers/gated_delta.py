@@ -14,9 +14,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ...recurrences.batches import PrefillBatch
 from ...recurrences.gated_delta.recurrence import GatedDelta, GatedDeltaWeights
 from ...recurrences.interface import LayerStates
-from ...recurrences.rows import PrefillRows
 from ...step.batch import StepBatch
 from ..gated_norm import GatedHeadRMSNorm
 from .caching_mixer import CachingMixer
@@ -121,12 +121,12 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
             return self.mix_sequences(hidden_states)
         return self.mix_step(hidden_states, inference_context)
 
-    def prefill_rows(self, projected: Tensor, states: LayerStates, rows: PrefillRows) -> Tensor:
+    def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
         """See `CachingMixer`."""
         qkv, z, b, a = self._split(projected)
         return self.norm(self.recurrence.prefill(qkv, b, a, self._weights, states, rows).flatten(1), z)
 
-    def decode_rows(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
+    def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
         """See `CachingMixer`."""
         assert step.decode is not None
         qkv, z, b, a = self._split(projected)

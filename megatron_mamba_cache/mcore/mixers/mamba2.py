@@ -10,10 +10,10 @@ from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
 from typing_extensions import override
 
+from ...recurrences.batches import PrefillBatch
 from ...recurrences.interface import LayerStates
 from ...recurrences.mamba2.inputs import NO_LIMIT, SSMWeights
 from ...recurrences.mamba2.recurrence import Mamba2, Mamba2Weights
-from ...recurrences.rows import PrefillRows
 from ...step.batch import StepBatch
 from ..gated_norm import GatedGroupRMSNorm
 from .caching_mixer import CachingMixer
@@ -100,12 +100,12 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
         return self.mix_step(hidden_states, context)
 
-    def prefill_rows(self, projected: Tensor, states: LayerStates, rows: PrefillRows) -> Tensor:
+    def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
         """See `CachingMixer`."""
         z, xbc, dt = self._split(projected)
         return self._gate(self.recurrence.prefill(xbc, dt, self._weights, states, rows).flatten(1), z)
 
-    def decode_rows(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
+    def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
         """See `CachingMixer`."""
         assert step.decode is not None
         z, xbc, dt = self._split(projected)

@@ -14,7 +14,7 @@ from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model, check_buildable
 from ..parameter_shapes import filled_of
 from ..placement import ModelFiller, Placements, stored_shape
-from ..rank_part import EMBEDDINGS, RankPart
+from ..rank_shard import EMBEDDINGS, RankShard
 from .checkpoint_family import CheckpointFamily
 from .checkpoint_tensors import CheckpointTensors
 from .loading_progress import loading_progress
@@ -81,7 +81,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bflo
         placements,
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
-        RankPart.of_process(architecture).local_name,
+        RankShard.of_process(architecture).local_name,
     )
     _fill(filler, files, placements)
     if unfilled := filler.unfilled():

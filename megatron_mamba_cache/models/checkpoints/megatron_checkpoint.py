@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ...mcore.stacked_experts import STACKED_PARAMETERS
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
-from ..rank_part import EMBEDDINGS, OUTPUT, RankPart
+from ..rank_shard import EMBEDDINGS, OUTPUT, RankShard
 from ..without_memory import without_memory
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, written_architecture
@@ -195,7 +195,7 @@ def _check_files(path: Path) -> None:
 
 def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
     """Return whether this rank has the embeddings only as output weights, a name that checkpoints do not have."""
-    part = RankPart.of_process(architecture)
+    part = RankShard.of_process(architecture)
     return part.is_tied and part.is_last_stage and not part.is_first_stage
 
 

@@ -4,12 +4,12 @@ from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture,
 from ..checkpoints.checkpoint_config import MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
 from .layer_placements import (
-    Places,
-    attention_places,
-    ends_places,
-    gated_mlp_places,
-    mamba_places,
-    mlp_norm_place,
+    Placements,
+    attention_placements,
+    ends_placements,
+    gated_mlp_placements,
+    mamba_placements,
+    mlp_norm_placement,
 )
 
 ENDS = {
@@ -48,19 +48,19 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     )
 
 
-def placements_of(architecture: HybridArchitecture) -> Places:
+def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a Bamba checkpoint goes."""
-    places = ends_places(architecture, ENDS)
+    placements = ends_placements(architecture, ENDS)
     for layer, mixer in enumerate(architecture.pattern[::2]):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
         if mixer == "M":
-            places |= mamba_places(architecture, 2 * layer, f"{prefix}mamba.", norm)
+            placements |= mamba_placements(architecture, 2 * layer, f"{prefix}mamba.", norm)
         else:
-            places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
-        places |= gated_mlp_places(f"decoder.layers.{2 * layer + 1}.mlp.", f"{prefix}feed_forward.")
-        places |= mlp_norm_place(2 * layer + 1, f"{prefix}pre_ff_layernorm.weight")
-    return places
+            placements |= attention_placements(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        placements |= gated_mlp_placements(f"decoder.layers.{2 * layer + 1}.mlp.", f"{prefix}feed_forward.")
+        placements |= mlp_norm_placement(2 * layer + 1, f"{prefix}pre_ff_layernorm.weight")
+    return placements
 
 
 def mamba_shape(config: CheckpointConfig) -> MambaSizes:

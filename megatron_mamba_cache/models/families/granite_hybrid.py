@@ -6,7 +6,7 @@ from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split, stacked
 from .bamba import mamba_shape, rotary_base
-from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+from .layer_placements import Placements, attention_placements, ends_placements, mamba_placements, mlp_norm_placement
 
 ENDS = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "output": "lm_head.weight"}
 OTHER_NAMES = OtherNames(
@@ -55,19 +55,19 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     )
 
 
-def placements_of(architecture: HybridArchitecture) -> Places:
+def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a GraniteMoeHybrid checkpoint goes."""
-    places = ends_places(architecture, ENDS)
+    placements = ends_placements(architecture, ENDS)
     for layer, mixer in enumerate(architecture.pattern[::2]):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
         if mixer == "M":
-            places |= mamba_places(architecture, 2 * layer, f"{prefix}mamba.", norm)
+            placements |= mamba_placements(architecture, 2 * layer, f"{prefix}mamba.", norm)
         else:
-            places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
-        places |= _feed_forward(architecture, 2 * layer + 1, prefix)
-        places |= mlp_norm_place(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
-    return places
+            placements |= attention_placements(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        placements |= _feed_forward(architecture, 2 * layer + 1, prefix)
+        placements |= mlp_norm_placement(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
+    return placements
 
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
@@ -81,20 +81,20 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     return checked_choice(config, experts, ChoiceFields("num_local_experts", "num_experts_per_tok"))
 
 
-def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:
+def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Placements:
     mlp, experts = f"decoder.layers.{layer}.mlp.", architecture.experts
     shared = f"{mlp}shared_experts." if experts else mlp
     both_halves = Split(0, (architecture.feed_forward.hidden_size,) * 2)  # gate and up, split separately
-    places: Places = {
+    placements: Placements = {
         f"{prefix}shared_mlp.input_linear.weight": (Placement(f"{shared}linear_fc1.weight", both_halves),),
         f"{prefix}shared_mlp.output_linear.weight": (Placement(f"{shared}linear_fc2.weight", Split(1)),),
     }
     if experts is None:
-        return places
+        return placements
     mixture, gate_and_up = f"{prefix}block_sparse_moe.", Split(0, (experts.hidden_size,) * 2)
     each = [f"{mlp}experts.local_experts.{index}." for index in range(experts.num_experts)]
     return {
-        **places,
+        **placements,
         f"{mixture}router.layer.weight": (Placement(f"{mlp}router.weight"),),
         f"{mixture}input_linear.weight": stacked(Placement(f"{one}linear_fc1.weight", gate_and_up) for one in each),
         f"{mixture}output_linear.weight": stacked(Placement(f"{one}linear_fc2.weight", Split(1)) for one in each),

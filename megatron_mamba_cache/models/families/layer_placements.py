@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ..architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from ..placement import Placement, Split
-from ..rank_part import EMBEDDINGS, OUTPUT
+from ..rank_shard import EMBEDDINGS, OUTPUT
 
-Places = dict[str, tuple[Placement, ...]]
+Placements = dict[str, tuple[Placement, ...]]
 
 
-def mamba_places(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Places:
+def mamba_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
     """Return where a Mamba layer's tensors go.
 
     Args:
@@ -33,12 +33,12 @@ def mamba_places(architecture: HybridArchitecture, layer: int, prefix: str, norm
         "norm.weight": Split(0),
         "out_proj.weight": Split(1),
     }
-    places = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
-    return {**places, norm: (Placement(f"{target}norm.weight"),)}
+    placements = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
+    return {**placements, norm: (Placement(f"{target}norm.weight"),)}
 
 
-def gated_delta_places(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Places:
-    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; see `mamba_places`."""
+def gated_delta_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
+    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; see `mamba_placements`."""
     target = f"decoder.layers.{layer}."
     splits = {
         "conv1d.weight": Split(0, in_proj_sections(architecture)[:3]),
@@ -47,8 +47,8 @@ def gated_delta_places(architecture: HybridArchitecture, layer: int, prefix: str
         "norm.weight": Split(),
         "out_proj.weight": Split(1),
     }
-    places = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
-    return {**places, norm: (Placement(f"{target}norm.weight"),)}
+    placements = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
+    return {**placements, norm: (Placement(f"{target}norm.weight"),)}
 
 
 def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
@@ -59,8 +59,8 @@ def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
     return key, key, value, value, sizes.num_value_heads, sizes.num_value_heads
 
 
-def attention_places(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Places:
-    """Return where an attention layer's tensors go; see `mamba_places`.
+def attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
+    """Return where an attention layer's tensors go; see `mamba_placements`.
 
     Megatron interleaves q, k and v by KV head. An output gate's rows follow the query's of each head in checkpoints,
     all queries' of the KV head in Megatron.
@@ -78,7 +78,7 @@ def attention_places(architecture: HybridArchitecture, layer: int, prefix: str, 
         return lambda qkv: qkv.view(shape)[:, part : part + 1]
 
     qkv = f"{target}self_attention.linear_qkv.weight"
-    places: Places = {
+    placements: Placements = {
         f"{prefix}q_proj.weight": (Placement(qkv, Split(0), view=queries),),
         f"{prefix}k_proj.weight": (Placement(qkv, Split(0), view=one_of(k)),),
         f"{prefix}v_proj.weight": (Placement(qkv, Split(0), view=one_of(v)),),
@@ -86,16 +86,16 @@ def attention_places(architecture: HybridArchitecture, layer: int, prefix: str, 
         norm: (Placement(f"{target}input_layernorm.weight"),),
     }
     for name in ("q", "k") if attention.has_head_norms else ():
-        places[f"{prefix}{name}_norm.weight"] = (Placement(f"{target}self_attention.{name}_layernorm.weight"),)
-    return places
+        placements[f"{prefix}{name}_norm.weight"] = (Placement(f"{target}self_attention.{name}_layernorm.weight"),)
+    return placements
 
 
-def mlp_norm_place(layer: int, norm: str) -> Places:
+def mlp_norm_placement(layer: int, norm: str) -> Placements:
     """Return where the norm before a feed-forward layer goes."""
     return {norm: (Placement(f"decoder.layers.{layer}.pre_mlp_layernorm.weight"),)}
 
 
-def gated_mlp_places(target: str, prefix: str) -> Places:
+def gated_mlp_placements(target: str, prefix: str) -> Placements:
     """Return where the tensors of a gated MLP go.
 
     Args:
@@ -118,16 +118,16 @@ def _second_half(fc1: Tensor) -> Tensor:
     return fc1[fc1.shape[0] // 2 :]
 
 
-def ends_places(architecture: HybridArchitecture, names: Mapping[str, str]) -> Places:
+def ends_placements(architecture: HybridArchitecture, names: Mapping[str, str]) -> Placements:
     """Return where embeddings, final norm and output weights go.
 
     Args:
         names: Checkpoint names of "embeddings", "final_norm" and "output".
     """
-    places: Places = {
+    placements: Placements = {
         names["embeddings"]: (Placement(EMBEDDINGS, Split(0)),),
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),
     }
     if not architecture.tie_embeddings:
-        places[names["output"]] = (Placement(OUTPUT, Split(0)),)
-    return places
+        placements[names["output"]] = (Placement(OUTPUT, Split(0)),)
+    return placements

@@ -5,7 +5,7 @@ from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, Checkpoin
 from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
-from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+from .layer_placements import Placements, attention_placements, ends_placements, mamba_placements, mlp_norm_placement
 
 ENDS = {
     "embeddings": "backbone.embeddings.weight",
@@ -73,20 +73,20 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     )
 
 
-def placements_of(architecture: HybridArchitecture) -> Places:
+def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a NemotronH checkpoint goes."""
-    places = ends_places(architecture, ENDS)
+    placements = ends_placements(architecture, ENDS)
     for layer, symbol in enumerate(architecture.pattern):
         prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
         if symbol == "M":
-            places |= mamba_places(architecture, layer, prefix, norm)
+            placements |= mamba_placements(architecture, layer, prefix, norm)
         elif symbol == "*":
-            places |= attention_places(architecture, layer, prefix, norm)
+            placements |= attention_placements(architecture, layer, prefix, norm)
         elif symbol == "-":
-            places |= {**_mlp(layer, prefix, "mlp."), **mlp_norm_place(layer, norm)}
+            placements |= {**_mlp(layer, prefix, "mlp."), **mlp_norm_placement(layer, norm)}
         else:
-            places |= {**_mixture(architecture, layer, prefix), **mlp_norm_place(layer, norm)}
-    return places
+            placements |= {**_mixture(architecture, layer, prefix), **mlp_norm_placement(layer, norm)}
+    return placements
 
 
 def _pattern(config: CheckpointConfig) -> str:
@@ -115,7 +115,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     return checked_choice(config, experts, _CHOICE)
 
 
-def _mlp(layer: int, prefix: str, part: str) -> Places:
+def _mlp(layer: int, prefix: str, part: str) -> Placements:
     target = f"decoder.layers.{layer}.{part}"
     return {
         f"{prefix}up_proj.weight": (Placement(f"{target}linear_fc1.weight", Split(0)),),
@@ -123,17 +123,17 @@ def _mlp(layer: int, prefix: str, part: str) -> Places:
     }
 
 
-def _mixture(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:
+def _mixture(architecture: HybridArchitecture, layer: int, prefix: str) -> Placements:
     assert architecture.experts is not None
     router = f"decoder.layers.{layer}.mlp.router."
-    places = {
+    placements = {
         f"{prefix}gate.weight": (Placement(f"{router}weight"),),
         f"{prefix}gate.e_score_correction_bias": (Placement(f"{router}expert_bias"),),
         **_mlp(layer, f"{prefix}shared_experts.", "mlp.shared_experts."),
     }
     if architecture.experts.latent_size is not None:
         for name in ("fc1_latent_proj", "fc2_latent_proj"):
-            places[f"{prefix}{name}.weight"] = (Placement(f"decoder.layers.{layer}.mlp.{name}.weight"),)
+            placements[f"{prefix}{name}.weight"] = (Placement(f"decoder.layers.{layer}.mlp.{name}.weight"),)
     for expert in range(architecture.experts.num_experts):
-        places |= _mlp(layer, f"{prefix}experts.{expert}.", f"mlp.experts.local_experts.{expert}.")
-    return places
+        placements |= _mlp(layer, f"{prefix}experts.{expert}.", f"mlp.experts.local_experts.{expert}.")
+    return placements

@@ -3,8 +3,8 @@
 from ..architecture import HybridArchitecture
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
-from .layer_placements import Places, in_proj_sections
-from .qwen3_next import ENDS, STACKS, architecture_of, places_with, section_view
+from .layer_placements import Placements, in_proj_sections
+from .qwen3_next import ENDS, STACKS, architecture_of, placements_with, section_view
 
 __all__ = ["ENDS", "OTHER_NAMES", "architecture_of", "placements_of"]
 
@@ -15,12 +15,12 @@ OTHER_NAMES = OtherNames(
 )
 
 
-def placements_of(architecture: HybridArchitecture) -> Places:
+def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a Qwen3.5 checkpoint goes."""
-    return places_with(architecture, _projections)
+    return placements_with(architecture, _projections)
 
 
-def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Places:
+def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Placements:
     qkv = Split(0, in_proj_sections(architecture)[:3])
     return {
         f"{prefix}in_proj_qkv.weight": (Placement(in_proj, qkv, view=section_view(architecture, 0, 3)),),

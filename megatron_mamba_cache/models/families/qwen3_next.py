@@ -11,13 +11,13 @@ from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .bamba import rotary_base
 from .layer_placements import (
-    Places,
-    attention_places,
-    ends_places,
-    gated_delta_places,
-    gated_mlp_places,
+    Placements,
+    attention_placements,
+    ends_placements,
+    gated_delta_placements,
+    gated_mlp_placements,
     in_proj_sections,
-    mlp_norm_place,
+    mlp_norm_placement,
 )
 
 ENDS = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "output": "lm_head.weight"}
@@ -30,7 +30,7 @@ OTHER_NAMES = OtherNames(parts={"model.": ("",)}, stacks=STACKS)  # without pref
 
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
-Projections = Callable[[HybridArchitecture, str, str], Places]
+Projections = Callable[[HybridArchitecture, str, str], Placements]
 """Returns where the first projections of a Gated DeltaNet mixer go: architecture, target, prefix of their names."""
 
 
@@ -74,31 +74,31 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     )
 
 
-def placements_of(architecture: HybridArchitecture) -> Places:
+def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a Qwen3-Next checkpoint goes."""
-    return places_with(architecture, _projections)
+    return placements_with(architecture, _projections)
 
 
-def places_with(architecture: HybridArchitecture, projections: Projections) -> Places:
+def placements_with(architecture: HybridArchitecture, projections: Projections) -> Placements:
     """Return where each tensor of a checkpoint goes whose Gated DeltaNet mixers have these first projections."""
-    places = ends_places(architecture, ENDS)
+    placements = ends_placements(architecture, ENDS)
     symbols = zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True)
     for layer, (mixer, feed_forward) in enumerate(symbols):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
         if mixer == "M":
-            places |= gated_delta_places(architecture, 2 * layer, f"{prefix}linear_attn.", norm)
+            placements |= gated_delta_placements(architecture, 2 * layer, f"{prefix}linear_attn.", norm)
             in_proj = f"decoder.layers.{2 * layer}.mixer.in_proj.weight"
-            places |= projections(architecture, in_proj, f"{prefix}linear_attn.")
+            placements |= projections(architecture, in_proj, f"{prefix}linear_attn.")
         else:
-            places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
-        places |= mlp_norm_place(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
+            placements |= attention_placements(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        placements |= mlp_norm_placement(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
         target = f"decoder.layers.{2 * layer + 1}.mlp."
         if feed_forward == "E":
-            places |= _mixture(architecture, target, f"{prefix}mlp.")
+            placements |= _mixture(architecture, target, f"{prefix}mlp.")
         else:
-            places |= gated_mlp_places(target, f"{prefix}mlp.")
-    return places
+            placements |= gated_mlp_placements(target, f"{prefix}mlp.")
+    return placements
 
 
 def section_view(architecture: HybridArchitecture, start: int, stop: int) -> Callable[[Tensor], Tensor]:
@@ -149,8 +149,8 @@ def _dense_size(config: CheckpointConfig, feed_forward: str, experts: ExpertsSiz
     return experts.shared_hidden_size  # no layer has the other, which some configurations lack
 
 
-def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Places:
-    """Return the places of projections whose rows are grouped by key head: [q | k | v | z] and [b | a] of each."""
+def _projections(architecture: HybridArchitecture, in_proj: str, prefix: str) -> Placements:
+    """Return the placements of projections whose rows are grouped by key head: [q | k | v | z] and [b | a] of each."""
     return {
         f"{prefix}in_proj_qkvz.weight": _by_key_head(architecture, in_proj, range(4)),
         f"{prefix}in_proj_ba.weight": _by_key_head(architecture, in_proj, range(4, 6)),
@@ -177,13 +177,13 @@ def _by_key_head(architecture: HybridArchitecture, in_proj: str, sections: range
     )
 
 
-def _mixture(architecture: HybridArchitecture, target: str, prefix: str) -> Places:
+def _mixture(architecture: HybridArchitecture, target: str, prefix: str) -> Placements:
     assert architecture.experts is not None
-    places: Places = {
+    placements: Placements = {
         f"{prefix}gate.weight": (Placement(f"{target}router.weight"),),
         f"{prefix}shared_expert_gate.weight": (Placement(f"{target}shared_experts.gate_weight"),),
-        **gated_mlp_places(f"{target}shared_experts.", f"{prefix}shared_expert."),
+        **gated_mlp_placements(f"{target}shared_experts.", f"{prefix}shared_expert."),
     }
     for expert in range(architecture.experts.num_experts):
-        places |= gated_mlp_places(f"{target}experts.local_experts.{expert}.", f"{prefix}experts.{expert}.")
-    return places
+        placements |= gated_mlp_placements(f"{target}experts.local_experts.{expert}.", f"{prefix}experts.{expert}.")
+    return placements

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...kernels.kernel_language import appended
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ..rows import PrefillRows, check_prefill_rows
+from ..batches import PrefillBatch, check_prefill_batch
 from .parts import (
     ConvInputs,
     ConvWindows,
@@ -64,13 +64,13 @@ _MAX_REGISTERS = 128  # per thread, so that four programs of four warps fit on a
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `PrefillRows`."""
+    """The kernel's view of `PrefillBatch`."""
 
-    cu_rows: Tensor
+    cu_seqlens: Tensor
     initial_slots: Tensor
     final_slots: Tensor
     cu_chunks: Tensor
-    chunk_rows: Tensor
+    chunk_requests: Tensor
     chunk_slots: Tensor
 
 
@@ -91,10 +91,10 @@ def _convolve_mixture(
 ):
     """Compute the tokens that have D_CONV - 1 tokens of their row before them; clear those past all rows."""
     token = first_token + tl.arange(0, TOKENS)
-    row = count_up_to(rows.cu_rows + 1, num_rows, token)
+    row = count_up_to(rows.cu_seqlens + 1, num_rows, token)
     is_past = row == num_rows
     # Past the last row this is the end of the rows.
-    in_row = token - tl.load(rows.cu_rows + row)
+    in_row = token - tl.load(rows.cu_seqlens + row)
     is_mine = (in_row >= D_CONV - 1) & ~is_past
     token = token.to(tl.int64)[:, None]
     inside = (channel < CONV_DIM)[None, :]
@@ -153,10 +153,10 @@ def _causal_conv_kernel(
             end_chunk(inputs, ends, rows, part - num_rows, channel, CONV_DIM, D_CONV - 1)
     else:
         first_token = (part - num_rows - num_chunks) * TOKENS
-        row = count_up_to(rows.cu_rows + 1, num_rows, first_token)
-        low = tl.load(rows.cu_rows + row)
-        last = tl.load(rows.cu_rows + num_rows)
-        high = tl.load(rows.cu_rows + row + 1, mask=row < num_rows, other=0)
+        row = count_up_to(rows.cu_seqlens + 1, num_rows, first_token)
+        low = tl.load(rows.cu_seqlens + row)
+        last = tl.load(rows.cu_seqlens + num_rows)
+        high = tl.load(rows.cu_seqlens + row + 1, mask=row < num_rows, other=0)
         high = tl.where(row < num_rows, high, last)
         if (first_token - low >= D_CONV - 1) & (first_token + TOKENS <= high):
             convolve_run(y, inputs, weight, bias, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE)
@@ -178,7 +178,7 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     tiling: ConvTiling = TILING,
     *,
     ends: Tensor | None = None,
@@ -211,7 +211,7 @@ def causal_conv(
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 1)
     if ends is not None:
         check_conv(x, weight, bias, ends, weight.shape[1] - 1)
-    check_prefill_rows(rows, x.device)
+    check_prefill_batch(rows, x.device)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
         return causal_conv_ref(x, weight, bias, conv_pool, rows, ends)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -227,7 +227,7 @@ def _launch(
     bias: Tensor | None,
     conv_pool: Tensor,
     ends: Tensor | None,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     tiling: ConvTiling,
     *,
     after_cut: bool,

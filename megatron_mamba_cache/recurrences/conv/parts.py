@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.kernel_language import appended, only_if
-from ..rows import PAD_SLOT
+from ..batches import PAD_SLOT
 
 _PAD = tl.constexpr(PAD_SLOT)
 
@@ -91,8 +91,8 @@ def begin_row(
     """
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
-    start = tl.load(rows.cu_rows + row)
-    num_tokens = tl.load(rows.cu_rows + row + 1) - start
+    start = tl.load(rows.cu_seqlens + row)
+    num_tokens = tl.load(rows.cu_seqlens + row + 1) - start
     initial = tl.load(rows.initial_slots + row).to(tl.int64)
     final = tl.load(rows.final_slots + row)
     if (num_tokens > 0) | (final != _PAD):
@@ -131,7 +131,7 @@ def end_chunk(inputs, ends, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW
     if slot != _PAD:
         start = tl.load(rows.cu_chunks + chunk)
         end = tl.load(rows.cu_chunks + chunk + 1)
-        row_start = tl.load(rows.cu_rows + tl.load(rows.chunk_rows + chunk))
+        row_start = tl.load(rows.cu_seqlens + tl.load(rows.chunk_requests + chunk))
         if (end > start) & (end - row_start >= WINDOW):
             _store_inputs(inputs, ends, slot, end, channel, channel < CONV_DIM, WINDOW)
 

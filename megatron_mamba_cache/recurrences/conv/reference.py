@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import compute_dtype
+from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..draft_inputs import DraftInputs, windows_with_drafts
-from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
 from ..slot_copies import load_slots, store_slots
 
 
@@ -14,7 +14,7 @@ def causal_conv_ref(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     ends: Tensor | None = None,
 ) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
@@ -40,7 +40,7 @@ def causal_conv_ref(
     inputs = _RawInputs(x, windows, rows)
 
     tokens = torch.arange(num_tokens, device=x.device)
-    row_ends = rows.cu_rows[1:].to(torch.int64)
+    row_ends = rows.cu_seqlens[1:].to(torch.int64)
     owner = torch.searchsorted(row_ends, tokens, right=True).clamp_max(num_rows - 1)  # [tokens]
     history = [inputs.at(tokens - lag, owner) for lag in range(d_conv - 1, -1, -1)]
     y = _weigh_and_activate(history, weight, bias)
@@ -55,7 +55,7 @@ def conv_verify_ref(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
@@ -99,11 +99,11 @@ def conv_verify_ref(
 class _RawInputs:
     """The raw inputs of each row: its tokens, and its initial window at the positions before them."""
 
-    def __init__(self, x: Tensor, windows: Tensor, rows: PrefillRows) -> None:
+    def __init__(self, x: Tensor, windows: Tensor, rows: PrefillBatch) -> None:
         self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # an index_select needs a token to point at
         self._windows = windows.flatten(0, 1)  # [rows * (d_conv - 1), conv_dim]
         self._window_len = windows.shape[1]
-        self._row_starts = rows.cu_rows[:-1].to(torch.int64)
+        self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
         """Return inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], up to a window before the row."""
@@ -129,14 +129,14 @@ def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | No
     return total / (1 + torch.exp(-total))
 
 
-def _store_windows(pool: Tensor, of_chunks: Tensor, inputs: _RawInputs, rows: PrefillRows) -> None:
+def _store_windows(pool: Tensor, of_chunks: Tensor, inputs: _RawInputs, rows: PrefillBatch) -> None:
     window_len, device = pool.shape[1], pool.device
     if window_len == 0:
         return
     cu_chunks = rows.cu_chunks
     chunk_slots = torch.where(cu_chunks[1:] > cu_chunks[:-1], rows.chunk_slots, PAD_SLOT)
-    owner = torch.cat([torch.arange(rows.final_slots.shape[0], device=device), rows.chunk_rows.to(torch.int64)])
-    ends = torch.cat([rows.cu_rows[1:], cu_chunks[1:]]).to(torch.int64)
+    owner = torch.cat([torch.arange(rows.final_slots.shape[0], device=device), rows.chunk_requests.to(torch.int64)])
+    ends = torch.cat([rows.cu_seqlens[1:], cu_chunks[1:]]).to(torch.int64)
     positions = ends[:, None] - window_len + torch.arange(window_len, device=device)
     windows = inputs.at(positions.flatten(), owner.repeat_interleave(window_len)).unflatten(0, (-1, window_len))
     num_rows = rows.final_slots.shape[0]

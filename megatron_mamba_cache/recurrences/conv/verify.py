@@ -21,8 +21,8 @@ from torch import Tensor
 from ...kernels.kernel_language import appended, only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_then_release, overlapping
+from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
 from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
-from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
 from .parts import ConvInputs, ConvWindows, check_conv, load_bias, load_taps, weigh_and_activate
 from .reference import conv_verify_ref
 
@@ -45,7 +45,7 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `DecodeRows`."""
+    """The kernel's view of `DecodeBatch`."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -128,7 +128,7 @@ def conv_verify(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     tiling: ConvVerifyTiling = TILING,
     *,
     drafts: DraftInputs | None = None,
@@ -155,7 +155,7 @@ def conv_verify(
     Reference: `conv_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
     at capture.
     """
-    check_decode_rows(rows, x.device)
+    check_decode_batch(rows, x.device)
     _check_windows(x, weight, bias, conv_pool, rows, drafts)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
         return conv_verify_ref(x, weight, bias, conv_pool, rows, drafts=drafts)
@@ -166,7 +166,7 @@ def conv_verify(
 
 
 def _check_windows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeRows, drafts: DraftInputs | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeBatch, drafts: DraftInputs | None
 ) -> None:
     of_row = weight.shape[-1] - 2 + rows.max_len
     if drafts is None:
@@ -187,7 +187,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     tiling: ConvVerifyTiling,
     drafts: DraftInputs | None,
 ) -> None:

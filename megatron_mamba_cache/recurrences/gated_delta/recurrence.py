@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..batches import DecodeBatch, PrefillBatch, ReplayBatch
 from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
 from ..interface import LayerStates, StateDtypes, StateTensor
-from ..rows import DecodeRows, PrefillRows, ReplayRows
 from .inputs import DeltaTokens, GateWeights
 from .scan import delta_scan
 from .verify import delta_verify
@@ -68,7 +68,7 @@ class GatedDelta:
         )
 
     def prefill(
-        self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillRows
+        self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
         """Compute packed prompt tokens; write the states at boundaries and at the rows' ends, in place.
 
@@ -92,8 +92,8 @@ class GatedDelta:
         a: Tensor,
         weights: GatedDeltaWeights,
         states: LayerStates,
-        rows: DecodeRows,
-        replay: ReplayRows | None = None,
+        rows: DecodeBatch,
+        replay: ReplayBatch | None = None,
     ) -> Tensor:
         """Compute one token and the drafts of each row, in place; arguments and result as in `prefill`.
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import compute_dtype
+from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
-from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
 from ..slot_copies import load_slots, store_empty_rows, store_slots
 from .inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
@@ -19,7 +19,7 @@ def delta_scan_ref(
     tokens: DeltaTokens,
     gates: GateWeights,
     pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
     """Compute packed rows token by token, carrying each row's state from and to the pool.
@@ -34,7 +34,7 @@ def delta_scan_ref(
         [tokens, value heads, value_dim] in v's dtype; zeros past the last chunk.
     """
     store_empty_rows(pool, rows)
-    num_tokens, num_chunks = tokens.v.shape[0], rows.chunk_rows.shape[0]
+    num_tokens, num_chunks = tokens.v.shape[0], rows.chunk_requests.shape[0]
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
     dtype = compute_dtype(tokens.v)
@@ -57,7 +57,7 @@ def delta_scan_ref(
     return torch.where(places.exists[:, None, None], torch.stack(outputs), 0).to(tokens.v.dtype)
 
 
-def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeRows) -> Tensor:
+def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
     Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
@@ -104,16 +104,16 @@ class _TokenPlaces(NamedTuple):
     final_slots: Tensor
 
 
-def _token_places(rows: PrefillRows, num_tokens: int) -> _TokenPlaces:
-    num_chunks = rows.chunk_rows.shape[0]
-    places = torch.arange(num_tokens, device=rows.cu_rows.device)
-    chunk_ends, cu_rows = rows.cu_chunks[1:].to(torch.int64), rows.cu_rows.to(torch.int64)
+def _token_places(rows: PrefillBatch, num_tokens: int) -> _TokenPlaces:
+    num_chunks = rows.chunk_requests.shape[0]
+    places = torch.arange(num_tokens, device=rows.cu_seqlens.device)
+    chunk_ends, cu_seqlens = rows.cu_chunks[1:].to(torch.int64), rows.cu_seqlens.to(torch.int64)
     chunk = torch.searchsorted(chunk_ends, places, right=True)
     exists = chunk < num_chunks
     chunk = chunk.clamp_max(num_chunks - 1)
-    row = rows.chunk_rows.index_select(0, chunk).to(torch.int64)
-    is_first = exists & (places == cu_rows.index_select(0, row))
-    is_last = exists & (places + 1 == cu_rows.index_select(0, row + 1))
+    row = rows.chunk_requests.index_select(0, chunk).to(torch.int64)
+    is_first = exists & (places == cu_seqlens.index_select(0, row))
+    is_last = exists & (places + 1 == cu_seqlens.index_select(0, row + 1))
     is_end = exists & (places + 1 == chunk_ends.index_select(0, chunk))
     return _TokenPlaces(
         exists=exists,

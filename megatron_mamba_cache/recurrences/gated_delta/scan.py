@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.kernel_launches import launches_kernel
+from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates
 from ..row_tiles import TileShape, tile_shape
-from ..rows import PrefillRows, check_prefill_rows
 from .inputs import DeltaTokens, GateWeights, check_pool, check_tokens
 from .reference import delta_scan_ref
 from .scan_portable import scan_portably
@@ -24,7 +24,7 @@ def delta_scan(
     tokens: DeltaTokens,
     gates: GateWeights,
     pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     grain: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
@@ -51,7 +51,7 @@ def delta_scan(
     check_pool(tokens, pool)
     if quantized is not None:
         quantized.check(pool)
-    check_prefill_rows(rows, tokens.q.device)
+    check_prefill_batch(rows, tokens.q.device)
     shape = tile_shape(grain, tokens.q.dtype)
     if not launches_kernel(tokens.q) or shape is None or not _fits_kernels(tokens, pool) or _is_empty(tokens, rows):
         return delta_scan_ref(tokens, gates, pool, rows, quantized)
@@ -62,7 +62,7 @@ def scan_tiles(
     tokens: DeltaTokens,
     gates: GateWeights,
     pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     shape: TileShape,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
@@ -72,8 +72,8 @@ def scan_tiles(
     return tiles.y
 
 
-def _is_empty(tokens: DeltaTokens, rows: PrefillRows) -> bool:
-    return 0 in (tokens.v.numel(), rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+def _is_empty(tokens: DeltaTokens, rows: PrefillBatch) -> bool:
+    return 0 in (tokens.v.numel(), rows.chunk_requests.shape[0], rows.longest_first.shape[0])
 
 
 def _fits_kernels(tokens: DeltaTokens, pool: Tensor) -> bool:

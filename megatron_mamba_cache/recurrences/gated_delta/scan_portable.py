@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..quantized_states import QuantizedStates, quantized_places
+from ..batches import PrefillBatch
+from ..quantized_states import QuantizedStates, quantized_pointers
 from ..row_tiles import LEAST_WIDTH, tiled_rows
-from ..rows import PrefillRows
 from .inputs import DeltaTokens
 from .tile_systems import TileSystems
 from .tile_updates import advance_tile, store_boundary, store_state
@@ -125,8 +125,8 @@ def _scan_kernel(
     head = tl.program_id(0) // PARTS % HEADS
     key_head = head // HEADS_A_KEY
     row = tl.load(rows.longest_first + tl.program_id(0) // (PARTS * HEADS))
-    low = tl.load(rows.cu_rows + row)
-    high = tl.load(rows.cu_rows + row + 1)
+    low = tl.load(rows.cu_seqlens + row)
+    high = tl.load(rows.cu_seqlens + row + 1)
 
     dim = tl.arange(0, triton.next_power_of_2(KEY_DIM) if KEY_DIM > 16 else 16)[None, :]
     channel = first + tl.arange(0, CHANNELS)[:, None]
@@ -138,8 +138,8 @@ def _scan_kernel(
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=is_state, other=0.0).to(tl.float32)
 
     # Where the row's tiles begin, in tokens and in tile numbers: see `row_tiles`.
-    first_chunk = tl.load(rows.cu_row_chunks + row)
-    num_chunks = tl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    first_chunk = tl.load(rows.cu_request_chunks + row)
+    num_chunks = tl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
     in_first = (first_end - low + LENGTH - 1) // LENGTH
     begin = tl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
@@ -189,7 +189,7 @@ def _scan_kernel(
 def scan_portably(
     tokens: DeltaTokens,
     pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     tiles: TileSystems,
     quantized: QuantizedStates | None = None,
     tiling: ScanTiling | None = None,
@@ -216,7 +216,7 @@ def scan_portably(
         tile_slots=tiles.slots,
         pool=pool,
         slot_stride=pool.stride(0),
-        quantized=quantized_places(quantized),
+        quantized=quantized_pointers(quantized),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         HEADS_A_KEY=num_heads // key_heads,

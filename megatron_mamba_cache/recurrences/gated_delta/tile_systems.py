@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.overlap import await_inputs, overlapping
+from ..batches import PAD_SLOT, PrefillBatch
 from ..row_tiles import TileShape, find_tile, rows_to_cut
-from ..rows import PAD_SLOT, PrefillRows
 from .inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 
 NUM_FACTORS = 4
@@ -151,7 +151,7 @@ def _systems_kernel(
     key_head = head // HEADS_A_KEY
 
     channel = tl.arange(0, LANES)
-    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # past the last row
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last row
         at = y + (tl.cast(token, tl.int64) * HEADS + head) * VALUE_DIM + channel
         tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=channel < VALUE_DIM)
 
@@ -206,7 +206,7 @@ def _systems_kernel(
 def solve_tiles(
     tokens: DeltaTokens,
     gates: GateWeights,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     shape: TileShape,
     max_registers: int = MAX_REGISTERS,
 ) -> TileSystems:
@@ -218,7 +218,7 @@ def solve_tiles(
     """
     num_tokens, num_heads, value_dim = tokens.v.shape
     key_heads, key_dim = tokens.q.shape[1:]
-    num_tiles, dtype = rows.chunk_rows.shape[0] * shape.per_chunk, tokens.q.dtype
+    num_tiles, dtype = rows.chunk_requests.shape[0] * shape.per_chunk, tokens.q.dtype
     systems = _empty_systems(tokens, shape, num_tiles)
     _systems_kernel[(num_tiles * num_heads,)](
         tokens=kernel_tokens(tokens),
@@ -232,7 +232,7 @@ def solve_tiles(
         y=systems.y,
         scale=key_dim**-0.5,
         num_tiles=num_tiles,
-        num_rows=rows.cu_rows.shape[0] - 1,
+        num_rows=rows.cu_seqlens.shape[0] - 1,
         num_tokens=num_tokens,
         HEADS=num_heads,
         HEADS_A_KEY=num_heads // key_heads,

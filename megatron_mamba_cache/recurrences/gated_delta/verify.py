@@ -22,7 +22,7 @@ from torch import Tensor
 from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
+from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
 from .inputs import (
     EPS,
     DeltaTokens,
@@ -58,7 +58,7 @@ _EPS = tl.constexpr(EPS)
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `DecodeRows`."""
+    """The kernel's view of `DecodeBatch`."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -165,7 +165,7 @@ def delta_verify(
     tokens: DeltaTokens,
     gates: GateWeights,
     pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     tiling: VerifyTiling = TILING,
     *,
     after_conv: bool = False,
@@ -191,7 +191,7 @@ def delta_verify(
     """
     check_tokens(tokens, gates)
     check_pool(tokens, pool)
-    check_decode_rows(rows, pool.device)
+    check_decode_batch(rows, pool.device)
     if not launches_kernel(pool) or not is_computed_in_fp32(tokens.v, pool):
         return delta_verify_ref(tokens, gates, pool, rows)
     y = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
@@ -205,7 +205,7 @@ def _launch(
     tokens: DeltaTokens,
     gates: GateWeights,
     pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     tiling: VerifyTiling,
     after_conv: bool,
 ) -> None:

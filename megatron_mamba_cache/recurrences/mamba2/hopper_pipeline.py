@@ -134,10 +134,10 @@ def allocate_ring(tiles, sizes):
 @gluon.jit
 def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
     """Return the span of a row's tiles; see `tiles`."""
-    low = gl.load(rows.cu_rows + row)
-    high = gl.load(rows.cu_rows + row + 1)
-    first_chunk = gl.load(rows.cu_row_chunks + row)
-    num_chunks = gl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    low = gl.load(rows.cu_seqlens + row)
+    high = gl.load(rows.cu_seqlens + row + 1)
+    first_chunk = gl.load(rows.cu_request_chunks + row)
+    num_chunks = gl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = gl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
     in_first = (first_end - low + LENGTH - 1) // LENGTH
     begin = gl.where(num_chunks > 1, first_end - in_first * LENGTH, low)

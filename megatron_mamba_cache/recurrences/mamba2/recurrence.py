@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..batches import DecodeBatch, PrefillBatch, ReplayBatch
 from ..conv.conv import causal_conv
 from ..conv.verify import conv_verify
 from ..draft_inputs import DraftInputs
 from ..interface import LayerStates, StateDtypes, StateTensor
-from ..rows import DecodeRows, PrefillRows, ReplayRows
 from .inputs import SSMTokens, SSMWeights
 from .replay.drafts import ReplayedLayer, RingLayout
 from .replay.outputs import state_replay
-from .replay.rows import least_capacity, least_x_capacity
+from .replay.ring import least_capacity, least_x_capacity
 from .replay.tiling import replays_fast
 from .scan import cut_rows, ssd_scan
 from .verify import state_verify
@@ -92,7 +92,7 @@ class Mamba2:
         )
 
     def prefill(
-        self, xbc: Tensor, dt: Tensor, weights: Mamba2Weights, states: LayerStates, rows: PrefillRows
+        self, xbc: Tensor, dt: Tensor, weights: Mamba2Weights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
         """Compute packed prompt tokens; write the states at boundaries and at the rows' ends, in place.
 
@@ -131,8 +131,8 @@ class Mamba2:
         dt: Tensor,
         weights: Mamba2Weights,
         states: LayerStates,
-        rows: DecodeRows,
-        replay: ReplayRows | None,
+        rows: DecodeBatch,
+        replay: ReplayBatch | None,
     ) -> Tensor:
         """Compute one token and the drafts of each row, in place; arguments and result as in `prefill`.
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.reference import along_first_dim, compute_dtype
+from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
-from ..rows import PAD_SLOT, DecodeRows, PackedTokens, PrefillRows
 from ..slot_copies import load_slots, store_empty_rows, store_slots
 from .inputs import SSMTokens, SSMWeights
 
@@ -19,7 +19,7 @@ def ssd_scan_ref(
     tokens: SSMTokens,
     weights: SSMWeights,
     ssm_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     chunk_size: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
@@ -38,7 +38,7 @@ def ssd_scan_ref(
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
     """
     x = tokens.x
-    num_tokens, num_chunks = x.shape[0], rows.chunk_rows.shape[0]
+    num_tokens, num_chunks = x.shape[0], rows.chunk_requests.shape[0]
     store_empty_rows(ssm_pool, rows)
     y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what is past a chunk's end
     if num_tokens == 0 or num_chunks == 0:
@@ -63,7 +63,7 @@ def ssd_scan_ref(
     return y[:num_tokens]
 
 
-def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows) -> Tensor:
+def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
     Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
@@ -103,11 +103,11 @@ class _ChunkSlots:
     stored_slots: Tensor  # [chunks, 2]: where the state at its end goes, as a boundary and as the row's last
 
 
-def _chunk_slots(rows: PrefillRows) -> _ChunkSlots:
+def _chunk_slots(rows: PrefillBatch) -> _ChunkSlots:
     starts, ends = rows.cu_chunks[:-1].to(torch.int64), rows.cu_chunks[1:].to(torch.int64)
-    owner = rows.chunk_rows.to(torch.int64)
-    is_first = starts == rows.cu_rows.index_select(0, owner)
-    is_last = ends == rows.cu_rows.index_select(0, owner + 1)
+    owner = rows.chunk_requests.to(torch.int64)
+    is_first = starts == rows.cu_seqlens.index_select(0, owner)
+    is_last = ends == rows.cu_seqlens.index_select(0, owner + 1)
     boundary_slots = torch.where(ends > starts, rows.chunk_slots, PAD_SLOT)
     final_slots = torch.where(is_last, rows.final_slots.index_select(0, owner), PAD_SLOT)
     stored_slots = torch.stack([boundary_slots, final_slots], dim=1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
+from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates
 from ..row_tiles import TILE_LEN, TileShape, tile_shape
-from ..rows import PrefillRows, check_prefill_rows
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
 from .scan_portable import scan_portably
@@ -26,7 +26,7 @@ _CHANNELS = 64  # of a head that four warps scan
 
 
 def cut_rows(
-    dt: Tensor, weights: SSMWeights, rows: PrefillRows, chunk_size: int, head_dim: int, dtype: torch.dtype
+    dt: Tensor, weights: SSMWeights, rows: PrefillBatch, chunk_size: int, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles | None:
     """Cut the rows for a scan, which needs their time steps only; return None if such rows are left to the twin.
 
@@ -50,7 +50,7 @@ def ssd_scan(
     tokens: SSMTokens,
     weights: SSMWeights,
     ssm_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     chunk_size: int,
     quantized: QuantizedStates | None = None,
     *,
@@ -82,7 +82,7 @@ def ssd_scan(
         raise ValueError(f"need x, B and C of one dtype, found {tokens.x.dtype}, {tokens.B.dtype}, {tokens.C.dtype}")
     if quantized is not None:
         quantized.check(ssm_pool)
-    check_prefill_rows(rows, tokens.x.device)
+    check_prefill_batch(rows, tokens.x.device)
     shape = tile_shape(chunk_size, tokens.x.dtype)
     if (
         not launches_kernel(tokens.x)
@@ -101,7 +101,7 @@ def scan_tiles(
     tokens: SSMTokens,
     weights: SSMWeights,
     ssm_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     shape: TileShape,
     tiling: HopperTiling | None,
     quantized: QuantizedStates | None = None,
@@ -141,8 +141,8 @@ def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
     return HopperTiling(heads=1, channels=_CHANNELS, num_stages=3)
 
 
-def _is_empty(dt: Tensor, rows: PrefillRows) -> bool:
-    return 0 in (dt.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+def _is_empty(dt: Tensor, rows: PrefillBatch) -> bool:
+    return 0 in (dt.shape[0], rows.chunk_requests.shape[0], rows.longest_first.shape[0])
 
 
 def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..quantized_states import QuantizedStates, quantized_places
+from ..batches import PrefillBatch
+from ..quantized_states import QuantizedStates, quantized_pointers
 from ..row_tiles import TILE_LEN, tiled_rows
-from ..rows import PrefillRows
 from .hopper_pipeline import (
     PackedTiles,
     Results,
@@ -219,7 +219,7 @@ def scan_on_hopper(
     tokens: SSMTokens,
     D: Tensor,
     ssm_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     tiles: ScanTiles,
     channels: HeadSlice,
     tiling: HopperTiling,
@@ -252,7 +252,7 @@ def scan_on_hopper(
         tile_slots=tiles.slots,
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        quantized=quantized_places(quantized),
+        quantized=quantized_pointers(quantized),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         GROUPS=num_groups,

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..quantized_states import QuantizedStates, quantized_places, store_quantized
+from ..batches import PrefillBatch
+from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from ..row_tiles import tiled_rows
-from ..rows import PrefillRows
 from .inputs import SSMTokens
 from .tiles import HeadSlice, ScanTiles
 
@@ -144,8 +144,8 @@ def _scan_kernel(
     row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS
     group = head // (HEADS // GROUPS)
-    low = tl.load(rows.cu_rows + row)
-    high = tl.load(rows.cu_rows + row + 1)
+    low = tl.load(rows.cu_seqlens + row)
+    high = tl.load(rows.cu_seqlens + row + 1)
 
     lane = tl.arange(0, LANES)[None, :]
     in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + FIRST + lane
@@ -156,8 +156,8 @@ def _scan_kernel(
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=lane < CHANNELS, other=0.0).to(tl.float32)
 
     # Where the row's tiles begin, in tokens and in tile numbers: see `tiles`.
-    first_chunk = tl.load(rows.cu_row_chunks + row)
-    num_chunks = tl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    first_chunk = tl.load(rows.cu_request_chunks + row)
+    num_chunks = tl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
     in_first = (first_end - low + LENGTH - 1) // LENGTH
     begin = tl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
@@ -200,7 +200,7 @@ def scan_portably(
     tokens: SSMTokens,
     D: Tensor,
     ssm_pool: Tensor,
-    rows: PrefillRows,
+    rows: PrefillBatch,
     tiles: ScanTiles,
     channels: HeadSlice,
     quantized: QuantizedStates | None = None,
@@ -228,7 +228,7 @@ def scan_portably(
         tile_slots=tiles.slots,
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        quantized=quantized_places(quantized),
+        quantized=quantized_pointers(quantized),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         GROUPS=num_groups,

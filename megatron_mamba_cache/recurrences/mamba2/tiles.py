@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.overlap import await_then_release, overlapping
+from ..batches import PAD_SLOT, PrefillBatch
 from ..row_tiles import TileShape, find_tile, rows_to_cut
-from ..rows import PAD_SLOT, PrefillRows
 from .inputs import SSMWeights, time_step
 
 _HEADS_AT_A_TIME = 8
@@ -117,7 +117,7 @@ def _tiles_kernel(
     lane = tl.arange(0, LANES)
     channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
     cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
-    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # past the last row
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last row
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
 
     chunk = tile // PER_CHUNK
@@ -151,7 +151,7 @@ def _tiles_kernel(
 
 
 def cut_tiles(
-    dt: Tensor, weights: SSMWeights, rows: PrefillRows, shape: TileShape, head_dim: int, dtype: torch.dtype
+    dt: Tensor, weights: SSMWeights, rows: PrefillBatch, shape: TileShape, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles:
     """Cut the rows into tiles, sum their decays, and clear the outputs of tokens past the last row.
 
@@ -163,7 +163,7 @@ def cut_tiles(
         dtype: Of the scanned tokens and of the outputs.
     """
     num_tokens, num_heads = dt.shape
-    num_tiles = rows.chunk_rows.shape[0] * shape.per_chunk
+    num_tiles = rows.chunk_requests.shape[0] * shape.per_chunk
     device = dt.device
     y = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
     decays = torch.empty(num_heads, num_tiles, 2, shape.width, dtype=torch.float32, device=device)
@@ -181,7 +181,7 @@ def cut_tiles(
         least_step=least_step,
         most_step=most_step,
         num_tiles=num_tiles,
-        num_rows=rows.cu_rows.shape[0] - 1,
+        num_rows=rows.cu_seqlens.shape[0] - 1,
         num_tokens=num_tokens,
         HEADS=num_heads,
         HEAD_DIM=head_dim,

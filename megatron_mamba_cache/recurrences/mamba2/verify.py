@@ -21,7 +21,7 @@ from torch import Tensor
 from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ..rows import PAD_SLOT, DecodeRows, check_decode_rows
+from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens, kernel_weights, time_step
 from .reference import state_verify_ref
 
@@ -48,7 +48,7 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `DecodeRows`."""
+    """The kernel's view of `DecodeBatch`."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -147,7 +147,7 @@ def state_verify(
     tokens: SSMTokens,
     weights: SSMWeights,
     ssm_pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     tiling: VerifyTiling | None = None,
     *,
     after_conv: bool = False,
@@ -174,7 +174,7 @@ def state_verify(
     """
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
-    check_decode_rows(rows, ssm_pool.device)
+    check_decode_batch(rows, ssm_pool.device)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_verify_ref(tokens, weights, ssm_pool, rows)
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
@@ -189,7 +189,7 @@ def _launch(
     tokens: SSMTokens,
     weights: SSMWeights,
     ssm_pool: Tensor,
-    rows: DecodeRows,
+    rows: DecodeBatch,
     tiling: VerifyTiling,
     after_conv: bool,
 ) -> None:

@@ -11,6 +11,7 @@ from .text_feed import TextFeed, each, gathered
 
 _ARGUMENTS = ("arguments", "parameters")
 
+
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
     """Calls between markers: one JSON object, or a list of them.

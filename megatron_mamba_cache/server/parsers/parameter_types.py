@@ -123,4 +123,3 @@ def _choices(schema: Any) -> list[Any]:
         return []
     lists = (schema.get(name) for name in ("anyOf", "oneOf", "allOf"))
     return [choice for found in lists if isinstance(found, list) for choice in found[:_MOST_SCHEMAS]]
-

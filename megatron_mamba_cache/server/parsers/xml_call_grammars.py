@@ -21,7 +21,7 @@ from ...grammars.held_words import UNHELD
 from ...grammars.object_alternatives import object_alternatives
 from ...grammars.patterns import is_found, whole_patterns
 from ...grammars.reasoning import SPACE
-from ...grammars.schema_words import TYPES, at_place, list_of, type_of_value, types_of, with_root
+from ...grammars.schema_words import TYPES, at_location, list_of, type_of_value, types_of, with_root
 from .callable_tool import CallableTool
 from .parameter_types import resolved, types_of_parameter
 
@@ -51,7 +51,7 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
         name = f"parameters{number}"
         anything = Grammar(name, {f"{name}[lazy]": r"/(.|\n)*<\/function>\n/"})
         return sequence(opening, anything, Grammar(literal("</tool_call>", special_id)))
-    with at_place(f"the parameters of {tool.name}"):
+    with at_location(f"the parameters of {tool.name}"):
         calls = [
             sequence(*_parameters(alternative, f"value{number}_{place}", tool), closing)
             for place, alternative in enumerate(object_alternatives(tool.parameters))
@@ -73,7 +73,7 @@ def _parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_requi
     told = resolved(schema, root)
     is_missing = not told and isinstance(schema, Mapping) and "$ref" in schema
     if _is_text(key, told, root) and not is_missing:
-        with at_place(f"properties.{key}"):
+        with at_location(f"properties.{key}"):
             value = _value([told], name, root)
     else:
         value = json_grammar(with_root(schema, root), name, f"the parameter {key} of {tool.name}")

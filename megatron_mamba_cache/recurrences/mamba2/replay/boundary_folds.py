@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
-from ...quantized_states import QuantizedStates, quantized_places, store_quantized
-from ...rows import PAD_SLOT, AlignRows, ReplayRows
+from ...batches import PAD_SLOT, AlignBatch, ReplayBatch
+from ...quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from ...slot_tiles import next_turn, numbered, of_number
 from .outputs import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
-from .rows import (
+from .ring import (
     BoundaryFolds,
     ReplayRing,
     check_boundary_folds,
@@ -35,7 +35,7 @@ from .rows import (
     kernel_layers,
     kernel_ring,
 )
-from .tiling import FOLDED_ROWS, folds_by_products
+from .tiling import FOLDED_ROWS, folds_by_mma
 
 _ROWS = 256
 _LANES = 4  # int32 in 16 bytes
@@ -78,7 +78,7 @@ def _plan_kernel(
     tl.store(plan + 2 * plan_stride + row, tl.where(reached, target, _PAD), mask=exists)
 
 
-def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:
+def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
     """Return what to fold for the rows of a verify step that reached a boundary; see `fold_boundaries`.
 
     Args:
@@ -141,10 +141,10 @@ def fold_boundaries(
     if not launches_kernel(ssm_pools) or not is_computed_in_fp32(rings.x, ssm_pools):
         fold_boundaries_ref(ssm_pools, rings, rows, ring_len, quantized)
         return
-    if quantized is None and folds_by_products(ssm_pools, rings.x.dtype):
-        from .fold_products import fold_by_products  # Gluon is imported where it is used
+    if quantized is None and folds_by_mma(ssm_pools, rings.x.dtype):
+        from .fold_mma import fold_by_mma  # Gluon is imported where it is used
 
-        fold_by_products(ssm_pools, rings, rows, ring_len)
+        fold_by_mma(ssm_pools, rings, rows, ring_len)
     else:
         fold_portably(ssm_pools, rings, rows, ring_len, quantized)
 
@@ -236,7 +236,7 @@ def fold_portably(
     _fold_boundaries_kernel[(_num_programs(ssm_pools.device),)](
         pool=ssm_pools,
         slot_stride=ssm_pools.stride(1),
-        quantized=quantized_places(quantized),
+        quantized=quantized_pointers(quantized),
         ring=kernel_ring(rings),
         layers=kernel_layers(ssm_pools, rings),
         rows=kernel_folds(rows),

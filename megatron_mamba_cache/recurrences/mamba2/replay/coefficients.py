@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ....kernels.kernel_language import only_if
 from ....kernels.overlap import await_then_release, overlapping
-from ...rows import PAD_SLOT, ReplayRows
+from ...batches import PAD_SLOT, ReplayBatch
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
-from .rows import ReplayRing, kernel_ring, kernel_rows
+from .ring import ReplayRing, kernel_ring, kernel_rows
 
 _LEAST_OWN = 8  # one form of the kernels up to that many tokens
 _HEADS_AT_A_TIME = 16
@@ -185,7 +185,7 @@ def append_and_weigh(
     tokens: SSMTokens,
     weights: SSMWeights,
     ring: ReplayRing,
-    rows: ReplayRows,
+    rows: ReplayBatch,
     ring_len: int,
     *,
     after_conv: bool,

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...batches import AlignBatch, ReplayBatch
 from ...cached_form import StoredStates
 from ...draft_inputs import DraftInputs
 from ...interface import LiveState
 from ...quantized_states import QuantizedStates
-from ...rows import AlignRows, ReplayRows
 from ...window import columns_of, settling_rows
 from .boundary_folds import fold_boundaries, plan_boundary_folds
-from .rows import BoundaryFolds, ReplayRing
+from .ring import BoundaryFolds, ReplayRing
 
 _CONV, _SSM = 0, 1  # the tensors of the pool's one group
 _STEP_VALUES = 2  # dt, and dt * A
@@ -55,7 +55,7 @@ class ReplayStorage:
         return ReplayedLayer(ring, self._ring_len, None if self._draft_inputs is None else self._draft_inputs[index])
 
     def cache_boundaries(
-        self, stored: StoredStates, replay: ReplayRows | None, rows: AlignRows, block_size: int
+        self, stored: StoredStates, replay: ReplayBatch | None, rows: AlignBatch, block_size: int
     ) -> None:
         """Fold the states at the boundaries that rows reached into their targets, and copy the windows there."""
         assert replay is not None

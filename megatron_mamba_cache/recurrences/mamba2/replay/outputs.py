@@ -3,7 +3,7 @@
     y_t = factor_t (C_t S) + sum over the tokens j since the checkpoint S of factor_tj x_j
 
 `coefficients` computes the factors and appends B and time steps; then one kernel does the rest: that of `outputs_sums`
-or `outputs_products` on a Hopper GPU, or the one here, in Triton, for every shape and device. If a row's kept tokens
+or `outputs_mma` on a Hopper GPU, or the one here, in Triton, for every shape and device. If a row's kept tokens
 have passed a multiple of the ring's length, it folds them first: S = exp(dt * A) * S + B (dt * x), token by token as
 `state_verify` does or, on a Hopper GPU where x and B are bf16, a period at once; rounded to the pool's dtype at every
 multiple. So a checkpoint's bits depend on its tokens alone. It appends x last, and may overwrite what it has folded.
@@ -22,11 +22,11 @@ from torch import Tensor
 from ....kernels.kernel_language import only_if
 from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ....kernels.overlap import await_launcher, overlapping, release
-from ...rows import PAD_SLOT, ReplayRows
+from ...batches import PAD_SLOT, ReplayBatch
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
 from .coefficients import ReplayCoefficients, append_and_weigh
 from .reference import state_replay_ref
-from .rows import ReplayRing, check_replay_rows, check_ring, kernel_ring, kernel_rows
+from .ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
 from .tiling import ReplayTiling, choose_tiling
 
 _PAD = tl.constexpr(PAD_SLOT)
@@ -37,7 +37,7 @@ def state_replay(
     weights: SSMWeights,
     ssm_pool: Tensor,
     ring: ReplayRing,
-    rows: ReplayRows,
+    rows: ReplayBatch,
     ring_len: int,
     *,
     after_conv: bool = False,
@@ -67,7 +67,7 @@ def state_replay(
     """
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
-    check_replay_rows(rows, ssm_pool.device)
+    check_replay_batch(rows, ssm_pool.device)
     check_ring(ring, tokens, ring_len, rows.max_tokens)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len)
@@ -80,7 +80,7 @@ def replay_tiled(
     weights: SSMWeights,
     ssm_pool: Tensor,
     ring: ReplayRing,
-    rows: ReplayRows,
+    rows: ReplayBatch,
     ring_len: int,
     tiling: ReplayTiling,
     *,
@@ -171,9 +171,9 @@ def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
         from .outputs_sums import replay_by_sums
 
         return replay_by_sums
-    from .outputs_products import replay_by_products
+    from .outputs_mma import replay_by_mma
 
-    return replay_by_products
+    return replay_by_mma
 
 
 @triton.jit(do_not_specialize=["max_tokens"])
@@ -267,7 +267,7 @@ def replay_portably(
     tokens: SSMTokens,
     ssm_pool: Tensor,
     ring: ReplayRing,
-    rows: ReplayRows,
+    rows: ReplayBatch,
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:

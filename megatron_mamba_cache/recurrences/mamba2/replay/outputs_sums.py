@@ -2,7 +2,7 @@
 
 A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so that a
 product with C adds up within lanes, and only one sum a column and token crosses them. Checkpoints have the bits of
-`fold_products` where tokens are bf16, and else those of `outputs`. The fold and the state's loads begin
+`fold_mma` where tokens are bf16, and else those of `outputs`. The fold and the state's loads begin
 while `coefficients` runs.
 """
 
@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...rows import PAD_SLOT, ReplayRows
+from ...batches import PAD_SLOT, ReplayBatch
 from ..inputs import SSMTokens, kernel_tokens
 from .coefficients import ReplayCoefficients
-from .fold_products import fold_tile
+from .fold_mma import fold_tile
 from .operands import sync_lanes
-from .rows import ReplayRing, kernel_ring, kernel_rows
+from .ring import ReplayRing, kernel_ring, kernel_rows
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -211,7 +211,7 @@ def replay_by_sums(
     tokens: SSMTokens,
     ssm_pool: Tensor,
     ring: ReplayRing,
-    rows: ReplayRows,
+    rows: ReplayBatch,
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from ....kernels.reference import compute_dtype, redirect_padding
+from ...batches import PAD_SLOT, AlignBatch, ReplayBatch
 from ...quantized_states import QuantizedStates, store_quantized_ref
-from ...rows import PAD_SLOT, AlignRows, ReplayRows
 from ...slot_copies import load_slots, store_slots
 from ..inputs import SSMTokens, SSMWeights
-from .rows import BoundaryFolds, ReplayRing
+from .ring import BoundaryFolds, ReplayRing
 
 
 def state_replay_ref(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayRows, ring_len: int
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
     """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
 
@@ -68,7 +68,7 @@ def fold_boundaries_ref(
             store_quantized_ref(quantized.of_layer(layer), targets, states)
 
 
-def plan_boundary_folds_ref(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:
+def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
     """Return what to fold for the rows of a verify step that reached a boundary; see `plan_boundary_folds`."""
     running = align.computed + align.scheduled - align.drafts
     end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
@@ -79,7 +79,12 @@ def plan_boundary_folds_ref(rows: ReplayRows, align: AlignRows, ring_len: int, b
 
 
 def _folded(
-    states: Tensor, stored: torch.dtype, ring: ReplayRing, rows: ReplayRows | BoundaryFolds, ends: Tensor, ring_len: int
+    states: Tensor,
+    stored: torch.dtype,
+    ring: ReplayRing,
+    rows: ReplayBatch | BoundaryFolds,
+    ends: Tensor,
+    ring_len: int,
 ) -> Tensor:
     """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
     is_row = rows.slots != PAD_SLOT

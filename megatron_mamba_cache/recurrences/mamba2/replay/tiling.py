@@ -63,7 +63,7 @@ def runs_gluon(pool: Tensor) -> bool:
     return pool.is_cuda and _has_gluon(pool.device)
 
 
-def folds_by_products(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
+def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
     """Return whether the kernels that are chosen for states of a pool, or of pools, fold them as matrices.
 
     Args:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
 
 def patterned(num_slots: int, state_shape: tuple[int, int, int], device: str, *lead: int) -> QuantizedStates:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class BesideExperts:
+class OverlappedExpert:
     """The shared expert's output, which in a graph is computed beside the layer's other kernels.
 
     Few tokens take the time of reading its weights: it is launched while the others are routed, by small kernels that

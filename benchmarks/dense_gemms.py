@@ -1,6 +1,6 @@
 """How long do the dense matrix products of a model take, by the number of tokens of a step?
 
-    PYTHONPATH=. python3 benchmarks/dense_products.py [--shape NAME] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/dense_gemms.py [--shape NAME] [--json FILE]
 
 All products of the model's layers but those of routed experts and routers, one after another in a CUDA graph, each
 with its own weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of tokens: a
@@ -41,7 +41,7 @@ class Products:
         return self.num_flops / self.us / 1e6
 
 
-class DenseProducts:
+class DenseGemms:
     """The products of some tokens with weights [outputs, inputs], into memory of its own.
 
     Attributes:
@@ -72,7 +72,7 @@ def dense_weights(model: Any) -> list[Tensor]:
 def measure(weights: Sequence[Tensor], counts: Sequence[int]) -> list[Products]:
     """Measure the products of each number of tokens, in turn, so that drift affects all."""
     num_weights = sum(weight.numel() for weight in weights)
-    variants = [[DenseProducts(weights, count)] for count in counts]
+    variants = [[DenseGemms(weights, count)] for count in counts]
     times = interleaved_us(variants, sum(weight.nbytes for weight in weights) / 3e6, NUM_ROUNDS)
     return [Products(count, us, 2.0 * num_weights * count) for count, us in zip(counts, times, strict=True)]
 

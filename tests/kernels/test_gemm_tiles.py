@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.kernels.experts import product_tiles
-from megatron_mamba_cache.kernels.experts.product_tiles import MOST_ROWS, ROW_STEP, tile_rows, tile_rows_ref
+from megatron_mamba_cache.kernels.experts import gemm_tiles
+from megatron_mamba_cache.kernels.experts.gemm_tiles import MOST_ROWS, ROW_STEP, tile_rows, tile_rows_ref
 from tests.kernels.kernel_stand_ins import launches_expected
 
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(1, 70), st.integers(200, 700)), min_size=1, max_size=9)
@@ -37,7 +37,7 @@ def test_tiles_hold_each_row_once_in_as_few_tiles_as_can_be(counts: list[int], n
 def test_the_kernel_finds_the_tiles_of_the_twin(counts: list[int], device: str) -> None:
     starts = starts_of(counts).to(device)
     num_rows = int(starts[-1]) + 5
-    with launches_expected(product_tiles, "_tiles_kernel", of_kernel=True, device=device):
+    with launches_expected(gemm_tiles, "_tiles_kernel", of_kernel=True, device=device):
         tiles = tile_rows(starts, num_rows).cpu()
     expected = tile_rows_ref(starts.cpu(), num_rows)
     num_tiles = int(expected[0, 0])

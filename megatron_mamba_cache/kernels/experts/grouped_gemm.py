@@ -6,8 +6,8 @@ expert's rows are consecutive and its weights are read once for each tile of row
 one expert and WIDTH outputs. The host does not know how many tiles an expert has: programs are launched for the most
 tiles that any choice can have, and each finds its expert from the starts; those beyond the last tile do nothing.
 
-With few rows an expert, reading the weights takes the time, with many the products do: `product_forms` has the tiles
-of each form; `grouped_product_hopper` is a form of its own. Within a form a row's inputs are summed in one order,
+With few rows an expert, reading the weights takes the time, with many the products do: `gemm_variants` has the tiles
+of each form; `grouped_gemm_hopper` is a form of its own. Within a form a row's inputs are summed in one order,
 whatever other rows there are, so that a token's bits do not depend on the batch. Accumulation is fp32. Graph safe: no
 host sync, no atomics.
 """
@@ -21,12 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..activations import Activation
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, overlapping
-from .grouped_product_hopper import multiply_on_hopper
-from .product_forms import ProductForm, choose_form, takes_long_tiles
-from .reference_experts import grouped_product_ref
+from .gemm_variants import GemmVariant, choose_variant, takes_long_tiles
+from .grouped_gemm_hopper import multiply_on_hopper
+from .reference_experts import grouped_gemm_ref
 from .reference_routing import ExpertOrder
 
-__all__ = ["grouped_product", "grouped_product_ref"]
+__all__ = ["grouped_gemm", "grouped_gemm_ref"]
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -148,7 +148,7 @@ def _compute_tile(
 
 
 @triton.jit
-def _grouped_product_kernel(
+def _grouped_gemm_kernel(
     x,
     weight,
     pairs,
@@ -186,7 +186,7 @@ def _grouped_product_kernel(
         )  # fmt: skip
 
 
-def grouped_product(
+def grouped_gemm(
     x: Tensor,
     weight: Tensor,
     order: ExpertOrder,
@@ -214,11 +214,11 @@ def grouped_product(
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `grouped_product_ref`. CUDA-graph safe: no host sync, one launch, or two for many rows on Hopper.
+    Reference: `grouped_gemm_ref`. CUDA-graph safe: no host sync, one launch, or two for many rows on Hopper.
     """
     _check(x, weight, order, activation)
     if not launches_kernel(x) or not is_computed_in_fp32(x):
-        return grouped_product_ref(x, weight, order, top_k=top_k, activation=activation)
+        return grouped_gemm_ref(x, weight, order, top_k=top_k, activation=activation)
     num_experts, num_rows = weight.shape[0], len(order.pairs)
     is_gated = activation == "gated_silu"
     outputs = weight.shape[1] // (2 if is_gated else 1)
@@ -228,9 +228,9 @@ def grouped_product(
     if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None, is_gated=is_gated):
         multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first)
         return out
-    form = choose_form(num_rows, weight, is_gated=is_gated)
+    form = choose_variant(num_rows, weight, is_gated=is_gated)
     most_tiles = min(num_rows, num_experts + num_rows // form.rows)
-    _grouped_product_kernel[(triton.cdiv(outputs, form.outputs), most_tiles)](
+    _grouped_gemm_kernel[(triton.cdiv(outputs, form.outputs), most_tiles)](
         x=x,
         weight=_boxes(weight, form) if form.loads_boxes else weight,
         pairs=order.pairs,
@@ -258,7 +258,7 @@ def grouped_product(
     return out
 
 
-def _boxes(weight: Tensor, form: ProductForm) -> TensorDescriptor:
+def _boxes(weight: Tensor, form: GemmVariant) -> TensorDescriptor:
     """Return the weights as rows of all experts, to be loaded a box at a time."""
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [form.outputs, form.inputs])
 

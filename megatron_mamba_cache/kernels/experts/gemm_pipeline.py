@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_common import await_then_release, load_tile
-from . import product_tiles
-from .uneven_products import LINE, check_places
+from . import gemm_tiles
+from .wgmma import LINE, check_places
 
 # Gluon is experimental, and names change: the first are Triton 3.9's, the second 3.6's.
 copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -23,7 +23,7 @@ DEPTH = 64
 """Inputs of a stage; a layer's are a multiple of it."""
 GROUPS = gl.constexpr(2)
 """Groups of warps that multiply a tile."""
-MOST_ROWS = gl.constexpr(product_tiles.MOST_ROWS)
+MOST_ROWS = gl.constexpr(gemm_tiles.MOST_ROWS)
 _LINES_OF_ROWS = gl.constexpr(256)
 """Of a stage; the last one has MOST_ROWS, so that the rest of the memory is enough for results."""
 

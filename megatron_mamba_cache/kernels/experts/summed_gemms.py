@@ -13,9 +13,9 @@ from ..kernel_language import appended, only_if
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, await_launcher, overlapping, release
 from .few_tokens import check_few, tile_width
-from .reference_experts import check_weights, sum_of_products_ref
+from .reference_experts import check_weights, summed_gemm_ref
 
-__all__ = ["sum_of_products", "sum_of_products_ref"]
+__all__ = ["summed_gemm", "summed_gemm_ref"]
 
 _ROWS = 2
 """Outputs of a program: with four, hardly more programs than fit on the card at once would leave a long tail."""
@@ -133,7 +133,7 @@ def _sum_kernel(
     tl.store(out + token * OUTPUTS + row, total.to(out.dtype.element_ty), mask=row < OUTPUTS)
 
 
-def sum_of_products(
+def summed_gemm(
     rows: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -159,7 +159,7 @@ def sum_of_products(
         shared_rows: [tokens, shared inputs], contiguous, whose products with the shared expert's weights are added.
         shared_weight: [outputs, shared inputs], contiguous; None for no such expert.
         first_expert: Number of the first expert whose weights are here.
-        follows_pairs: True if `product_of_pairs` with these `ids` is the last launch on this stream, and no other
+        follows_pairs: True if `pair_gemm` with these `ids` is the last launch on this stream, and no other
             stream's work is waited for behind it: then experts' weights may be read before it has ended.
 
     Returns:
@@ -168,12 +168,12 @@ def sum_of_products(
     Raises:
         ValueError: If shapes, dtypes or strides disagree.
 
-    Reference: `sum_of_products_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `summed_gemm_ref`. CUDA-graph safe: no host sync, one launch.
     """
     check_few(rows, weight, ids, ids.shape[1], shared_weight, shared_rows)
     check_weights(shares, *ids.shape)
     if not launches_kernel(rows) or not is_computed_in_fp32(rows):
-        return sum_of_products_ref(
+        return summed_gemm_ref(
             rows,
             weight,
             ids,

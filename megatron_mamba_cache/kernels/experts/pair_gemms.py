@@ -14,9 +14,9 @@ from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_then_release, overlapping
 from .few_tokens import check_few, tile_width
-from .reference_experts import product_of_pairs_ref
+from .reference_experts import pair_gemm_ref
 
-__all__ = ["product_of_pairs", "product_of_pairs_ref"]
+__all__ = ["pair_gemm", "pair_gemm_ref"]
 
 _ROWS = 4
 """Rows of weights of a program."""
@@ -126,7 +126,7 @@ def _pairs_kernel(
             tl.store(out + pair * OUTPUTS + row, total.to(out.dtype.element_ty), mask=row < OUTPUTS)
 
 
-def product_of_pairs(
+def pair_gemm(
     x: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -144,7 +144,7 @@ def product_of_pairs(
         weight: [experts, outputs, inputs], contiguous; [experts, 2 * outputs, inputs] for `gated_silu`: gates first.
         ids: [tokens, top_k] int32, contiguous: each token's experts.
         shared_weight: [shared outputs, inputs], contiguous, or twice as many for `gated_silu`; None for no such expert.
-        activation: See `grouped_product`.
+        activation: See `grouped_gemm`.
         first_expert: Number of the first expert whose weights are here.
 
     Returns:
@@ -154,11 +154,11 @@ def product_of_pairs(
     Raises:
         ValueError: If shapes, dtypes or strides disagree.
 
-    Reference: `product_of_pairs_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `pair_gemm_ref`. CUDA-graph safe: no host sync, one launch.
     """
     check_few(x, weight, ids, 1, shared_weight)
     if not launches_kernel(x) or not is_computed_in_fp32(x):
-        return product_of_pairs_ref(x, weight, ids, shared_weight, activation=activation, first_expert=first_expert)
+        return pair_gemm_ref(x, weight, ids, shared_weight, activation=activation, first_expert=first_expert)
     halves, num_tokens = 2 if activation == "gated_silu" else 1, len(x)
     outputs, shared = weight.shape[1] // halves, 0 if shared_weight is None else len(shared_weight) // halves
     out = torch.empty(ids.numel(), outputs, dtype=x.dtype, device=x.device)

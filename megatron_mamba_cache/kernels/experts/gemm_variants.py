@@ -16,7 +16,7 @@ _GATED_OUTPUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ProductForm:
+class GemmVariant:
     """Tiles of a grouped product; measured on an H200, see `benchmarks/results/experts.md`.
 
     Args:
@@ -39,7 +39,7 @@ class ProductForm:
         return self.rows < 64
 
 
-def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductForm:
+def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVariant:
     """Return the form for a number of pairs; it depends on their number alone, not on which experts they choose.
 
     Args:
@@ -47,23 +47,23 @@ def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductFor
     """
     mean_rows = num_pairs / weight.shape[0]
     if weight.dtype == torch.float32:
-        return ProductForm(16 if mean_rows <= 16 else 64, 64, 32, 4, 3)
+        return GemmVariant(16 if mean_rows <= 16 else 64, 64, 32, 4, 3)
     if not can_load_boxes(weight):
-        return ProductForm(16, 64, 64, 4, 4) if mean_rows <= 16 else ProductForm(64, 64 if is_gated else 128, 64, 4, 3)
+        return GemmVariant(16, 64, 64, 4, 4) if mean_rows <= 16 else GemmVariant(64, 64 if is_gated else 128, 64, 4, 3)
     if mean_rows <= 16:
         # As much in flight as hides the memory's latency even where few programs run: 144 and 108 KiB of boxes.
         return (
-            ProductForm(16, 64, 64, 4, 8, loads_boxes=True)
+            GemmVariant(16, 64, 64, 4, 8, loads_boxes=True)
             if is_gated
-            else ProductForm(16, 128, 64, 8, 6, loads_boxes=True)
+            else GemmVariant(16, 128, 64, 8, 6, loads_boxes=True)
         )
     if mean_rows <= 96:
-        return ProductForm(64, 128 if is_gated else 256, 64, 4, 4, loads_boxes=True)
-    return ProductForm(128, 128 if is_gated else 256, 64, 8, 4, has_halves=True, loads_boxes=True)
+        return GemmVariant(64, 128 if is_gated else 256, 64, 4, 4, loads_boxes=True)
+    return GemmVariant(128, 128 if is_gated else 256, 64, 8, 4, has_halves=True, loads_boxes=True)
 
 
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
-    """Return whether rows are multiplied by `grouped_product_hopper`; like `choose_form`, by their number alone.
+    """Return whether rows are multiplied by `grouped_gemm_hopper`; like `choose_variant`, by their number alone.
 
     A long tile reads an expert's weights once however unevenly tokens choose; short ones read those of much chosen
     experts again and again. With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.

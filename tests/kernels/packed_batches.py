@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.rows import PAD_SLOT, DecodeRows, PrefillRows
+from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, PrefillBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +22,30 @@ class RowSpec:
     boundaries: dict[int, int] = field(default_factory=dict)
 
 
-def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> PrefillRows:
+def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> PrefillBatch:
     """Cut the rows at absolute multiples of `chunk_size`; add empty padding rows and chunks."""
-    cu_rows = [0, *accumulate(spec.length for spec in specs)]
-    cu_chunks, chunk_rows, chunk_slots, cu_row_chunks = [0], [], [], [0]
+    cu_seqlens = [0, *accumulate(spec.length for spec in specs)]
+    cu_chunks, chunk_requests, chunk_slots, cu_request_chunks = [0], [], [], [0]
     for row, spec in enumerate(specs):
         position, end = spec.start, spec.start + spec.length
         while position < end:
             position = min((position // chunk_size + 1) * chunk_size, end)
-            cu_chunks.append(cu_rows[row] + position - spec.start)
-            chunk_rows.append(row)
+            cu_chunks.append(cu_seqlens[row] + position - spec.start)
+            chunk_requests.append(row)
             chunk_slots.append(spec.boundaries.get(position, PAD_SLOT))
-        cu_row_chunks.append(len(chunk_rows))
+        cu_request_chunks.append(len(chunk_requests))
     padding = [PAD_SLOT] * num_padding
     columns = (
-        cu_rows + cu_rows[-1:] * num_padding,
+        cu_seqlens + cu_seqlens[-1:] * num_padding,
         [spec.initial for spec in specs] + padding,
         [spec.final for spec in specs] + padding,
         cu_chunks + cu_chunks[-1:] * num_padding,
-        chunk_rows + [0] * num_padding,
+        chunk_requests + [0] * num_padding,
         chunk_slots + padding,
-        cu_row_chunks + cu_row_chunks[-1:] * num_padding,
+        cu_request_chunks + cu_request_chunks[-1:] * num_padding,
         sorted(range(len(specs) + num_padding), key=lambda row: -specs[row].length if row < len(specs) else 0),
     )
-    return PrefillRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    return PrefillBatch(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
 def scan_specs(chunk: int) -> list[RowSpec]:
@@ -76,7 +76,7 @@ class VerifySpec:
         return self.columns[self.accepted - 1]
 
 
-def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> DecodeRows:
+def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> DecodeBatch:
     """Pack decode rows; the table and the bound of a row's tokens are `num_spare` wider than needed."""
     max_len = max((spec.length for spec in specs), default=1) + num_spare
     width = max([max_len, *(len(spec.columns) + num_spare for spec in specs)])
@@ -86,7 +86,7 @@ def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0)
         torch.tensor(values, dtype=torch.int32, device=device)
         for values in (cu_tokens, table, [spec.accepted for spec in specs])
     )
-    return DecodeRows(cu_tokens, columns.view(len(specs), width), accepted, max_len)
+    return DecodeBatch(cu_tokens, columns.view(len(specs), width), accepted, max_len)
 
 
 def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
@@ -104,15 +104,15 @@ def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
     return specs
 
 
-def one_token_rows(slots: Sequence[int], device: str) -> DecodeRows:
+def one_token_rows(slots: Sequence[int], device: str) -> DecodeBatch:
     """Return rows of a token each without a draft; PAD_SLOT makes a padding row."""
     return pack_verify([VerifySpec(1, () if slot == PAD_SLOT else (slot,)) for slot in slots], device)
 
 
 def row_slices(specs: Sequence[RowSpec | VerifySpec]) -> list[slice]:
     """Return where each row's tokens lie."""
-    cu_rows = [0, *accumulate(spec.length for spec in specs)]
-    return [slice(a, b) for a, b in pairwise(cu_rows)]
+    cu_seqlens = [0, *accumulate(spec.length for spec in specs)]
+    return [slice(a, b) for a, b in pairwise(cu_seqlens)]
 
 
 def written_slots(specs: Sequence[RowSpec]) -> set[int]:

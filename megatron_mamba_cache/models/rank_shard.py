@@ -33,7 +33,7 @@ def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankShard:
     """The part of a model that a rank has.
 
     Args:
@@ -49,7 +49,7 @@ class RankPart:
     is_tied: bool
 
     @staticmethod
-    def of_process(architecture: HybridArchitecture) -> "RankPart":
+    def of_process(architecture: HybridArchitecture) -> "RankShard":
         """Return the part of this process, by Megatron's parallel state."""
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -58,7 +58,7 @@ class RankPart:
         num_experts = architecture.experts.num_experts if architecture.experts else 0
         share = num_experts // parallel_state.get_expert_model_parallel_world_size()
         first_expert = share * parallel_state.get_expert_model_parallel_rank()
-        return RankPart(
+        return RankShard(
             layers=range(first, first + lengths[stage]),
             experts=range(first_expert, first_expert + share),
             is_first_stage=stage == 0,

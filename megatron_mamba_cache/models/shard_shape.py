@@ -11,21 +11,21 @@ from ..recurrences.mamba2.recurrence import Mamba2
 from ..recurrences.model_shape import RECURRENT, HybridModelShape, RecurrentLayers
 from .architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from .parameter_shapes import parameters_of
-from .rank_part import RankPart, check_ranks
+from .rank_shard import RankShard, check_ranks
 
 
 def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
-    """Return the shape of this rank's part, by Megatron's parallel state; see `part_shape`.
+    """Return the shape of this rank's part, by Megatron's parallel state; see `shard_shape`.
 
     Raises:
         ValueError: If the ranks cannot share the model.
     """
     check_ranks(architecture)
-    part = RankPart.of_process(architecture)
-    return part_shape(architecture, dtype, part.layers, parallel_state.get_tensor_model_parallel_world_size())
+    part = RankShard.of_process(architecture)
+    return shard_shape(architecture, dtype, part.layers, parallel_state.get_tensor_model_parallel_world_size())
 
 
-def part_shape(
+def shard_shape(
     architecture: HybridArchitecture, dtype: torch.dtype, layers: range | None = None, num_tensor_ranks: int = 1
 ) -> HybridModelShape:
     """Return the shape of a rank's part, without a fingerprint, which only a model that is built has.

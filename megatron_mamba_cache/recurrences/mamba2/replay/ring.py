@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...rows import ReplayRows, check_vectors
+from ...batches import ReplayBatch, check_vectors
 from ..inputs import SSMTokens
 
 LEAST_RING_LEN = 4
@@ -52,7 +52,7 @@ class BoundaryFolds:
     Targets are distinct; a target may be its own row's checkpoint, and is never another row's.
 
     Args:
-        slots, buffers, folded: [rows] int32; as in `ReplayRows`, after the step.
+        slots, buffers, folded: [rows] int32; as in `ReplayBatch`, after the step.
         ends: [rows] int32, at least `folded`; tokens that the written state covers.
         targets: [rows] int32; slot that receives the state, PAD_SLOT for none.
     """
@@ -74,7 +74,7 @@ def least_x_capacity(ring_len: int, max_tokens: int) -> int:
     return ring_len + max_tokens - 1
 
 
-def check_replay_rows(rows: ReplayRows, device: torch.device) -> None:
+def check_replay_batch(rows: ReplayBatch, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.slots.shape[0]
     vectors = {name: (getattr(rows, name), num_rows) for name in ("slots", "buffers", "folded", "computed")}
@@ -155,7 +155,7 @@ class KernelRing(NamedTuple):
 
 
 class KernelRows(NamedTuple):
-    """The kernels' view of `ReplayRows`."""
+    """The kernels' view of `ReplayBatch`."""
 
     cu_tokens: Tensor
     slots: Tensor
@@ -189,7 +189,7 @@ def kernel_ring(ring: ReplayRing) -> KernelRing:
     return KernelRing(*tensors, *(t.stride(-4) for t in tensors), *(t.stride(-3) for t in tensors))
 
 
-def kernel_rows(rows: ReplayRows) -> KernelRows:
+def kernel_rows(rows: ReplayBatch) -> KernelRows:
     """Return what the kernels read of the rows."""
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
 

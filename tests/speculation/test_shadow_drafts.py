@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.speculation.acceptance import WatchedDrafts
+from megatron_mamba_cache.speculation.acceptance import ShadowDrafts
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner
 from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from tests.speculation.request_rows import row_of
+from tests.speculation.running_requests import row_of
 from tests.speculation.simulated_steps import NANO_30B, NO_LIMIT, time_of
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -18,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 @given(TOKENS, TOKENS, st.integers(1, 3))
 def test_a_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[int], at_once: int) -> None:
-    row, watched = row_of([5], generated=[1, 2]), WatchedDrafts()
+    row, watched = row_of([5], generated=[1, 2]), ShadowDrafts()
     assert not watched.num_tokens(row)
     watched.watch(row, tuple(draft))
     assert watched.num_tokens(row) == len(draft)
@@ -33,7 +33,7 @@ def test_a_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[in
 
 
 def test_a_forgotten_request_has_no_draft() -> None:
-    row, watched = row_of([5], request_id=3), WatchedDrafts()
+    row, watched = row_of([5], request_id=3), ShadowDrafts()
     watched.watch(row, (1,))
     watched.forget(3)
     assert not watched.num_tokens(row)

@@ -18,9 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ....kernels.kernel_launches import num_multiprocessors
-from ...rows import PAD_SLOT
+from ...batches import PAD_SLOT
 from .operands import as_left, as_right_rows, from_sums, left_layout, split_into_bf16, sync_lanes
-from .rows import BoundaryFolds, ReplayRing, kernel_folds, kernel_layers, kernel_ring
+from .ring import BoundaryFolds, ReplayRing, kernel_folds, kernel_layers, kernel_ring
 from .tiling import FOLDED_ROWS, hopper_width
 
 PROGRAMS_PER_SM = 8
@@ -269,11 +269,11 @@ def _fold_boundaries_kernel(
             at = gl.min(to_write, axis=0)
 
 
-def fold_by_products(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+def fold_by_mma(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
     """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks.
 
     Args:
-        ssm_pools: States of a shape that `folds_by_products`.
+        ssm_pools: States of a shape that `folds_by_mma`.
     """
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(ssm_pools.device),)](

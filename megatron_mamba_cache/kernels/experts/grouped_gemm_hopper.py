@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..gluon_common import await_then_release
 from ..kernel_launches import num_multiprocessors
 from ..overlap import overlapping
-from .product_buffer import (
+from .gemm_pipeline import (
     DEPTH,
     GROUPS,
     MOST_ROWS,
@@ -36,7 +36,7 @@ from .product_buffer import (
     places_of_stage,
 )
 from .reference_routing import ExpertOrder
-from .uneven_products import LINE, ROW_STEP, await_products, begin_products, no_sums
+from .wgmma import LINE, ROW_STEP, await_products, begin_products, no_sums
 
 _STAGES = 4
 _MULTIPLY_REGISTERS = 208
@@ -200,9 +200,9 @@ def multiply_on_hopper(
 
     Args:
         x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH, outputs of a gated layer one of 8; an
-            expert has more than 64 weights, gates included. See `grouped_product`.
+            expert has more than 64 weights, gates included. See `grouped_gemm`.
         order: Of the rows.
-        follows_first: See `grouped_product`.
+        follows_first: See `grouped_gemm`.
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
     outputs, per_unit = out.shape[1], 32 if is_gated else 64

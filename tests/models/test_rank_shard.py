@@ -7,7 +7,6 @@ import pytest
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
-from megatron_mamba_cache.models.part_shape import rank_shape
 from megatron_mamba_cache.models.placement import unstacked_parameters
 from megatron_mamba_cache.models.random_hybrid import (
     RandomHybridConfig,
@@ -15,7 +14,8 @@ from megatron_mamba_cache.models.random_hybrid import (
     random_hybrid_model,
     random_weights,
 )
-from megatron_mamba_cache.models.rank_part import EMBEDDINGS, OUTPUT, RankPart, stage_lengths
+from megatron_mamba_cache.models.rank_shard import EMBEDDINGS, OUTPUT, RankShard, stage_lengths
+from megatron_mamba_cache.models.shard_shape import rank_shape
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_no_stage_is_empty(num_layers: int, num_stages: int) -> None:
 
 def part(
     layers: range, experts: range = range(4), *, first: bool = False, last: bool = False, tied: bool = False
-) -> RankPart:
-    return RankPart(layers, experts, first, last, tied)
+) -> RankShard:
+    return RankShard(layers, experts, first, last, tied)
 
 
 def test_layers_and_experts_are_counted_from_the_part_s_own_first() -> None:

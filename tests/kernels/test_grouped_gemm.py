@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
-from megatron_mamba_cache.kernels.experts import grouped_product_hopper, product_forms
+from megatron_mamba_cache.kernels.experts import gemm_variants, grouped_gemm_hopper
+from megatron_mamba_cache.kernels.experts import grouped_gemm as grouped_gemm_module
 from megatron_mamba_cache.kernels.experts import weighted_sum as weighted_sum_module
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
-from megatron_mamba_cache.kernels.experts.grouped_product import grouped_product, grouped_product_ref
+from megatron_mamba_cache.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum, weighted_sum_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
-from tests.kernels.packed_rows import same_bits
+from tests.kernels.packed_batches import same_bits
 
-OPS = {"kernel": (grouped_product, weighted_sum), "reference": (grouped_product_ref, weighted_sum_ref)}
+OPS = {"kernel": (grouped_gemm, weighted_sum), "reference": (grouped_gemm_ref, weighted_sum_ref)}
 HOPPER_SHARED_BYTES = 227 * 1024
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -179,7 +179,7 @@ def test_experts_of_any_length_of_tiles(
     With many experts that get no row, and so few rows on average, two of three are narrower with 448, with 224 if
     gated, and each tile of rows begins with another tile of outputs. With 256 both are narrow, unless gated.
     """
-    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: num_programs)
+    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: num_programs)
     lengths = (0, 1, 16, 17, 31, 33, 64, 65, 100, 129, 161, 224, 225, 0, 700, *(0,) * unused)
     layer = Layer(len(lengths), 128, inside, activation, torch.bfloat16).to(device)
     ids = torch.cat([torch.full((length, 1), expert) for expert, length in enumerate(lengths)]).to(torch.int32)
@@ -187,12 +187,12 @@ def test_experts_of_any_length_of_tiles(
     ids = ids[torch.randperm(len(ids))].to(device)
     x = torch.randn(len(ids), 128).bfloat16().to(device)
     order = order_by_expert(ids, len(lengths))
-    inner = grouped_product(x, layer.first, order, top_k=1, activation=activation)
+    inner = grouped_gemm(x, layer.first, order, top_k=1, activation=activation)
     for found, given, weight, settings in (
         (inner, x, layer.first, {"top_k": 1, "activation": activation}),
-        (grouped_product(inner, layer.second, order), inner, layer.second, {}),
+        (grouped_gemm(inner, layer.second, order), inner, layer.second, {}),
     ):
-        expected = grouped_product_ref(given.cpu().float(), weight.cpu().float(), order_on_cpu(order), **settings)
+        expected = grouped_gemm_ref(given.cpu().float(), weight.cpu().float(), order_on_cpu(order), **settings)
         tolerance = 1e-2 * expected.abs().max().item()
         torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
 
@@ -205,7 +205,7 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
     activation: str, inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles are from 32 to 224 rows long, and a row lies in either half of those that share weights."""
-    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 3)
     layer = Layer(8, 512, inside, activation, torch.bfloat16).to("cuda")
     torch.manual_seed(11)
     x, looked_at = torch.randn(1400, 512).bfloat16().cuda(), torch.randn(5, 512).bfloat16().cuda()
@@ -216,7 +216,7 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
         ids[num_own:, 0] = torch.arange(1400 - num_own) % 3
         order = order_by_expert(ids.cuda(), 8)
         x[:5] = x[num_own - 5 : num_own] = looked_at
-        rows = grouped_product(x, layer.first, order, top_k=1, activation=activation)
+        rows = grouped_gemm(x, layer.first, order, top_k=1, activation=activation)
         found += [rows[order.places[tokens, 0].long()] for tokens in (slice(0, 5), slice(num_own - 5, num_own))]
     assert all(same_bits(rows, found[0]) for rows in found)
 
@@ -235,10 +235,10 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
 def test_gated_weights_are_loaded_by_eights_and_few_weights_in_short_tiles(
     outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(product_forms, "has_tested_gluon", lambda: True)
+    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(gemm_variants, "has_tested_gluon", lambda: True)
     x, weight = torch.zeros(64, 128).bfloat16(), torch.zeros(2, outputs, 128).bfloat16()
-    assert product_forms.takes_long_tiles(x, weight, 64, is_gathered=True, is_gated=is_gated) == takes
+    assert gemm_variants.takes_long_tiles(x, weight, 64, is_gathered=True, is_gated=is_gated) == takes
 
 
 def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
@@ -265,7 +265,7 @@ def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None
     order = order_by_expert(torch.zeros(3, 1, dtype=torch.int32), 2)
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "order": order, "top_k": 1} | changes
     with pytest.raises(ValueError, match=reason):
-        grouped_product(**arguments)
+        grouped_gemm(**arguments)
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
@@ -276,9 +276,9 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: loads_boxes)
-    monkeypatch.setattr(product_forms, "has_tested_gluon", lambda: False)  # else long tiles take over
-    products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
+    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: loads_boxes)
+    monkeypatch.setattr(gemm_variants, "has_tested_gluon", lambda: False)  # else long tiles take over
+    products = compile_for_hopper(grouped_gemm_module, "_grouped_gemm_kernel")
     sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
     tokens = (1, 2, 16, 33, 127, 300, 700)
@@ -307,15 +307,15 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 4)  # wide tiles of weights
-    products = compile_for_hopper(grouped_product_hopper, "_product_kernel")
-    monkeypatch.setattr(grouped_product_module, "launches_kernel", lambda tensor: True)
+    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 4)  # wide tiles of weights
+    products = compile_for_hopper(grouped_gemm_hopper, "_product_kernel")
+    monkeypatch.setattr(grouped_gemm_module, "launches_kernel", lambda tensor: True)
     weight = Layer(16, 128, 352, activation, torch.bfloat16).first
     for num_tokens in (800, 801, 2000):
         order = order_by_expert(choice(num_tokens, 2, 16, "random"), 16)
         x = torch.zeros(num_tokens if is_gathered else 2 * num_tokens, 128).bfloat16()
-        grouped_product(x, weight, order, top_k=2 if is_gathered else None, activation=activation)
+        grouped_gemm(x, weight, order, top_k=2 if is_gathered else None, activation=activation)
     assert len(products.ptx) == 3 and len(products.compiled) == 1
     assert "cp.async.bulk" in products.ptx[0] and ".local." not in products.ptx[0]
     assert all(shape in products.ptx[0] for shape in ("m64n224k16", "m64n112k16"))  # own weights, and shared ones

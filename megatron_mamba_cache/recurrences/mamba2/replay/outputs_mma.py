@@ -2,7 +2,7 @@
 
 A warp owns `width` columns of a head's state. It loads them in the layout of the products' operands, so nothing moves
 between lanes. float32 states and factors are split into three bf16 numbers that add up to them: every product is exact,
-every sum is one of float32. Checkpoints have the bits of `fold_products`. The fold and the state's loads begin while
+every sum is one of float32. Checkpoints have the bits of `fold_mma`. The fold and the state's loads begin while
 `coefficients` runs. A state is read in slices, one after another, and once more if it is folded: so one of 16 bits is
 prefetched to the L2 cache as a whole.
 """
@@ -14,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ....kernels.gluon_common import await_launcher, release
 from ....kernels.overlap import overlapping
-from ...rows import PAD_SLOT, ReplayRows
+from ...batches import PAD_SLOT, ReplayBatch
 from ..inputs import SSMTokens, kernel_tokens
 from .coefficients import ReplayCoefficients
-from .fold_products import fold_tile
+from .fold_mma import fold_tile
 from .operands import (
     as_left,
     as_right,
@@ -30,7 +30,7 @@ from .operands import (
     slice_len,
     split_into_bf16,
 )
-from .rows import ReplayRing, kernel_ring, kernel_rows
+from .ring import ReplayRing, kernel_ring, kernel_rows
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -47,7 +47,7 @@ def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["max_tokens"])
-def _state_products_kernel(
+def _state_mma_kernel(
     y,
     tokens,
     pool,
@@ -229,12 +229,12 @@ def _state_products_kernel(
     gl.store(y + t[:, None] * (HEADS * HEAD_DIM) + column[None, :], out, mask=(t < count)[:, None])
 
 
-def replay_by_products(
+def replay_by_mma(
     y: Tensor,
     tokens: SSMTokens,
     ssm_pool: Tensor,
     ring: ReplayRing,
-    rows: ReplayRows,
+    rows: ReplayBatch,
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
@@ -245,7 +245,7 @@ def replay_by_products(
     """
     heads, head_dim = tokens.x.shape[1:]
     d_state, width, own = tokens.B.shape[2], tiling.width, factors.own
-    _state_products_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
+    _state_mma_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
         y=y,
         tokens=kernel_tokens(tokens),
         pool=ssm_pool,

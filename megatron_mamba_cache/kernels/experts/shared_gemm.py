@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from .grouped_product import grouped_product
-from .product_forms import takes_long_tiles
-from .product_tiles import tile_rows_ref
+from .gemm_tiles import tile_rows_ref
+from .gemm_variants import takes_long_tiles
+from .grouped_gemm import grouped_gemm
 from .reference_routing import ExpertOrder
 
-MOST_TOKENS_BESIDE_ROUTING = 256
+MOST_TOKENS_OVERLAPPING_ROUTING = 256
 """Tokens up to which any product beside the routing takes no time from it."""
 _MOST_TOKENS = 1024
 
 
-def takes_shared_product(x: Tensor, weight: Tensor, activation: Activation) -> bool:
-    """Return whether `shared_product` of these tokens [tokens, inputs] is the faster way."""
-    is_between = MOST_TOKENS_BESIDE_ROUTING < len(x) <= _MOST_TOKENS
+def takes_shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> bool:
+    """Return whether `shared_gemm` of these tokens [tokens, inputs] is the faster way."""
+    is_between = MOST_TOKENS_OVERLAPPING_ROUTING < len(x) <= _MOST_TOKENS
     is_gated = activation == "gated_silu"
     return is_between and takes_long_tiles(x, weight[None], len(x), is_gathered=False, is_gated=is_gated)
 
 
-def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    """Return the activated products of all tokens with an expert's weights; see `takes_shared_product`.
+def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    """Return the activated products of all tokens with an expert's weights; see `takes_shared_gemm`.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
@@ -40,11 +40,11 @@ def shared_product(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         [tokens, outputs] in x's dtype.
 
     Raises:
-        ValueError: As `grouped_product`.
+        ValueError: As `grouped_gemm`.
 
-    Reference: `grouped_product_ref`. CUDA-graph safe once it has run for as many tokens: no host sync, one launch.
+    Reference: `grouped_gemm_ref`. CUDA-graph safe once it has run for as many tokens: no host sync, one launch.
     """
-    return grouped_product(x, weight[None], _order_of_one(len(x), x.device), activation=activation)
+    return grouped_gemm(x, weight[None], _order_of_one(len(x), x.device), activation=activation)
 
 
 @cache
