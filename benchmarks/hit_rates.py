@@ -23,9 +23,10 @@ from statistics import mean
 from loads.conversation_load import LOADS, Conversation, conversations
 from loads.served_load import Observer, ServedLoad, Server
 from loads.sized_cache import MODELS
+from loads.split_space import SplitSpace
 from loads.working_set import WorkingSetObserver
 
-from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 
 COMMAND = "PYTHONPATH=. python benchmarks/hit_rates.py --output benchmarks/results/hit_rates.md"

@@ -29,10 +29,10 @@ from pathlib import Path
 from loads.future_bound import future_bound
 from loads.recorded_texts import RecordedPart, texts_of
 from loads.sized_cache import BLOCK_SIZE, MODELS, RULES
+from loads.split_space import SplitSpace
 from measuring.load_reports import append, command, document
 
 from megatron_mamba_cache.planning.plan import replay
-from megatron_mamba_cache.policy.places import SplitSpace
 
 SCRIPT = "benchmarks/recorded_hit_rates.py"
 MAX_TOKENS = 8192

@@ -58,7 +58,7 @@ RECURRENT_WORDS = re.compile(r"ssm|mamba|kda|convs?$|convol|rings?$")
 HOMES_OF_RECURRENCES = (("recurrences",), ("mcore", "mixers"), ("models",))
 FIXED_NAMES = {
     # CONTRACT: public names, and fields of CacheConfig.
-    *("MambaSlotAllocator", "with_mamba_cache", "conv_state_dtype", "ssm_state_dtype", "ring_len"),
+    *("MambaSlotAllocator", "with_mamba_cache", "conv_state_dtype", "ssm_state_dtype"),
     "prefix_caching_mamba_gb",
     # Megatron's classes, attributes and parameters.
     *("MambaInferenceStateConfig", "MambaLayer", "MambaLayerSubmodules", "MambaMixer", "MambaMixerSubmodules"),

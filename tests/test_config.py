@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.command_line.cache_flags import add_cache_arguments, config_of
 from megatron_mamba_cache.config import CacheConfig
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -13,8 +14,8 @@ NAN, INFINITE = float("nan"), float("inf")
 
 def parsed(*flags: str, **settings: object) -> CacheConfig:
     parser = ArgumentParser()
-    CacheConfig.add_arguments(parser)
-    return CacheConfig.from_arguments(parser.parse_args(flags), **settings)
+    add_cache_arguments(parser)
+    return config_of(parser.parse_args(flags), **settings)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +40,6 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("cache_gb", 0.0, "more than 0"),
         ("prefix_caching_mamba_gb", "1", "a number of GiB"),
         ("prefix_caching_mamba_gb", False, "a number of GiB"),
-        ("paused_buffer_size_gb", "1", "a number of GiB"),
-        ("paused_buffer_size_gb", True, "a number of GiB"),
-        ("paused_buffer_size_gb", NAN, "from 0 to below 4.0"),
-        ("paused_buffer_size_gb", -1.0, "from 0 to below 4.0"),
-        ("paused_buffer_size_gb", 4.0, "from 0 to below 4.0"),
         ("boundary_stride", 0, "None, 'all' or an int of at least 1"),
         ("max_tokens", 63, "max_requests=64"),
         ("max_requests", 2**20, "below 1048576"),
@@ -53,7 +49,6 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("prefix_caching", "no", "True or False"),
         ("prefix_caching", None, "True or False"),
         ("align_prefill_chunks", 1, "True or False"),
-        ("chunked_prefill", "False", "True or False"),
         ("resident_pools", 1, "True or False"),
         ("weights_version", "\ud800", "Unicode text"),
         ("weights_version", 5, "Unicode text"),
@@ -85,9 +80,6 @@ def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, valu
     [
         {},
         {"block_size_tokens": 1},
-        {"prefix_caching_mamba_gb": 0.0},
-        {"paused_buffer_size_gb": 0.0},
-        {"paused_buffer_size_gb": 3.99},
         {"boundary_stride": 1},
         {"max_requests": 1, "max_tokens": 1, "max_sequence_length": 1},
         {"max_tokens": 2**31 - 1},
@@ -125,6 +117,15 @@ def test_states_are_quantized_only_where_any_are_cached() -> None:
     assert (window.num_request_slots, CacheConfig(num_speculative_tokens=3).resolved().num_request_slots) == (1, 5)
     assert not dataclasses.replace(config, prefix_caching=False).quantizes_states
     assert not CacheConfig().quantizes_states
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [("ring_len", "block_size_tokens"), ("chunked_prefill", "max_tokens"), ("paused_buffer_size_gb", "a quarter")],
+)
+def test_a_removed_setting_says_what_replaces_it(name: str, replacement: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is no setting any more: .*{replacement}"):
+        CacheConfig(**{name: 1})  # type: ignore[arg-type]
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -173,7 +174,7 @@ def test_flag_wins_over_a_setting() -> None:
 
 
 def test_flag_of_zero_is_given() -> None:
-    assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").prefix_caching_mamba_gb == 0
+    assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").cache_gb == 4.0
     assert parsed("--num-speculative-tokens=0", num_speculative_tokens=4).num_speculative_tokens == 0
 
 
@@ -183,27 +184,29 @@ def test_flags_are_checked_as_settings_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["buffer_size_gb", "prefix_caching_mamba_gb"])
-def test_one_budget_and_a_split_contradict_each_other(name: str) -> None:
-    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0: set the one budget or the split"):
+def test_a_budget_and_its_summands_contradict_each_other(name: str) -> None:
+    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0, which adds up"):
         CacheConfig(cache_gb=2.0, **{name: 1.0})  # type: ignore[arg-type]
 
 
-def test_one_budget_takes_the_place_of_a_split_that_no_flag_gave() -> None:
+def test_megatron_s_two_settings_add_up_to_one_budget() -> None:
+    assert CacheConfig() == CacheConfig(cache_gb=5.0)
+    assert parsed("--kv-gb=2") == CacheConfig(cache_gb=3.0) and parsed("--state-gb=0") == CacheConfig(cache_gb=4.0)
+    assert parsed("--kv-gb=2", "--state-gb=1.5") == parsed("--cache-gb=3.5", cache_gb=7.0)
+    assert parsed("--state-gb=2", cache_gb=7.0).cache_gb == 6.0
+
+
+def test_a_budget_of_a_flag_replaces_one_that_no_flag_gave() -> None:
     config = parsed("--cache-gb=2", buffer_size_gb=1.0, prefix_caching_mamba_gb=1.0)
     assert (config.cache_gb, config.buffer_size_gb, config.prefix_caching_mamba_gb) == (2.0, None, None)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="leave buffer_size_gb out"):
         parsed("--cache-gb=2", "--kv-gb=1")
-    split = CacheConfig()
-    assert (split.cache_gb, split.buffer_size_gb, split.prefix_caching_mamba_gb) == (None, 4.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"draft_states": "ring"}, "draft_states is 'ring'"),
-        ({"draft_states": "replay", "ring_len": 12}, "ring_len is 12; it must be None or one of"),
-        ({"draft_states": "replay", "ring_len": 32, "block_size_tokens": 16}, "that divides block_size_tokens=16"),
-        ({"draft_states": "window", "ring_len": 16}, "which has no rings; leave ring_len out"),
         ({"draft_states": "replay", "block_size_tokens": 6}, "not a multiple of 4: set --inference-dynamic-batching-"),
     ],
 )
@@ -212,13 +215,13 @@ def test_draft_states_that_cannot_work_are_refused(settings: dict[str, Any], mes
         CacheConfig(**settings)
 
 
-@pytest.mark.parametrize(("block", "ring_len"), [(256, 16), (16, 16), (24, 8), (4, 4)])
-def test_a_ring_is_the_longest_usual_one_that_divides_a_block(block: int, ring_len: int) -> None:
+@pytest.mark.parametrize(("block", "fold_len"), [(256, 16), (16, 16), (24, 8), (4, 4)])
+def test_states_are_folded_as_rarely_as_a_block_allows(block: int, fold_len: int) -> None:
     config = CacheConfig(block_size_tokens=block, draft_states="replay", num_speculative_tokens=3).resolved()
-    assert (config.ring_len, config.replays, config.num_draft_slots) == (ring_len, True, 0)
-    either = dataclasses.replace(config, draft_states="auto", ring_len=None)
+    assert (config.fold_len, config.replays, config.num_draft_slots) == (fold_len, True, 0)
+    either = dataclasses.replace(config, draft_states="auto")
     window = either.resolved()
-    assert (window.ring_len, window.replays, window.num_draft_slots) == (None, False, 3)
+    assert (window.fold_len, window.replays, window.num_draft_slots) == (0, False, 3)
     assert either.resolved(prefers_replay=True) == config
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from .. import __version__
-from ..config import FLAGS, SPLIT, CacheConfig, argument_of
+from ..config import CacheConfig
+from .cache_flags import FLAGS, config_of, given_budget
 from .commands import COMMANDS, GREEDY, add_common_arguments
 from .flag_parser import FlagParser
 from .model_choice import MODEL_FLAGS, draft_directory
@@ -72,10 +73,10 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
         UsageError: Naming the flag.
     """
     try:
-        config = CacheConfig.from_arguments(arguments, **settings)
+        config = config_of(arguments, **settings)
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
-    given_gb = getattr(arguments, argument_of("cache_gb"))
+    given_gb = given_budget(arguments)
     return config if given_gb is None else replace(config, cache_gb=model_share(arguments) * given_gb)
 
 
@@ -98,13 +99,6 @@ def check_generate_arguments(arguments: Namespace) -> None:
 def check_engine_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a cache or draft flag with a value that can never work."""
     cache_config(arguments, _CHECKED_LATER)
-    _check_drafter(arguments)
-
-
-def check_arguments_for_card(arguments: Namespace) -> None:
-    """Do so where the one memory that other flags need may still be sized from a GPU."""
-    is_sized = any(getattr(arguments, argument_of(name)) is not None for name in ("cache_gb", *SPLIT))
-    cache_config(arguments, _CHECKED_LATER if is_sized else {**_CHECKED_LATER, "cache_gb": 1.0})
     _check_drafter(arguments)
 
 

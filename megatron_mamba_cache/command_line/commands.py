@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..config import CacheConfig
+from .cache_flags import add_cache_arguments
 from .chat_client import DEFAULT_URL
 from .flag_parser import FlagParser
 from .flag_sources import variable_of
@@ -171,7 +172,7 @@ def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> No
     _add_machine_arguments(parser)
     _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
-    CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
+    add_cache_arguments(cache)  # type: ignore[arg-type]
     drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")
     drafts.add_argument("--drafter", choices=DRAFTERS, help="what proposes tokens (default: prompt-lookup)")
     drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")

@@ -187,8 +187,8 @@ def _compiled_kernels() -> str:
 
 def _cache_memory() -> str:
     budget = (
-        "--cache-gb G gives KV blocks, running, draft and cached states one memory of G GiB; without it, --kv-gb and "
-        "--state-gb split it. --cached-state-dtype int8 stores cached states with 8 bits a value: about a quarter of "
+        "--cache-gb G gives KV blocks, running, draft and cached states one memory of G GiB; --kv-gb and --state-gb "
+        "add up to it. --cached-state-dtype int8 stores cached states with 8 bits a value: about a quarter of "
         "float32's bytes. A running server shows its use in /metrics (mamba_cache_cache_bytes) and at /dashboard"
     )
     try:

@@ -10,10 +10,11 @@ from typing import Any
 from tqdm import tqdm
 
 from ..build import TokenIdTokenizer
-from ..config import CacheConfig, argument_of
+from ..config import CacheConfig
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from .arguments import cache_config
+from .cache_flags import argument_of, given_budget
 from .expected_memory import check_memory
 from .launch import Launch
 from .model_choice import ModelDirectory
@@ -48,7 +49,7 @@ class Generation:
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
-        given_gb = getattr(arguments, argument_of("cache_gb"))
+        given_gb = given_budget(arguments)
         check_memory(
             arguments,
             directory,

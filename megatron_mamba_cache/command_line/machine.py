@@ -5,9 +5,9 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from ..config import argument_of
 from ..errors import HostBudgetError
 from ..tiers.host_budget import available_bytes
+from .cache_flags import argument_of
 from .usage_error import UsageError
 
 

@@ -6,10 +6,10 @@ from argparse import Namespace
 from contextlib import closing
 
 from ..installation import MissingExtraError, require_extra
-from .arguments import check_arguments_for_card, check_engine_arguments
+from .arguments import check_engine_arguments
 from .launch import Launch
 from .machine import check_tiers, select_device
-from .model_choice import chosen_directory, fills_card
+from .model_choice import chosen_directory
 from .quiet import hide_stacks_of_signals, quiet_libraries
 from .server_arguments import api_keys_of, check_server_arguments, routing_settings
 from .usage_error import UsageError
@@ -27,7 +27,7 @@ def serve(arguments: Namespace) -> int:
         raise UsageError(str(error)) from error
     launch = Launch.of_environment()
     launch.num_replicas(arguments)
-    check_arguments_for_card(arguments)
+    check_engine_arguments(arguments)
     check_tiers(arguments)
     check_server_arguments(arguments)
     keys = api_keys_of(arguments)
@@ -36,8 +36,6 @@ def serve(arguments: Namespace) -> int:
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
     with quiet_libraries(arguments.log_level):
         device = select_device(arguments.device)
-        if not fills_card(directory, device):
-            check_engine_arguments(arguments)
         # These import torch, which fixes the device.
         hide_stacks_of_signals()
         from .processes import joined_processes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..config import CacheConfig, argument_of, given_settings
+from ..config import CacheConfig
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
@@ -29,6 +29,7 @@ from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..server.traces import ExportedTraces, Traces
 from .arguments import cache_config, model_share
+from .cache_flags import given_budget, given_settings
 from .expected_memory import check_memory
 from .model_choice import ModelDirectory, fills_card
 from .ready_model import drafter_maker, engine_for, ready_model
@@ -57,7 +58,7 @@ class Serving:
         on_card = fills_card(directory, device)
         if not on_card:
             _check_memory(arguments, directory, device, None)
-        elif _given_gb(arguments) is not None:  # then it does not matter what is free
+        elif given_budget(arguments) is not None:  # then it does not matter what is free
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
         self._model = ready_model(directory, arguments.dtype, device)
@@ -159,9 +160,8 @@ def _settings(
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
     if card is not None:
-        return card_settings(
-            shape, max_length, card.part(model_share(arguments)), given_settings(arguments) | limit, ranks_of_process()
-        )
+        given = given_settings(arguments) | limit | {"cache_gb": given_budget(arguments)}
+        return card_settings(shape, max_length, card.part(model_share(arguments)), given, ranks_of_process())
     settings = default_settings(shape, max_length) | limit
     settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
     settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0
@@ -174,13 +174,8 @@ def _draft_settings(
     """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
-        return default_draft_settings(shape, max_length, _given_gb(arguments), ranks_of_process()) | graphs
-    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments), ranks_of_process()) | graphs
-
-
-def _given_gb(arguments: Namespace) -> float | None:
-    """Return the GiB of one budget that a flag gives."""
-    return getattr(arguments, argument_of("cache_gb"))
+        return default_draft_settings(shape, max_length, given_budget(arguments), ranks_of_process()) | graphs
+    return card_draft_settings(shape, max_length, engine, card, given_budget(arguments), ranks_of_process()) | graphs
 
 
 def _card_of(model: Any, fraction: float) -> Card:
@@ -200,15 +195,10 @@ def expert_width(config: Any) -> int:
 
 
 def _sizes_line(config: CacheConfig) -> str:
-    memory = (
-        f"{config.buffer_size_gb:.3g} GiB for KV blocks of {config.block_size_tokens} tokens, "
-        f"{config.prefix_caching_mamba_gb:.3g} GiB for cached states"
-        if config.cache_gb is None
-        else f"{config.cache_gb:.3g} GiB for KV blocks of {config.block_size_tokens} tokens and states"
-    )
     return (
-        f"{memory}; up to {config.max_requests} requests at once, "
-        f"{config.max_sequence_length} tokens a request and {config.max_tokens} a step"
+        f"{config.cache_gb:.3g} GiB for KV blocks of {config.block_size_tokens} tokens and states; up to "
+        f"{config.max_requests} requests at once, {config.max_sequence_length} tokens a request and "
+        f"{config.max_tokens} a step"
     )
 
 

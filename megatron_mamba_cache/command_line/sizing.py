@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config import SPLIT, CacheConfig
+from ..config import CacheConfig
 from ..recurrences.slab_shape import SlabShape
 from .usage_error import UsageError
 
@@ -30,7 +30,7 @@ _CARD_MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
 _SIZES_OF_STATES = (
-    *("num_speculative_tokens", "draft_states", "ring_len", "cached_state_dtype", "ssm_state_dtype"),
+    *("num_speculative_tokens", "draft_states", "cached_state_dtype", "ssm_state_dtype"),
     *("conv_state_dtype", "prefix_caching"),
 )
 _MOST_LIVE = 0.8  # of the memory, for live states, rings and the logits of drafts
@@ -50,7 +50,8 @@ DRAFTER_STATES: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "
 DEFAULTS_IN_WORDS = (
     f"Without flags, a block is the smallest multiple of the recurrence's chunk from {_LEAST_BLOCK} tokens on, and "
     f"memory is sized from the model: KV blocks for {_MAX_REQUESTS} requests of full length and {_CACHED_STATES} "
-    f"states, at most 1 GiB of each, though never less than {_LEAST_REQUESTS} requests and {_LEAST_STATES} states. "
+    f"states, at most 1 GiB of each, though never less than {_LEAST_REQUESTS} requests and {_LEAST_STATES} states, "
+    "besides the states of running requests. "
     f"A request may be as long as the model allows, up to {_MAX_LENGTH} tokens."
 )
 
@@ -90,11 +91,16 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
     block = math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     length = min(max_length, _MAX_LENGTH)
     request_bytes = math.ceil(length / block) * shape.block_bytes(block)
-    state_bytes = shape.state_layout(CacheConfig().resolved()).slot_bytes
+    sizes = CacheConfig(max_requests=_MAX_REQUESTS).resolved()
+    state_bytes, live_bytes = shape.state_layout(sizes).slot_bytes, _live_bytes(shape, sizes)
+    memory = (
+        _gib_for(_MAX_REQUESTS, _LEAST_REQUESTS, request_bytes),
+        _gib_for(_CACHED_STATES, _LEAST_STATES, state_bytes),
+        _MAX_REQUESTS * live_bytes / _GIB,
+    )
     return {
         "block_size_tokens": block,
-        "buffer_size_gb": _gib_for(_MAX_REQUESTS, _LEAST_REQUESTS, request_bytes),
-        "prefix_caching_mamba_gb": _gib_for(_CACHED_STATES, _LEAST_STATES, state_bytes),
+        "cache_gb": math.fsum(memory),
         "max_requests": _MAX_REQUESTS,
         "max_tokens": max(_MAX_TOKENS, block),
         "max_sequence_length": length,
@@ -117,8 +123,7 @@ def card_settings(
 
     Args:
         max_length: The most tokens that the model can read; fewer are allowed where that has no room.
-        given: Fields that flags have set. They are kept; a budget takes the place of what the GPU leaves. Where one
-            part of a split is given, the other part takes what that and the live states leave.
+        given: Fields that flags have set, which are kept; a budget replaces what the GPU leaves.
 
     Raises:
         UsageError: If the live states leave no memory for the cache.
@@ -129,29 +134,21 @@ def card_settings(
     live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_CARD_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
-    parts_gb: list[Any] = [given.get(name) for name in SPLIT]
-    split = any(part_gb is not None for part_gb in parts_gb)
-    if None not in parts_gb:  # then only live states are to be sized, in whatever is left
-        card = replace(card, fraction=1.0)
     num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
     budget = _budget(card, shape, num_live, max(asked, _CARD_MAX_REQUESTS), given_gb)
     drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * card.bytes_a_logit * shape.vocab_size)
-    fitting = _num_fitting(shape, sizes, budget, given, drafts_bytes)
+    fitting = _num_fitting(shape, sizes, budget, drafts_bytes)
     max_requests = asked or max(1, min(_CARD_MAX_REQUESTS, max_tokens, fitting))
     budget = _budget(card, shape, num_live, max(max_requests * (1 + drafts), _CARD_MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
-    of_flags = _GIB * math.fsum(part_gb or 0.0 for part_gb in parts_gb)
-    least = 2 * shape.block_bytes(block), _least_states(shape, sizes, max_requests)
-    of_others = sum(size for size, part_gb in zip(least, parts_gb, strict=True) if part_gb is None)
-    if given_gb is None and rest < of_flags + of_others:
-        raise UsageError(_no_room(card, budget, max_requests, live_bytes, of_flags))
+    if given_gb is None and rest < 2 * shape.block_bytes(block) + _least_states(shape, sizes, max_requests):
+        raise UsageError(_no_room(card, budget, max_requests, live_bytes))
     form = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # that all of this was sized for
     limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens, **form}
-    if not split:
-        max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
+    max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {
         "block_size_tokens": block,
-        **(_split(rest / _GIB, sizes, given) if split else {"cache_gb": budget / _GIB}),
+        "cache_gb": budget / _GIB,
         **limits,
         "max_sequence_length": given.get("max_sequence_length") or max_length,
         "num_cuda_graphs": NUM_CUDA_GRAPHS,
@@ -173,35 +170,26 @@ def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: i
     return max(card.share * whole, 0.0)
 
 
-def _num_fitting(
-    shape: "HybridModelShape", sizes: CacheConfig, budget: float, given: Mapping[str, Any], drafts_bytes: int
-) -> int:
-    """Return how many requests of 2,048 tokens half of the memory holds of which no part is set by a flag.
+def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, drafts_bytes: int) -> int:
+    """Return how many requests of 2,048 tokens half of the memory holds.
 
     Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
     half, as their logits do: as many requests run at once with drafts as without, unless that leaves less than a
-    fifth. Where no part is left to be sized, live states may take all.
+    fifth.
 
     Args:
         drafts_bytes: What the logits of a request's drafts take of the budget.
     """
-    kv, states = (_GIB * (given.get(name) or 0.0) for name in SPLIT)
-    free, slot_bytes = budget - kv - states, shape.state_layout(sizes).slot_bytes
-    most = free / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
-    if states and sizes.quantizes_states and sizes.num_draft_slots:  # the drafts' slots come out of that part
-        of_place = shape.cached_layout(sizes).slot_bytes
-        most = min(most, (states - of_place) / max(sizes.num_draft_slots * slot_bytes, 1))
-    if kv and (states or not _has_other_states(sizes)):
-        return int(most)
-    num_blocks = 0 if kv else math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
-    tokens_bytes = num_blocks * shape.block_bytes(sizes.block_size_tokens)
-    states_bytes = _live_bytes(shape, replace(sizes, num_speculative_tokens=0) if sizes.replays else sizes)
-    states_bytes += sizes.num_draft_slots * slot_bytes
-    return int(min(_MOST_LIVE * most, free / 2 / max(states_bytes + tokens_bytes, 1)))
+    most = budget / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
+    num_blocks = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
+    request_bytes = num_blocks * shape.block_bytes(sizes.block_size_tokens)
+    request_bytes += _live_bytes(shape, replace(sizes, num_speculative_tokens=0) if sizes.replays else sizes)
+    request_bytes += sizes.num_draft_slots * shape.state_layout(sizes).slot_bytes
+    return int(min(_MOST_LIVE * most, budget / 2 / max(request_bytes, 1)))
 
 
 def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: int) -> int:
-    """Return the least bytes of the memory for cached states and drafts' slots; see `SlotLayout.num_slots_in`."""
+    """Return the least bytes of cached states and of drafts' slots."""
     slot_bytes, num_drafts = shape.state_layout(sizes).slot_bytes, sizes.num_draft_slots
     if sizes.quantizes_states:
         return shape.cached_layout(sizes).slot_bytes + max_requests * num_drafts * slot_bytes
@@ -219,9 +207,7 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     Args:
         budget: Bytes on this rank for KV blocks and states, instead of those of `config`.
     """
-    budget_gb = max(budget / _GIB, _LEAST_GB)
-    config = replace(config, cache_gb=budget_gb, buffer_size_gb=None, prefix_caching_mamba_gb=None)
-    config = shape.resolved(config)
+    config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
     beside_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
@@ -229,14 +215,12 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     return max(slab.blocks_of_request(num_slabs, config.num_request_slots), 1) * config.block_size_tokens
 
 
-def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int, of_flags: float) -> str:
+def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
     """Return what was needed, what was found and the remedy."""
-    flags = f", and flags give {of_flags / _GIB:.1f} GiB to a part of it" if of_flags else ""
-    lower = "lower --kv-gb, --state-gb, " if of_flags else "lower "
     return (
         f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU, of which the cache can have "
         f"{budget / _GIB:.1f} GiB beside the largest step; the live states of {max_requests} requests take "
-        f"{max_requests * state_bytes / _GIB:.1f} GiB{flags}: {lower}--max-running-requests or --max-tokens-per-step, "
+        f"{max_requests * state_bytes / _GIB:.1f} GiB: lower --max-running-requests or --max-tokens-per-step, "
         "or share the model out with --tensor-model-parallel-size"
     )
 
@@ -247,22 +231,6 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
     forms = {name: given[name] for name in _SIZES_OF_STATES if given.get(name) is not None}
     most_tokens = max(_CARD_MAX_TOKENS, block, asked, given.get("max_tokens") or 0)
     return shape.resolved(CacheConfig(block_size_tokens=block, max_requests=asked, max_tokens=most_tokens, **forms))
-
-
-def _has_other_states(sizes: CacheConfig) -> bool:
-    """Return True if there are cached states, or states after drafts."""
-    return sizes.prefix_caching or sizes.num_draft_slots > 0
-
-
-def _split(rest_gb: float, sizes: CacheConfig, given: Mapping[str, Any]) -> dict[str, float]:
-    """Return the GiB of KV blocks and of other states than live ones, of which flags have set at least one."""
-    kv, states = (given.get(name) for name in SPLIT)
-    if states is None:
-        states = max(rest_gb - kv, 0.0) if kv is not None and _has_other_states(sizes) else 0.0
-    return {
-        "buffer_size_gb": max(rest_gb - states, _LEAST_GB) if kv is None else kv,
-        "prefix_caching_mamba_gb": states,
-    }
 
 
 def default_draft_settings(
@@ -277,10 +245,9 @@ def default_draft_settings(
     if given_gb is None:
         return fields
     budget_gb = DRAFTER_SHARE * given_gb
-    kept = {name: value for name, value in fields.items() if name not in SPLIT}
-    config = CacheConfig(**kept | DRAFTER_STATES)
+    config = CacheConfig(**fields | DRAFTER_STATES)
     longest = longest_request(shape, config, budget_gb * 2**30, ranks)
-    return kept | {"cache_gb": budget_gb, "max_sequence_length": min(config.max_sequence_length, longest)}
+    return fields | {"cache_gb": budget_gb, "max_sequence_length": min(config.max_sequence_length, longest)}
 
 
 def card_draft_settings(

@@ -58,8 +58,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._step_ended = 0.0
         self._unreported: list[DynamicInferenceRequestRecord] = []  # of requests that ended in a step that raised later
         self._hint = HitRateHint(context.cache_config)
-        chunked = context.cache_config.chunked_prefill
-        super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=chunked)
+        super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
         context.grammars.read(controller.tokenizer)
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)

@@ -162,12 +162,6 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
             f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {num_blocks}; raise "
             "--inference-dynamic-batching-buffer-size-gb"
         )
-    if not config.chunked_prefill and spec.max_len - 1 > config.max_tokens:
-        # An interrupted request is prefilled again with what it generated, in one step too.
-        return (
-            f"{len(prompt)} prompt tokens and {num_to_generate} to generate do not fit one step of max_tokens="
-            f"{config.max_tokens}, which they may have to without chunked prefill"
-        )
     fault = _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
     if fault is None and sampling.grammar and sampling.logits.min_tokens:
         fault = (

@@ -84,7 +84,7 @@ def _cache(
 ) -> PrefixCache:
     return PrefixCache(
         pools,
-        AdmissionRules(BoundaryRule(sizes.block_size), align_prefill_chunks=True, chunked_prefill=True),
+        AdmissionRules(BoundaryRule(sizes.block_size), align_prefill_chunks=True),
         CacheIdentity("recorded load", "0"),
         counters,
         draft_states=WindowStates(pools.slots, max_requests),

@@ -11,11 +11,11 @@ from ..errors import CacheCapacityError
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
 from ..policy.boundaries import prefill_chunk_end
-from ..policy.places import SplitSpace
 from ..policy.prefix_cache import PrefixCache
 from ..policy.request_settings import RequestSpec, SamplingSettings
 from ..policy.requests import Candidate, RunningRequest
 from ..policy.running_requests import RunningRequests
+from ..policy.slabs import SlabSpace
 from ..policy.tiers.copies import CopyOrder, CopyStatus
 from ..policy.tiers.times import CopyTimes
 from .block_texts import BlockText, RecordedKeys, block_texts
@@ -157,7 +157,7 @@ def plan(
     return Plan(unlimited, tuple(planned))
 
 
-def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SplitSpace:
+def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SlabSpace:
     """Return a space in which nothing is ever evicted.
 
     Args:
@@ -165,7 +165,7 @@ def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: i
     """
     longest = max(text.length for text in texts) // block_size + 2
     num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
-    return SplitSpace(num_blocks, num_blocks)
+    return SlabSpace(2 * num_blocks, 1, 1)
 
 
 def _replayed(texts: Sequence[BlockText], sizes: CacheSizes, budget: float, host_budget: float) -> ReplayedLoad:

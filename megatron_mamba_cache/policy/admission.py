@@ -44,7 +44,6 @@ class AdmissionRules:
 
     boundaries: BoundaryRule
     align_prefill_chunks: bool
-    chunked_prefill: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,7 @@ def plan_admission(
         match = PrefixMatch(match.blocks, 0)  # where memory is shared, its KV may need the place of that state too
         if pools.slots.num_live or not has_room(match, num_new_blocks, pools, block_size):
             return Refusal.NO_BLOCKS
-    to_compute = prompt.prompt_len - match.skip_tokens
-    if budget < 1 or (to_compute > budget and not rules.chunked_prefill):
+    if budget < 1:
         return Refusal.NO_TOKENS
     chunk_end = prefill_chunk_end(
         start=match.skip_tokens,

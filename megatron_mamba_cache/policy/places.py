@@ -101,28 +101,3 @@ class FixedPlaces:
                 f"{self.num_places} places: free {sorted(self._free)}, {self.num_free} counted, and "
                 f"{self.num_available} available"
             )
-
-
-class SplitSpace:
-    """Blocks and slots whose memory the operator has split."""
-
-    def __init__(self, num_blocks: int, num_slots: int) -> None:
-        """Start with every place free.
-
-        Raises:
-            ValueError: If a number is negative.
-        """
-        if num_blocks < 0 or num_slots < 0:
-            raise ValueError(f"need num_blocks >= 0 and num_slots >= 0, found {num_blocks} and {num_slots}")
-        self.blocks = FixedPlaces(num_blocks)
-        self.slots = FixedPlaces(num_slots)
-
-    def fits(
-        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
-    ) -> bool:
-        has_blocks = self.blocks.num_available - len(beside_blocks) >= num_blocks
-        return has_blocks and self.slots.num_available - len(beside_slots) >= num_slots
-
-    def check_integrity(self) -> None:
-        self.blocks.check_integrity()
-        self.slots.check_integrity()

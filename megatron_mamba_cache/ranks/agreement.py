@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
 from ..errors import CacheBudgetError, HostBudgetError
+from ..policy.slabs import SlabSpace
 from ..recurrences.model_shape import HybridModelShape
 from ..recurrences.slab_shape import SlabShape
 from ..tiers.host_budget import available_bytes, processes_of_host
@@ -14,10 +15,7 @@ from .group import ExpertPeers, Ranks, on_all_ranks
 
 _LOG = logging.getLogger(__name__)
 _LARGE_LOSS = 0.05
-_OF_EACH_RANK = (
-    *("cache_gb", "host_cache_gb", "disk_cache_dir", "disk_cache_gb"),
-    *("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb"),
-)
+_OF_EACH_RANK = ("cache_gb", "host_cache_gb", "disk_cache_dir", "disk_cache_gb")
 """Settings that may differ between ranks: the memory that each provides, and where."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
@@ -38,7 +36,7 @@ class CacheCapacity:
         num_blocks: KV blocks, the dummy included; numbers are below this.
         num_paused_blocks: KV blocks that paused requests may keep.
         state_len: Tokens whose KV takes as many bytes as a cached state, over all ranks.
-        slab: How slabs are cut where KV blocks and states share one memory; None where each has its own.
+        slab: How the memory is cut.
         num_host_slabs: Slabs of each rank in the host's memory; 0 without a tier there.
     """
 
@@ -46,13 +44,17 @@ class CacheCapacity:
     num_blocks: int
     num_paused_blocks: int
     state_len: float
-    slab: SlabShape | None = None
+    slab: SlabShape
     num_host_slabs: int = 0
 
     @property
     def num_slabs(self) -> int:
         """Slabs of the memory that KV blocks and states share."""
-        return 0 if self.slab is None else self.num_slots // self.slab.slots_per_slab
+        return self.num_slots // self.slab.slots_per_slab
+
+    def space(self) -> SlabSpace:
+        """Return the bookkeeping of that memory, all of it unused."""
+        return SlabSpace(self.num_slabs, self.slab.blocks_per_slab, self.slab.slots_per_slab)
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
@@ -64,19 +66,15 @@ class CacheCapacity:
         units = ranks.gather(shape.unit_bytes(config))
         block_bytes = sum(unit.block for unit in units)
         state_len = config.block_size_tokens * sum(unit.state for unit in units) / max(block_bytes, 1)
-        if config.cache_gb is not None:
-            slab = SlabShape.fitting(units)
-            _warn_of_loss(slab.loss(units))
-            least_bytes = max(ranks.gather(_least_bytes(config, shape, slab)))
-            bought = on_all_ranks(ranks, lambda: _num_slabs(config, shape, slab, least_bytes))
-            num_slabs, num_paused = ranks.least(bought)
-            num_blocks = num_slabs * slab.blocks_per_slab + 1
-            num_slots = num_slabs * slab.slots_per_slab
-            (num_host,) = ranks.least([on_all_ranks(ranks, lambda: _num_host_slabs(config, shape, slab))])
-            return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len, slab, num_host)
-        split = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
-        num_slots, num_blocks, num_paused = ranks.least(split)
-        return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len)
+        slab = SlabShape.fitting(units)
+        _warn_of_loss(slab.loss(units))
+        least_bytes = max(ranks.gather(_least_bytes(config, shape, slab)))
+        (num_slabs,) = ranks.least([on_all_ranks(ranks, lambda: _num_slabs(config, shape, slab, least_bytes))])
+        num_blocks = num_slabs * slab.blocks_per_slab + 1
+        num_slots = num_slabs * slab.slots_per_slab
+        (num_host,) = ranks.least([on_all_ranks(ranks, lambda: _num_host_slabs(config, shape, slab))])
+        num_paused = min((num_blocks - 1) // 4, num_blocks - 2)
+        return CacheCapacity(num_slots, num_blocks, num_paused, state_len, slab, num_host)
 
 
 def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheConfig:
@@ -92,12 +90,9 @@ def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
     """Return the settings with the least `max_requests` of all ranks; each rank keeps its own memory sizes.
 
     Raises:
-        ValueError: If ranks differ in any other setting, or only some have one memory; the message names it.
+        ValueError: If ranks differ in any other setting; the message names it.
     """
     found = ranks.gather(config)
-    budgets = [settings.cache_gb for settings in found]
-    if None in budgets and any(budgets):
-        raise ValueError(f"cache_gb is {budgets} on the ranks of the model; give it on all of them or on none")
     for name in (field.name for field in fields(CacheConfig) if field.name not in (*_OF_EACH_RANK, *_LEAST_OF_ALL)):
         values = [getattr(settings, name) for settings in found]
         if any(value != values[0] for value in values):
@@ -151,28 +146,24 @@ def _warn_of_loss(share: float) -> None:
     if share > _LARGE_LOSS:
         _LOG.warning(
             "%.0f %% of what a rank's slabs hold for KV blocks or for states stays empty: its part of the model has "
-            "another ratio of attention to recurrent layers than other ranks'; even out the pipeline stages, or split "
-            "the memory with --kv-gb and --state-gb",
+            "another ratio of attention to recurrent layers than other ranks'; even out the pipeline stages",
             100 * share,
         )
 
 
-def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, least_bytes: int) -> tuple[int, int]:
-    """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep.
+def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, least_bytes: int) -> int:
+    """Return how many slabs a rank's budget buys.
 
     Args:
         least_bytes: The budget that is enough on all ranks.
     """
-    assert config.cache_gb is not None
     unit = shape.unit_bytes(config)
-    for_slabs = int(config.cache_gb * 2**30) - shape.buffers_bytes(config) - shape.running_bytes(config)
-    num_slabs = slab.slabs_in(for_slabs, unit)
+    for_slabs = config.budget_bytes - shape.buffers_bytes(config) - shape.running_bytes(config)
     if for_slabs < shape.longest_bytes(config, slab):
         num_live = config.max_requests if config.quantizes_states else 0
-        raise CacheBudgetError(config.cache_gb, least_bytes / 2**30, config.max_sequence_length, num_live=num_live)
-    if config.paused_buffer_size_gb is None or not unit.block:
-        return num_slabs, num_slabs * slab.blocks_per_slab // 4
-    return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
+        found_gb, length = config.cache_gb or 0.0, config.max_sequence_length
+        raise CacheBudgetError(found_gb, least_bytes / 2**30, length, num_live=num_live)
+    return slab.slabs_in(for_slabs, unit)
 
 
 def _least_bytes(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
@@ -202,35 +193,6 @@ def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShap
             f"state with the KV before it: set --host-cache-gb to {least_gb:f} or more, or leave it out"
         )
     return num_slabs
-
-
-def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:
-    live, drafts = config.max_requests, config.num_draft_slots
-    if not (config.prefix_caching or drafts):
-        return live
-    layout, states_gb = shape.cached_layout(config), config.prefix_caching_mamba_gb or 0.0
-    if config.quantizes_states:
-        drafts_bytes = live * drafts * shape.state_layout(config).slot_bytes
-        return layout.num_slots_in(states_gb, 0, beside_bytes=drafts_bytes) if layout.slot_bytes else _ANY_NUMBER
-    num_slots = layout.num_slots_in(states_gb, live, drafts) if layout.slot_bytes else _ANY_NUMBER
-    return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
-
-
-def _num_blocks(config: CacheConfig, shape: HybridModelShape) -> tuple[int, int]:
-    """Return the KV blocks of this rank, the dummy included, and how many of them paused requests may keep."""
-    block_bytes = shape.block_bytes(config.block_size_tokens)
-    if not block_bytes:
-        return _ANY_NUMBER, _ANY_NUMBER
-    assert config.buffer_size_gb is not None
-    total = int(config.buffer_size_gb * 2**30) // block_bytes
-    if total < 2:
-        raise ValueError(
-            f"buffer_size_gb is {config.buffer_size_gb:g} GiB, which holds {total} KV blocks of {block_bytes} bytes, "
-            "and 2 are needed: set --inference-dynamic-batching-buffer-size-gb to at least "
-            f"{2 * block_bytes / 2**30:.6f}"
-        )
-    paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
-    return total, min(int(paused_gb * 2**30) // block_bytes, total - 2)
 
 
 def known_to_any(found: Mapping[int, str], ranks: Ranks) -> dict[int, str]:

@@ -1,8 +1,8 @@
 """The tensors of a slot and of KV blocks: their shapes and sizes, and the device memory that they take.
 
 A KV buffer is [2, layers, blocks, block size, kv heads, head dim]: keys, then values. State tensors are those of a
-layout's parts, each [layers, slots, ...]. They have memory of their own, or all are views of one memory cut into slabs,
-where all layers of a block lie together, and all layers of a slot.
+layout's parts, each [layers, slots, ...]. All are views of one memory that is cut into slabs, in which all layers of a
+block are contiguous, and all layers of a slot.
 """
 
 import math
@@ -79,32 +79,6 @@ class SlotLayout:
         """Bytes of a slot whose layers lie together."""
         return sum(part.num_layers * part.aligned_bytes for part in self.parts)
 
-    def num_slots_in(self, budget_gb: float, num_live: int, num_drafts: int = 0, *, beside_bytes: int = 0) -> int:
-        """Return a pool's number of slots: those the budget buys for cached and draft states, and `num_live` live ones.
-
-        Args:
-            beside_bytes: What else the budget pays: draft states where they have places of their own.
-
-        Raises:
-            ValueError: If the budget buys no cached state, or fewer slots than one request's drafts take; the message
-                gives the smallest sufficient budget.
-        """
-        bought = (int(budget_gb * 2**30) - beside_bytes) // self.slot_bytes
-        needed = max(1, num_drafts)
-        if bought < needed:
-            needed_bytes = needed * self.slot_bytes + beside_bytes
-            least = math.ceil(needed_bytes / 2**30 * 1e6) / 1e6
-            use = f"{num_drafts} draft states take" if num_drafts > 1 else "one cached state takes"
-            remedy = "a smaller --num-speculative-tokens" if num_drafts > 1 else "--no-prefix-caching"
-            if beside_bytes:
-                use = "the draft states of max_requests requests and one cached state take"
-                remedy = "--draft-states replay"
-            raise ValueError(
-                f"prefix_caching_mamba_gb is {budget_gb:g} GiB and {use} {needed_bytes} bytes: set "
-                f"--inference-dynamic-batching-prefix-caching-mamba-gb to {least:f} or more, or {remedy}"
-            )
-        return bought + num_live
-
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -130,14 +104,6 @@ def state_tensors(states: SlotLayout, num_slots: int, device: torch.device | int
     return tuple(
         torch.zeros((part.num_layers, num_slots, *part.shape), dtype=part.dtype, device=device) for part in states.parts
     )
-
-
-def separate_tensors(
-    states: SlotLayout, blocks: BlockLayout, num_slots: int, num_blocks: int, device: torch.device | int | str
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the tensors of states and a KV buffer, each with memory of its own, all zero."""
-    shape = (2, blocks.num_layers, num_blocks, *blocks.block_shape)
-    return state_tensors(states, num_slots, device), torch.zeros(shape, dtype=blocks.dtype, device=device)
 
 
 def slab_tensors(

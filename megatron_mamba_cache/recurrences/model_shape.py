@@ -122,8 +122,8 @@ class HybridModelShape:
             raise ValueError(
                 f"draft_states is 'replay', which a model of {names} layers does not have: set --draft-states window"
             )
-        fold_len, num_drafts = config.ring_len or 0, config.num_speculative_tokens
-        return recurrence.buffers(self.num_recurrent_layers, self._dtypes(config), fold_len, num_drafts)
+        dtypes, num_drafts = self._dtypes(config), config.num_speculative_tokens
+        return recurrence.buffers(self.num_recurrent_layers, dtypes, config.fold_len, num_drafts)
 
     @property
     def _replayed(self) -> ReplayedRecurrence | None:
@@ -139,7 +139,7 @@ class HybridModelShape:
     def rounding_len(self, config: CacheConfig) -> int | None:
         """Return after how many tokens a replayed state is stored less exactly than it is computed; None if never."""
         is_rounded = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
-        return config.ring_len if is_rounded else None
+        return config.fold_len if is_rounded else None
 
     def buffers_bytes(self, config: CacheConfig) -> int:
         """Return the bytes of the buffers of all requests; 0 if states are not replayed."""
@@ -171,7 +171,7 @@ class HybridModelShape:
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
         if not self.limits_requests(config):
             return config
-        budget, of_buffer = int((config.cache_gb or 0.0) * 2**30), self.request_buffer_bytes(config)
+        budget, of_buffer = config.budget_bytes, self.request_buffer_bytes(config)
         fitting = budget // max(self.request_bytes(config), 1)
         beside_longest = (budget - self.longest_bytes(config, slab)) // of_buffer if of_buffer else fitting
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
@@ -194,8 +194,8 @@ class HybridModelShape:
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:
-        """Return whether one budget limits `max_requests`: where it pays for their buffers and live states."""
-        return config.cache_gb is not None and config.replays and not config.quantizes_states
+        """Return True if the budget limits `max_requests`: where it pays for their buffers and live states."""
+        return config.replays and not config.quantizes_states
 
     def request_bytes(self, config: CacheConfig) -> int:
         """Return the least bytes of a running request whose states are replayed: a state, a KV block and a buffer."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _ALIGNMENT = 256
 _FEW = 16
@@ -91,27 +91,16 @@ class MemorySizes:
     Args:
         unit: Bytes of a cached state and of a block.
         total: Bytes of the memory, beside the block that takes writes which are never read.
-        slab: How it is cut, if both uses share it.
+        slab: How it is cut.
         rings: Bytes beside it, in the same budget, from which live states are replayed.
         running: Likewise, of the live and draft states of all requests, where these do not share it.
     """
 
     unit: UnitBytes
     total: int
-    slab: SlabShape | None
+    slab: SlabShape
     rings: int = 0
     running: int = 0
-
-    @staticmethod
-    def of(num_slots: int, num_blocks: int, num_slabs: int, slab: SlabShape | None, unit: UnitBytes) -> "MemorySizes":
-        """Return the sizes of pools of so many places."""
-        if slab is None:
-            return MemorySizes(unit, num_slots * unit.state + num_blocks * unit.block, None)
-        return MemorySizes(unit, num_slabs * slab.slab_bytes(unit), slab)
-
-    def beside(self, rings: int, running: int) -> "MemorySizes":
-        """Return the sizes of this memory with rings, and with live and draft states, beside it."""
-        return replace(self, rings=rings, running=running)
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
         """Return bytes by use; `unusable` ones are those of slabs in use that neither use can take.
@@ -119,7 +108,7 @@ class MemorySizes:
         Args:
             slots: States by owner.
             blocks: KV blocks by kind.
-            slabs: Slabs by use, if both uses share the memory.
+            slabs: Slabs by use.
         """
         owners = ("reserved",) if self.running else ("live", "reserved", "draft")
         running = sum(slots[owner] for owner in owners)
@@ -128,14 +117,14 @@ class MemorySizes:
             "kv_cached": blocks["cached"] * self.unit.block,
             "states_running": running * self.unit.state,
             "states_cached": slots["cached"] * self.unit.state,
-            "unusable": 0 if self.slab is None else self._unusable(self.slab, slabs),
+            "unusable": self._unusable(slabs),
         }
         free = max(self.total - sum(found.values()), 0)
         found["states_running"] += self.running
         return found | {"rings": self.rings, "free": free}
 
-    def _unusable(self, slab: SlabShape, slabs: Mapping[str, int]) -> int:
-        slab_bytes = slab.slab_bytes(self.unit)
+    def _unusable(self, slabs: Mapping[str, int]) -> int:
+        slab, slab_bytes = self.slab, self.slab.slab_bytes(self.unit)
         beside_blocks = slab_bytes - slab.blocks_per_slab * self.unit.block
         return slabs["kv_blocks"] * beside_blocks + slabs["states"] * (
             slab_bytes - slab.slots_per_slab * self.unit.state

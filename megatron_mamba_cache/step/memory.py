@@ -19,16 +19,15 @@ from ..policy.boundaries import BoundaryRule
 from ..policy.draft_states import DraftStates, ReplayStates, WindowStates, num_folded
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.identifiers import BlockId
-from ..policy.places import CacheSpace, FixedPlaces, SplitSpace
+from ..policy.places import FixedPlaces
 from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
-from ..policy.slabs import SlabSpace
 from ..policy.slot_pool import SlotPool
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
 from ..recurrences.interface import LiveState
-from ..recurrences.layout import BlockLayout, bytes_of, separate_tensors, slab_tensors, state_tensors
+from ..recurrences.layout import BlockLayout, bytes_of, slab_tensors, state_tensors
 from ..recurrences.model_shape import HybridModelShape
 from ..recurrences.pool import StatePool
 from ..recurrences.slab_shape import MemorySizes
@@ -74,8 +73,9 @@ class CacheMemory:
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
         running = FixedPlaces(config.num_running_slots) if config.quantizes_states else None
         self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
+        self._space = capacity.space()
         rule = EVICTION_RULES[config.eviction](capacity.state_len)
-        pools = CachePools.over(_space(capacity), rule, block_size=config.block_size_tokens, running=running)
+        pools = CachePools.over(self._space, rule, block_size=config.block_size_tokens, running=running)
         self.pools = pools
         self.blocks, self.slots = pools.kv, pools.slots
         self.num_paused_blocks = capacity.num_paused_blocks
@@ -84,16 +84,17 @@ class CacheMemory:
             self.below = below.attach(
                 pools, bytes_of(self.state_pool.cached.parts[0], self.kv_buffer), counters, self.clear_stale_blocks
             )
-        self._sizes = MemorySizes.of(
-            capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
-        ).beside(shape.buffers_bytes(config), shape.running_bytes(config))
+        unit = shape.unit_bytes(config)
+        total = capacity.num_slabs * capacity.slab.slab_bytes(unit)
+        beside = shape.buffers_bytes(config), shape.running_bytes(config)
+        self._sizes = MemorySizes(unit, total, capacity.slab, *beside)
         self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device, shares_steps))
         self.geometry = StepGeometry(config.block_size_tokens, shape.grain, self.dummy_block)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
         self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
             pools,
-            AdmissionRules(self.boundary_rule, config.align_prefill_chunks, config.chunked_prefill),
+            AdmissionRules(self.boundary_rule, config.align_prefill_chunks),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
             draft_states=_draft_states(config, shape, self.slots),
@@ -122,9 +123,9 @@ class CacheMemory:
 
     def _usage(self) -> dict[str, dict[str, int]]:
         """Return slots by owner, blocks by kind and bytes by use, under the names of `CacheSnapshot`."""
-        slots, blocks, space = self.slots.count_by_owner(), self.blocks.count_by_kind(), self.pools.space
-        slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}
-        used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
+        slots, blocks = self.slots.count_by_owner(), self.blocks.count_by_kind()
+        num_bytes = self._sizes.by_use(slots, blocks, self._space.count_slabs())
+        used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": num_bytes}
         return used | self.below.usage()
 
     def prepare(self, prefilling: Sequence[RunningRequest]) -> None:
@@ -152,9 +153,8 @@ class CacheMemory:
 
     def clear_stale_blocks(self) -> None:
         """Clear the KV blocks that lie where states lay; call it before the first step or copy that may use them."""
-        if isinstance(self.pools.space, SlabSpace):
-            for blocks in self.pools.space.take_stale_blocks():
-                self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
+        for blocks in self._space.take_stale_blocks():
+            self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Bring the state of all computed tokens of each row into its live slot, and take back what kept it before."""
@@ -193,60 +193,32 @@ def _draft_states(config: CacheConfig, shape: HybridModelShape, slots: SlotPool)
     return WindowStates(slots, config.max_requests, keeps_checkpoints=keeps_checkpoints)
 
 
-def _space(capacity: CacheCapacity) -> CacheSpace:
-    if capacity.slab is None:
-        return SplitSpace(capacity.num_blocks - 1, capacity.num_slots)
-    return SlabSpace(capacity.num_slabs, capacity.slab.blocks_per_slab, capacity.slab.slots_per_slab)
-
-
 def _allocated(
     shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
 ) -> tuple[StatePool, Tensor]:
     """Return the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
-    live, states, num_blocks = shape.state_layout(config), shape.cached_layout(config), capacity.num_blocks
+    live, states, unit = shape.state_layout(config), shape.cached_layout(config), shape.unit_bytes(config)
     block_shape = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
     blocks = BlockLayout(shape.num_attention_layers, block_shape, shape.params_dtype)
     try:
-        if capacity.slab is not None:
-            unit = shape.unit_bytes(config)
-            parts, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
-        else:
-            parts, kv_buffer = separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
+        parts, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
         cached = None
         if config.quantizes_states:
             cached, parts = parts, state_tensors(live, config.num_running_slots, device)
         pool = StatePool(shape.state_groups(config), parts, cached)
         buffers = shape.draft_buffers(config)
         if buffers is not None:
-            pool.keep_drafts_in(buffers.storage(pool.live, config.max_requests, config.ring_len or 0))
+            pool.keep_drafts_in(buffers.storage(pool.live, config.max_requests, config.fold_len))
         return pool, kv_buffer
     except (RuntimeError, MemoryError) as error:
-        if capacity.slab is not None:
-            raise CacheCapacityError(
-                f"cannot allocate {config.cache_gb:.3g} GiB for KV blocks and states; lower --cache-gb"
-            ) from error
-        block_bytes = shape.block_bytes(config.block_size_tokens)
         raise CacheCapacityError(
-            f"cannot allocate {_states_bytes(capacity, shape, config) / 2**30:.3g} GiB of states, "
-            f"{shape.buffers_bytes(config) / 2**30:.3g} GiB of their rings and "
-            f"{num_blocks * block_bytes / 2**30:.3g} GiB of KV blocks; lower "
-            "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
+            f"cannot allocate {config.cache_gb:.3g} GiB for KV blocks and states; lower --cache-gb"
         ) from error
-
-
-def _states_bytes(capacity: CacheCapacity, shape: HybridModelShape, config: CacheConfig) -> int:
-    """Return the bytes of all states where KV blocks have a memory of their own."""
-    return capacity.num_slots * shape.cached_layout(config).slot_bytes + shape.running_bytes(config)
 
 
 def _attention_shape(
     shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
 ) -> AttentionShape:
-    if capacity.slab is not None:
-        block_bytes_apart = capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab
-    else:
-        halves = 2 * max(shape.num_attention_layers, 1)
-        block_bytes_apart = shape.block_bytes(config.block_size_tokens) // halves
     return AttentionShape(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -256,7 +228,7 @@ def _attention_shape(
         dtype=shape.params_dtype,
         device=torch.device("cuda", device) if isinstance(device, int) else device,
         num_blocks=capacity.num_blocks,
-        block_bytes_apart=block_bytes_apart,
+        block_bytes_apart=capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab,
     )
 
 
@@ -275,7 +247,7 @@ def _step_buffers(
         max_drafts=config.num_speculative_tokens,
         max_length=config.max_sequence_length,
         marks_real_tokens=shape.has_experts,
-        fold_len=config.ring_len or 0,
+        fold_len=config.fold_len,
         restores_states=config.quantizes_states,
     )
     with step_memory(config):

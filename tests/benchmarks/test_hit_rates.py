@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_mamba_cache.policy.places import SplitSpace
 from tests.command_line.command_runs import REPOSITORY
+from tests.policy.split_space import SplitSpace
 
 BLOCK_SIZE = 256
 

@@ -9,10 +9,10 @@ from benchmarks.loads.timed_copies import Clock, CopyRates, TimedCopies
 from megatron_mamba_cache.planning.block_texts import BlockText
 from megatron_mamba_cache.planning.caches import CacheSizes, TieredCache, empty_cache, tiered_cache
 from megatron_mamba_cache.policy.identifiers import BlockKey
-from megatron_mamba_cache.policy.places import SplitSpace
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.tiers.copies import Lane
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
+from tests.policy.split_space import SplitSpace
 
 BLOCK = 64
 SIZES = CacheSizes(kv_bytes_per_token=1024, state_bytes=4 * BLOCK * 1024, block_size=BLOCK)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_mamba_cache.command_line.arguments import command_parser, with_sampling
+from megatron_mamba_cache.command_line.cache_flags import FLAGS
 from megatron_mamba_cache.command_line.commands import EDITING
 from megatron_mamba_cache.command_line.main import main
-from megatron_mamba_cache.config import FLAGS
 from tests.command_line.command_runs import REPOSITORY, needs_installation, run_here, run_process
 
 GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
@@ -67,15 +67,11 @@ BAD_FLAGS = [
 ]
 BAD_FOR_THE_MODEL = [
     ([BLOCK, "100"], f"{BLOCK} to a multiple of it"),
-    ([KV, "1e-9"], KV),
-    ([KV, "1e6"], f"or {KV}"),
+    ([KV, "1e-9", STATES, "0"], "set --cache-gb to"),
+    ([KV, "1e6"], "lower --cache-gb"),
     ([KV, "1e7"], "below 1048576"),
-    ([*WINDOWS, STATES, "1e-4"], "4 draft states take"),
-    ([STORED, "int8", STATES, "1e-6"], "one cached state takes"),
-    (
-        [STORED, "int8", *WINDOWS, STATES, "1e-4"],
-        "draft states of max_requests requests and one cached state take",
-    ),
+    ([*WINDOWS, KV, "1e-4", STATES, "1e-4"], "which cannot hold one request"),
+    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states beside the live states of max_requests="),
     ([STORED, "int8", "--cache-gb", "1e-4"], "states beside the live states of max_requests="),
 ]
 

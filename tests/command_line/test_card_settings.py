@@ -1,13 +1,12 @@
 """Settings that fill a GPU: they fit its memory, use it, and keep what flags have set."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line import sizing as settings_of_cards
@@ -61,12 +60,8 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
     beside = shape.buffers_bytes(config) + shape.running_bytes(config)
-    if capacity.slab is not None:
-        unit = shape.unit_bytes(config)
-        return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + beside
-    slots = capacity.num_slots * shape.cached_layout(config).slot_bytes if shape.num_recurrent_layers else 0
-    blocks = capacity.num_blocks * shape.block_bytes(config.block_size_tokens) if shape.num_attention_layers else 0
-    return slots + blocks + beside
+    unit = shape.unit_bytes(config)
+    return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + beside
 
 
 @given(
@@ -74,17 +69,14 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     free_gib=st.integers(12, 180),
     fraction=st.floats(0.5, 1.0),
     drafts=st.sampled_from((0, 1, 4, 8)),
-    split=st.sampled_from(({}, {"buffer_size_gb": 1.0}, {"prefix_caching_mamba_gb": 1.0})),
     stored=st.sampled_from(("live", "int8")),
 )
 def test_pools_fit_the_fraction_and_use_it(
-    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, split: dict[str, float], stored: str
+    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, stored: str
 ) -> None:
     card = Card(free_gib * GIB, fraction, widest_layer=21_504)
     form = {"num_speculative_tokens": drafts, "cached_state_dtype": stored}
-    if stored == "int8" and "prefix_caching_mamba_gb" in split:
-        form["draft_states"] = "replay"  # which needs no draft states out of that GiB
-    settings = card_settings(shape, 131_072, card, form | split)
+    settings = card_settings(shape, 131_072, card, form)
     config = CacheConfig(**form, **settings)
     taken = bytes_taken(shape, config)
     assert taken <= fraction * card.free_bytes
@@ -92,8 +84,8 @@ def test_pools_fit_the_fraction_and_use_it(
     steps = 4 * 21_504 * num_live * 2 + 12 * shape.vocab_size * 256 * (1 + drafts) + 2 * GIB
     allowed = min(fraction * card.free_bytes, card.free_bytes - steps)
     assert taken >= 0.95 * allowed
-    assert (config.cache_gb is None) is bool(split) and config.num_cuda_graphs == 9
-    assert config.max_sequence_length == 131_072 or (not split and taken < 12 * GIB)
+    assert config.num_cuda_graphs == 9
+    assert config.max_sequence_length == 131_072 or taken < 12 * GIB
     assert config.block_size_tokens % shape.grain == 0 and config.block_size_tokens >= 256
 
 
@@ -142,8 +134,7 @@ def test_states_have_the_form_that_memory_was_sized_for(
 @pytest.mark.parametrize(
     ("free_gib", "memory"),
     [(free_gib, {}) for free_gib in (8, 12, 20, 40, 120)]
-    + [(120, {"cache_gb": cache_gb}) for cache_gb in (1.0, 4.0, 20.0)]
-    + [(24, {"buffer_size_gb": 6.0}), (24, {"prefix_caching_mamba_gb": 3.0})],
+    + [(120, {"cache_gb": cache_gb}) for cache_gb in (1.0, 4.0, 20.0)],
 )
 def test_as_many_replayed_requests_run_with_drafts_as_without(
     shape: HybridModelShape, state: str, free_gib: int, memory: dict[str, float]
@@ -187,71 +178,11 @@ def test_the_budget_that_a_refusal_names_is_the_least_and_any_larger_one_is_enou
         CacheCapacity.of(shape.resolved(replace(config, cache_gb=0.9999 * least_gb)), shape, OneRank())
 
 
-def test_where_both_parts_are_set_live_states_have_what_is_left() -> None:
-    parts = {"buffer_size_gb": 40.0, "prefix_caching_mamba_gb": 40.0, "num_speculative_tokens": 7}
-    found = card_settings(NANO_30B, 4096, Card(103 * GIB, 0.9, 21_504), parts | {"draft_states": "replay"})
-    assert 240 < found["max_requests"] <= 256
-    with pytest.raises(UsageError, match="the live states of 1 requests take"):
-        card_settings(DENSE_8B, 4096, Card(80 * GIB, 0.9, 21_504), parts)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    shape=st.sampled_from(SHAPES),
-    stored=st.sampled_from(["live", "int8"]),
-    free_gib=st.floats(10.0, 130.0),
-    part=st.sampled_from(["buffer_size_gb", "prefix_caching_mamba_gb"]),
-    part_gb=st.floats(1.0, 6.0),
-    num_drafts=st.integers(0, 8),
-    form=st.sampled_from(["replay", "window"]),
-    caches=st.booleans(),
-)
-def test_what_a_part_of_a_split_leaves_holds_the_other_part(
-    shape: HybridModelShape,
-    stored: str,
-    free_gib: float,
-    part: str,
-    part_gb: float,
-    num_drafts: int,
-    form: str,
-    caches: bool,
-) -> None:
-    given_fields = {part: part_gb, "num_speculative_tokens": num_drafts, "draft_states": form}
-    given_fields |= {"cached_state_dtype": stored, "prefix_caching": caches or part == "prefix_caching_mamba_gb"}
-    try:
-        found = card_settings(shape, 4096, Card(int(free_gib * GIB), 0.9, 21_504), given_fields)
-    except UsageError as error:
-        assert "lower --kv-gb, --state-gb" in str(error) and free_gib < 20  # a request does not fit beside that part
-        return
-    config = CacheConfig(**found | given_fields).resolved()
-    num_slots = CacheCapacity.of(config, shape, OneRank()).num_slots
-    assert num_slots >= (1 if config.quantizes_states else config.max_requests)
-    others = config.prefix_caching or config.num_draft_slots
-    assert (config.prefix_caching_mamba_gb == 0) is (part == "buffer_size_gb" and not others)
-
-
 def test_as_many_requests_in_windows_run_as_have_room_for_the_states_of_their_drafts() -> None:
     given_fields = {"cache_gb": 20.0, "draft_states": "window"}
     alone = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields)
     drafted = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields | {"num_speculative_tokens": 7})
     assert drafted["max_requests"] < alone["max_requests"] / 4
-
-
-@pytest.mark.parametrize(
-    ("kept", "of_the_other"),
-    [({"buffer_size_gb": 10.0}, "prefix_caching_mamba_gb"), ({"prefix_caching_mamba_gb": 2.0}, "buffer_size_gb")],
-)
-def test_a_part_of_a_split_that_a_flag_sets_is_kept_and_the_other_takes_the_rest(
-    kept: dict[str, float], of_the_other: str
-) -> None:
-    card = Card(120 * GIB, 0.9, 21_504)
-    form = {"draft_states": "replay"}
-    free, set_by_flag = card_settings(DENSE_8B, 4096, card, form), card_settings(DENSE_8B, 4096, card, kept | form)
-    sizes = CacheConfig(draft_states="replay").resolved()
-    live_bytes = DENSE_8B.state_layout(sizes).slot_bytes + DENSE_8B.request_buffer_bytes(sizes)
-    live_gb = free["max_requests"] * live_bytes / GIB
-    assert kept.items() <= set_by_flag.items() and "cache_gb" not in set_by_flag
-    assert math.isclose(set_by_flag[of_the_other], free["cache_gb"] - live_gb - next(iter(kept.values())))
 
 
 def test_fields_that_flags_set_are_kept() -> None:
@@ -293,11 +224,6 @@ def test_many_requests_raise_the_tokens_of_a_step_and_what_is_kept_for_logits() 
     wide = replace(SMALL, vocab_size=131_072)
     config = CacheConfig(**card_settings(wide, 4096, card, {"max_requests": 1024}))
     assert bytes_taken(wide, config) <= card.free_bytes - 12 * 131_072 * 1024
-
-
-def test_without_prefix_caching_no_memory_goes_to_cached_states() -> None:
-    flags = {"prefix_caching": False, "buffer_size_gb": 10.0}
-    assert card_settings(DENSE_8B, 4096, Card(60 * GIB, 0.9, 21_504), flags)["prefix_caching_mamba_gb"] == 0
 
 
 @pytest.mark.parametrize(
@@ -344,11 +270,9 @@ def test_a_request_may_be_as_long_as_one_budget_has_room_for(
 
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
-@pytest.mark.parametrize("one_budget", [True, False])
-def test_quantized_states_are_3_6_times_as_many_in_the_same_memory(shape: HybridModelShape, one_budget: bool) -> None:
+def test_quantized_states_are_3_6_times_as_many_in_the_same_memory(shape: HybridModelShape) -> None:
     """Beside the live states of all requests, which either form has in use when the server is full."""
-    memory = {"cache_gb": 40.0} if one_budget else {"prefix_caching_mamba_gb": 30.0, "buffer_size_gb": 10.0}
-    config = CacheConfig(max_requests=32, max_sequence_length=4096, **memory).resolved()
+    config = CacheConfig(max_requests=32, max_sequence_length=4096, cache_gb=40.0).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
         live = replace(config, ssm_state_dtype=dtype)
         exact = CacheCapacity.of(live, shape, OneRank()).num_slots - config.max_requests

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_mamba_cache.command_line import generation
 from megatron_mamba_cache.command_line.arguments import command_parser
+from megatron_mamba_cache.command_line.cache_flags import config_of
 from megatron_mamba_cache.command_line.results import Difference
-from megatron_mamba_cache.config import CacheConfig
 from tests.command_line.command_runs import run_here
 
 PROMPT = "def add(a, b):\n    return a + b\n" * 12
@@ -18,8 +18,8 @@ MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 def test_the_flag_sets_the_field() -> None:
     for command in ("generate", "serve"):
         parsed = command_parser().parse_args([command, "--cached-state-dtype", "int8"])
-        assert CacheConfig.from_arguments(parsed).cached_state_dtype == "int8"
-        assert CacheConfig.from_arguments(command_parser().parse_args([command])).cached_state_dtype == "live"
+        assert config_of(parsed).cached_state_dtype == "int8"
+        assert config_of(command_parser().parse_args([command])).cached_state_dtype == "live"
 
 
 @pytest.mark.parametrize("drafts", [[], ["--num-speculative-tokens", "2"]])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import build_engine
-from megatron_mamba_cache.config import SPLIT, CacheConfig
+from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError, CacheCapacityError, CacheIntegrityError, HostBudgetError
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.step import memory as cache_memory
@@ -46,7 +46,7 @@ def error_of_settings(layout: Layout, settings: list[dict]) -> str:
     """Return the error that an engine is refused with whose ranks have different settings.
 
     Args:
-        settings: Of each rank; with "cache_gb", one memory in the place of two.
+        settings: Of each rank; with "cache_gb", one budget.
     """
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
@@ -55,7 +55,7 @@ def error_of_settings(layout: Layout, settings: list[dict]) -> str:
             cache_gb = mine.pop("cache_gb", None)
             config = cache_config(subject.sizes, **mine)
             if cache_gb is not None:
-                config = replace(config, cache_gb=cache_gb, **dict.fromkeys(SPLIT))
+                config = replace(config, cache_gb=cache_gb, num_blocks=None)
             build_engine(subject.model, config)
         except (ValueError, CacheCapacityError) as error:
             return f"{type(error).__name__}: {error}"
@@ -85,7 +85,7 @@ def error_of_one_rank(layout: Layout, fault: str) -> str:
 FAULTS_OF_ONE_RANK = {
     "the part's modules": (model_reading, "_part_of", ValueError("planted")),
     "attention": (cache_memory, "choose_attention", ValueError("planted")),
-    "states": (cache_memory, "separate_tensors", RuntimeError("can't allocate memory")),
+    "states": (cache_memory, "slab_tensors", RuntimeError("can't allocate memory")),
     "a budget": (cache_memory, "choose_attention", CacheBudgetError(1.0, 2.0, 512, num_live=4)),
     "the host's memory": (cache_memory, "choose_attention", HostBudgetError(3.0, 2**30)),
     "a file": (cache_memory, "choose_attention", FileNotFoundError(2, "No such file", "weights")),

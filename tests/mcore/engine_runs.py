@@ -22,6 +22,7 @@ from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 from megatron_mamba_cache.tiers.host_budget import processes_of_host
 from tests.grammars.allowed_tokens import allowed_tokens
+from tests.mcore.split_memory import SplitConfig
 from tests.mcore.toy_models import ToyHybridConfig, put_toys, toy_state_bytes
 from tests.oracle import HybridOracle
 
@@ -152,15 +153,15 @@ def cache_config(
         "draft_states": UsualForm.draft_states,
     } | settings
     num_drafts = 0 if small.get("draft_states") == "replay" else small.get("num_speculative_tokens", 0)
-    block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB
-    states_bytes = cached_states * state_bytes(sizes, num_drafts)
-    if small.get("cached_state_dtype", "live") != "live":
-        of_drafts = small["max_requests"] * num_drafts * state_bytes(sizes, num_drafts)
-        states_bytes = cached_states * quantized_bytes(sizes) + of_drafts
-    return CacheConfig(
-        buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
-        paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,
-        prefix_caching_mamba_gb=(states_bytes + 0.5) / GIB,
+    state, block_gb = state_bytes(sizes, num_drafts), block_bytes(sizes, small["block_size_tokens"]) / GIB
+    longest = -(-small["max_sequence_length"] // small["block_size_tokens"])
+    num_states = cached_states + small["max_requests"] * (2 + num_drafts)
+    paused = (kv_blocks + 1) // 4 if paused_blocks is None else min(paused_blocks, kv_blocks - 1)
+    return SplitConfig(
+        cache_gb=2 * ((kv_blocks + longest) * block_gb + num_states * state / GIB) + 2**-8,
+        num_paused=paused,
+        num_blocks=kv_blocks,
+        num_states=cached_states,
         **small,
     )
 
@@ -171,11 +172,7 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
     It is enough without drafts as well, which cuts slabs otherwise. Ranks that share the model have the same settings,
     so the least is that of the rank that needs the most.
     """
-    no_split: dict[str, Any] = {
-        "buffer_size_gb": None,
-        "prefix_caching_mamba_gb": None,
-        "paused_buffer_size_gb": None,
-    }
+    no_split: dict[str, Any] = {"num_blocks": None}
     no_drafts = replace(config, num_speculative_tokens=0)
     num_bytes = max(_one_budget_bytes(settings.resolved(), shape, spare_slabs) for settings in (config, no_drafts))
     return replace(config, cache_gb=(num_bytes + 0.5) / GIB, **no_split)

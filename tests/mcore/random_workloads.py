@@ -286,7 +286,6 @@ def _strides(rng: random.Random, block: int, request_blocks: int) -> dict[str, A
 
 def _whole_prompts(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
     return {
-        "chunked_prefill": False,
         "kv_blocks": rng.choice([request_blocks + 1, 4 * request_blocks]),
         "paused_blocks": rng.randrange(0, request_blocks),
         "cached_states": rng.choice([2, 30]),
@@ -465,7 +464,7 @@ def make_workload(
     disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
     if replays:
         lengths = [length for length in RING_LENGTHS if block % length == 0]
-        settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
+        settings |= {"draft_states": "replay", "fold_every": random.Random(seed).choice(lengths)}
     if cached_form != "live":
         settings["cached_state_dtype"] = cached_form
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
@@ -569,7 +568,6 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
             run.step()
         run.finished.pop(NEIGHBOUR, None)
         assert all(is_reported(row, run.engine.get_request(row.request_id)) for row in run.context.rows)
-        assert work.config.chunked_prefill or not _prefilling(run)
         for request_id, computed in _prefilling(run).items():
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0

@@ -173,16 +173,6 @@ def test_bad_request_fails_alone_with_one_clear_error(name: str) -> None:
     run.assert_nothing_held()
 
 
-def test_prompt_too_long_for_one_step_fails_without_chunked_prefill() -> None:
-    run = start_run(chunked_prefill=False)
-    run.add(0, some_tokens(65))
-    run.add(1, some_tokens(40))
-    run.finish()
-    assert all(word in failure_reason(run.finished[0]) for word in ("65", "max_tokens=64"))
-    assert failure_reason(run.finished[1]) is None
-    run.assert_matches_oracle([1]).assert_few_stops()
-
-
 def test_duplicate_id_is_refused_and_the_first_request_goes_on() -> None:
     run = start_run()
     run.add(0, some_tokens(40), 9)
@@ -272,8 +262,10 @@ def test_spec_that_is_none_names_what_it_needs(spec: Any) -> None:
 
 def test_impossible_kv_budget_says_the_minimum() -> None:
     subject = tiny_hybrid()
-    with pytest.raises(ValueError, match=r"buffer_size_gb is 1e-06 .* at least 0\.0\d+"):
-        build_engine(subject.model, CacheConfig(buffer_size_gb=1e-6, max_sequence_length=512))
+    with pytest.raises(ValueError, match=r"cache_gb is 1.1e-06 .*--cache-gb to 0\.0\d+ or more"):
+        build_engine(
+            subject.model, CacheConfig(buffer_size_gb=1e-6, prefix_caching_mamba_gb=1e-7, max_sequence_length=512)
+        )
 
 
 def test_stated_minimum_of_one_budget_holds_the_longest_request() -> None:
@@ -293,12 +285,9 @@ def test_stated_minimum_is_enough() -> None:
     subject = tiny_hybrid()
     settings = {"block_size_tokens": 16, "max_sequence_length": 64, "max_tokens": 64, "max_requests": 4}
     tiny = CacheConfig(buffer_size_gb=1e-9, prefix_caching_mamba_gb=1e-9, **settings)
-    with pytest.raises(ValueError, match="prefix_caching_mamba_gb is 1e-09") as error:
+    with pytest.raises(ValueError, match="cache_gb is 2e-09") as error:
         build_engine(subject.model, tiny)
-    tiny = dataclasses.replace(tiny, prefix_caching_mamba_gb=_number_after("mamba-gb to ", error))
-    with pytest.raises(ValueError, match="buffer_size_gb is 1e-09") as error:
-        build_engine(subject.model, tiny)
-    run = EngineRun.start(subject, dataclasses.replace(tiny, buffer_size_gb=_number_after("at least ", error)))
+    run = EngineRun.start(subject, dataclasses.replace(tiny, cache_gb=_number_after("--cache-gb to ", error)))
     run.run(0, some_tokens(7), 3)
     run.assert_matches_oracle()
 
@@ -309,8 +298,8 @@ def _number_after(words: str, error: pytest.ExceptionInfo[ValueError]) -> float:
 
 def test_impossible_state_budget_says_the_minimum() -> None:
     large = tiny_hybrid(mamba_state_dim=64, mamba_head_dim=32, hidden_size=64, pattern="MMM*")
-    with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 1e-05 .* 0\.0\d+ or more"):
-        build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=0.01))
+    with pytest.raises(ValueError, match=r"cache_gb is 2e-05 .* 0\.0\d+ or more"):
+        build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=1e-5))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.places import SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slot_pool import SlotPool
+from tests.policy.split_space import SplitSpace
 
 TOTAL = 10
 

@@ -201,7 +201,7 @@ def test_tokens_are_those_of_an_exact_cache_whose_states_are_quantized_when_publ
     for seed in seeds:
         name = random.Random(seed).choice(["roomy", "small_steps"])
         work, drafter = run_form(name, form, seed, cached_form="int8")
-        roomy = {"buffer_size_gb": 0.02, "prefix_caching_mamba_gb": 0.02, "paused_buffer_size_gb": None}
+        roomy = {"cache_gb": 0.04, "num_blocks": None}
         work = replace(work, config=replace(work.config, **roomy))
         outcome = run_workload(work, drafter)
         exact = replace(work, config=replace(work.config, cached_state_dtype="live"))

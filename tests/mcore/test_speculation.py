@@ -1,6 +1,7 @@
 """Steps that verify drafts: what is kept, what is findable afterwards, and how many copies that takes."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_mamba_cache.recurrences.window import WindowStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import runner as runner_module
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, with_one_budget
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 
@@ -361,8 +362,11 @@ def test_number_of_drafts_out_of_range_is_refused(num_drafts: Any, needed: str) 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_more_drafts_than_the_budget_has_slots_for_are_refused(prefix_caching: bool) -> None:
-    with pytest.raises(ValueError, match=r"5 draft states take.*prefix-caching-mamba-gb.*num-speculative-tokens"):
-        start_run(5, cached_states=4, prefix_caching=prefix_caching)
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, prefix_caching=prefix_caching, num_speculative_tokens=1)
+    config = replace(with_one_budget(config, subject.shape, 0), num_speculative_tokens=8)
+    with pytest.raises(ValueError, match=r"cannot hold one request.*--cache-gb"):
+        EngineRun.start(subject, config)
     start_run(5, cached_states=5, prefix_caching=prefix_caching).run(0, prompt_of(0), 9)
 
 

@@ -58,7 +58,7 @@ def served(
         subject.sizes,
         block_size_tokens=32,
         draft_states="replay",
-        ring_len=ring_len,
+        fold_every=ring_len,
         num_speculative_tokens=num_drafts,
         decode_checkpoints="all",
         ssm_state_dtype="bf16",

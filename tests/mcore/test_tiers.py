@@ -527,7 +527,6 @@ def test_sizes_that_cannot_work_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"host_cache_gb": 1.0}, "host_cache_gb is 1.0, which needs one memory, --cache-gb"),
         ({"cache_gb": 1.0, "host_cache_gb": 1.0, "prefix_caching": False}, "which needs prefix caching"),
         ({"disk_cache_dir": "x"}, "disk_cache_dir is 'x', which needs --host-cache-gb"),
         ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "which needs --disk-cache-dir"),

@@ -18,6 +18,7 @@ from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.engine_runs import GIB, EngineRun, greedy
+from tests.mcore.split_memory import SplitConfig
 from tests.models.reference_run import reference_run
 from tests.models.tiny_checkpoints import TinyCheckpoint
 
@@ -52,10 +53,11 @@ class Subject:
         small = {"max_requests": 4, "max_tokens": 256, "max_sequence_length": 640} | settings
         plain = CacheConfig(block_size_tokens=block, **small)
         state = shape.state_layout(plain.resolved()).slot_bytes
-        config = CacheConfig(
+        config = SplitConfig(
             block_size_tokens=block,
-            buffer_size_gb=(kv_blocks + 1) * shape.block_bytes(block) / GIB,
-            prefix_caching_mamba_gb=(cached_states * state + 0.5) / GIB,
+            cache_gb=2 * ((kv_blocks + 16) * shape.block_bytes(block) + (cached_states + 16) * state) / GIB + 2**-8,
+            num_blocks=kv_blocks,
+            num_states=cached_states,
             **small,
         )
         return EngineRun(self.loaded, build_engine(self.loaded.model, config, drafter=drafter))

@@ -8,8 +8,8 @@ from megatron_mamba_cache.planning.block_texts import block_texts
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
 from megatron_mamba_cache.planning.plan import CopiesAtOnce, plan, replay
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
-from megatron_mamba_cache.policy.places import SplitSpace
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
+from tests.policy.split_space import SplitSpace
 
 GIB = 2**30
 SIZES = CacheSizes(kv_bytes_per_token=1024, state_bytes=4 * 64 * 1024, block_size=64)

@@ -12,12 +12,13 @@ from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.draft_states import ReplayStates, WindowStates
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
-from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
+from megatron_mamba_cache.policy.places import FixedPlaces
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slabs import SlabSpace
+from tests.policy.split_space import SplitSpace
 
 BLOCK = 4
 ENOUGH = 10_000  # a budget that never cuts a prompt
@@ -59,7 +60,7 @@ def small_cache(
     slots = WindowStates(pools.slots, max_requests, keeps_checkpoints=keeps_checkpoints)
     return PrefixCache(
         pools,
-        AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
+        AdmissionRules(BoundaryRule(block_size, stride), align),
         CacheIdentity("model", "0"),
         CacheCounters(),
         draft_states=ReplayStates(max_requests) if replays else slots,

@@ -18,9 +18,10 @@ from megatron_mamba_cache.policy.admission import (
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
-from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slabs import SlabSpace
+from tests.policy.split_space import SplitSpace
 
 BLOCK = 4
 
@@ -55,14 +56,13 @@ class Pools:
         reserved: Container[BlockKey] = (),
         may_skip: bool = True,
         align: bool = True,
-        chunked: bool = True,
     ) -> AdmissionPlan | Refusal:
         return plan_admission(
             prompt(prompt_len, may_skip=may_skip),
             self.pools,
             budget=budget,
             reserved_keys=reserved,
-            rules=AdmissionRules(BoundaryRule(BLOCK), align, chunked),
+            rules=AdmissionRules(BoundaryRule(BLOCK), align),
         )
 
 
@@ -129,7 +129,7 @@ def test_plan_adds_the_blocks_that_the_match_lacks_and_ends_with_the_prompt() ->
 def test_budget_counts_only_what_is_computed() -> None:
     pools = Pools()
     pools.cache(3, states_at=(2,))
-    plan = pools.plan(17, budget=5, chunked=False)
+    plan = pools.plan(17, budget=5)
     assert isinstance(plan, AdmissionPlan) and plan.chunk_end == 17
 
 
@@ -146,11 +146,6 @@ def test_plan_has_the_blocks_of_the_whole_prompt_however_small_the_budget() -> N
 
 def test_used_up_budget_is_a_refusal() -> None:
     assert Pools().plan(5, budget=0) is Refusal.NO_TOKENS
-
-
-def test_prompt_that_may_not_be_cut_needs_its_whole_budget() -> None:
-    assert Pools().plan(5, budget=4, chunked=False) is Refusal.NO_TOKENS
-    assert isinstance(Pools().plan(5, budget=5, chunked=False), AdmissionPlan)
 
 
 def test_matched_blocks_do_not_count_as_room_for_new_ones() -> None:

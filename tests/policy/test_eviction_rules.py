@@ -15,11 +15,11 @@ from megatron_mamba_cache.policy.eviction_rules import (
     RecomputeCost,
 )
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
-from megatron_mamba_cache.policy.places import SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.slot_pool import SlotPool
 from tests.policy.small_cache import BLOCK, cached_states, frozen, request, serve, small_cache
+from tests.policy.split_space import SplitSpace
 
 STATE_LEN = 1000.0
 LOST = st.integers(10, 100_000)

@@ -21,7 +21,7 @@ from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.draft_states import WindowStates
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
-from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
@@ -32,6 +32,7 @@ from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
 from tests.policy.small_cache import BLOCK, request
+from tests.policy.split_space import SplitSpace
 
 MAX_ROWS = 3
 MAX_LEN = 6 * BLOCK  # a lone row always fits
@@ -161,7 +162,7 @@ class TieredWorkload:
         )
         self.cache = PrefixCache(
             pools,
-            AdmissionRules(BoundaryRule(BLOCK), align_prefill_chunks=True, chunked_prefill=True),
+            AdmissionRules(BoundaryRule(BLOCK), align_prefill_chunks=True),
             CacheIdentity("model", "0"),
             counters,
             draft_states=WindowStates(pools.slots, MAX_ROWS),

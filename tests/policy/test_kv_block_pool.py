@@ -11,10 +11,11 @@ from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_pool import NoTexts
+from tests.policy.split_space import SplitSpace
 
 LAST = -1
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.places import CacheSpace, FixedPlaces, Places, SplitSpace
+from megatron_mamba_cache.policy.places import CacheSpace, FixedPlaces, Places
 from megatron_mamba_cache.policy.slabs import SlabPlaces, SlabSpace
+from tests.policy.split_space import SplitSpace
 
 
 def test_low_numbers_are_taken_first_and_the_last_given_back_again() -> None:

@@ -8,10 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
-from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
+from megatron_mamba_cache.policy.places import FixedPlaces
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
+from tests.policy.split_space import SplitSpace
 
 
 def cache(pool: SlotPool, *blocks: int) -> list[SlotId]:

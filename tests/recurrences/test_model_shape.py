@@ -76,8 +76,6 @@ def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
     assert not is_lowered or (config.max_requests + 1) * (unit.state + unit.block + ring) > cache_gb * 2**30
     for others in ({"draft_states": "window"}, {"cached_state_dtype": "int8"}):
         assert DENSE_8B.resolved(replace(asked, **others)).max_requests == 256
-    split = CacheConfig(max_requests=256, draft_states="replay", num_speculative_tokens=num_drafts)
-    assert DENSE_8B.resolved(split).max_requests == 256
 
 
 class Stages(OneRank):

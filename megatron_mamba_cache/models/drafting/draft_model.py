@@ -45,7 +45,7 @@ class DraftModelDrafter:
     Args:
         model: Any MambaModel that `build_engine` accepts, with the same vocabulary as the engine's model.
         config: Settings of the draft model's own cache; None takes the defaults. `block_size_tokens` need not be the
-            engine's. Each request with more than one draft token uses one more state of `prefix_caching_mamba_gb`.
+            engine's. Each request with more than one draft token uses one more state.
             With `num_cuda_graphs`, forwards are captured when the drafter is built; without, the host takes many times
             as long to launch one as a GPU to compute it. `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
@@ -58,7 +58,7 @@ class DraftModelDrafter:
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
         self._ranks = ranks = ranks_of_process()
         # One state beside the live one: the state after the newest draft.
-        config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window", ring_len=None)
+        config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window")
         shape = check_served(model, ranks, config.max_sequence_length)
         check_draft_experts(shape, ranks)
         self._context = MambaCacheContext(config, shape, ranks=ranks)

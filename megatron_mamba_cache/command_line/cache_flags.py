@@ -1,0 +1,102 @@
+"""The flags of the cache's settings, and what parsed ones give. Imports neither torch nor megatron."""
+
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ..config import BUDGET, CacheConfig
+
+_PREFIX = "--inference-dynamic-batching-"
+
+FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "block_size_tokens": (f"{_PREFIX}block-size", "--block-size"),
+        "cache_gb": ("--cache-gb",),
+        "host_cache_gb": ("--host-cache-gb",),
+        "disk_cache_dir": ("--disk-cache-dir",),
+        "disk_cache_gb": ("--disk-cache-gb",),
+        "buffer_size_gb": (f"{_PREFIX}buffer-size-gb", "--kv-gb"),
+        "prefix_caching_mamba_gb": (f"{_PREFIX}prefix-caching-mamba-gb", "--state-gb"),
+        "num_cuda_graphs": (f"{_PREFIX}num-cuda-graphs", "--cuda-graphs"),
+        "max_tokens": (f"{_PREFIX}max-tokens", "--max-tokens-per-step"),
+        "max_prompt_tokens_beside_decode": ("--max-prompt-tokens-beside-decode",),
+        "max_sequence_length": ("--inference-max-seq-length", "--max-model-len"),
+        "eviction": (f"{_PREFIX}prefix-caching-eviction-policy",),
+        "decode_checkpoints": ("--decode-checkpoints",),
+        "num_speculative_tokens": ("--num-speculative-tokens",),
+        "draft_states": ("--draft-states",),
+        "cached_state_dtype": ("--cached-state-dtype",),
+        "attention_backend": ("--attention-backend",),
+    }
+)
+"""The flags of a field: Megatron's name first, then a short alias."""
+
+_SWITCHES = {
+    "adaptive_drafts": "draft only where it pays, or in every step (default: where it pays)",
+    "prefix_caching": "reuse cached prefixes, or compute every prompt from its start (default: reuse)",
+}
+
+
+def add_cache_arguments(parser: Any) -> None:
+    """Add the flags that `config_of` reads, to a parser or to a group of its flags."""
+    rules = CacheConfig.RULES
+
+    def add(field: str, text: str, **options: Any) -> None:
+        parser.add_argument(*FLAGS[field], help=text, **options)
+
+    add("block_size_tokens", "tokens in a KV block", type=int, metavar="N")
+    add("cache_gb", "GiB for KV blocks and states together", type=float, metavar="G")
+    add("host_cache_gb", "GiB of the host's memory for what has no room on the device", type=float, metavar="G")
+    add("disk_cache_dir", "directory for prefixes that outlive the process", metavar="DIR")
+    add("disk_cache_gb", "GiB that each rank may keep there (default: 100)", type=float, metavar="G")
+    add("buffer_size_gb", "Megatron's GiB for KV blocks: a part of --cache-gb", type=float, metavar="G")
+    add("prefix_caching_mamba_gb", "Megatron's GiB for states: the rest of --cache-gb", type=float, metavar="G")
+    add("num_cuda_graphs", "numbers of rows that have CUDA graphs; 0 is none", type=int, metavar="N")
+    add("max_tokens", "tokens that a step computes at most", type=int, metavar="N")
+    beside = "prompt tokens of a step in which requests decode at most (default: as many as fit)"
+    add("max_prompt_tokens_beside_decode", beside, type=int, metavar="N")
+    add("max_sequence_length", "prompt and generated tokens of a request at most", type=int, metavar="N")
+    add("eviction", "what makes room (default: cost)", choices=rules["eviction"])
+    kept = "block boundaries inside a reply that keep a state: the newest, all or none (default: rolling)"
+    add("decode_checkpoints", kept, choices=rules["decode_checkpoints"])
+    add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
+    kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
+    add("draft_states", kept_states, choices=rules["draft_states"])
+    stored = "how cached states are stored: as live ones, or quantized to 8 bits (default: live)"
+    add("cached_state_dtype", stored, choices=rules["cached_state_dtype"])
+    add("attention_backend", "what computes attention (default: auto)", choices=rules["attention_backend"])
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action=BooleanOptionalAction, help=text)
+
+
+def config_of(arguments: Namespace, **settings: object) -> CacheConfig:
+    """Return the config of parsed flags; a flag that was not given leaves `settings` or the default.
+
+    A budget among the flags replaces that of `settings`.
+
+    Raises:
+        ValueError: As the constructor does.
+    """
+    given = given_settings(arguments)
+    if not given.keys().isdisjoint(BUDGET):
+        settings = {name: value for name, value in settings.items() if name not in BUDGET}
+    return CacheConfig(**(settings | given))  # type: ignore[arg-type]
+
+
+def given_settings(arguments: Namespace) -> dict[str, Any]:
+    """Return the fields of `CacheConfig` that parsed flags set."""
+    given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
+    given |= {name: getattr(arguments, name) for name in _SWITCHES}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def given_budget(arguments: Namespace) -> float | None:
+    """Return the GiB of the budget that parsed flags give, added up; None: no flag gives any."""
+    given = {name: value for name, value in given_settings(arguments).items() if name in BUDGET}
+    return CacheConfig(**given).cache_gb if given else None
+
+
+def argument_of(field: str) -> str:
+    """Return the name of a field in a parsed `Namespace`: that of its first flag."""
+    return FLAGS[field][0].lstrip("-").replace("-", "_")

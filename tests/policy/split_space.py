@@ -1,0 +1,40 @@
+"""A space whose blocks and slots never take room from each other, so that tests can count both."""
+
+from collections.abc import Iterator, Sequence
+
+from megatron_mamba_cache.policy.places import FixedPlaces
+
+
+class SplitSpace:
+    """Blocks and slots with places of their own, in the place of `SlabSpace`."""
+
+    def __init__(self, num_blocks: int, num_slots: int) -> None:
+        """Start with every place free.
+
+        Raises:
+            ValueError: If a number is negative.
+        """
+        if num_blocks < 0 or num_slots < 0:
+            raise ValueError(f"need num_blocks >= 0 and num_slots >= 0, found {num_blocks} and {num_slots}")
+        self.blocks = FixedPlaces(num_blocks)
+        self.slots = FixedPlaces(num_slots)
+
+    def fits(
+        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
+    ) -> bool:
+        """Return whether blocks and slots can be had together."""
+        has_blocks = self.blocks.num_available - len(beside_blocks) >= num_blocks
+        return has_blocks and self.slots.num_available - len(beside_slots) >= num_slots
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless the counts agree."""
+        self.blocks.check_integrity()
+        self.slots.check_integrity()
+
+    def count_slabs(self) -> dict[str, int]:
+        """Return that no slab is lost to another use."""
+        return {"kv_blocks": 0, "states": 0, "unused": 0}
+
+    def take_stale_blocks(self) -> Iterator[range]:
+        """Yield nothing: no block has held a state."""
+        yield from ()
