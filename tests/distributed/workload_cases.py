@@ -49,8 +49,8 @@ _MODELS_WITH_EXPERTS = {
     ),
     "gated delta": (GATED_DELTA_MODELS[1] | {"num_experts": 8},),
 }
-_WIDTHS = {"mamba_num_groups": 4, "num_query_groups": 4}  # four ranks have a part of each
-_DELTA_WIDTHS = {"gated_delta": GatedDeltaSizes(4, 8, 16, 24), "num_query_groups": 4}
+_WIDTHS = {"mamba_num_groups": 4}  # four ranks have a part of each, and copies of two KV heads
+_DELTA_WIDTHS = {"gated_delta": GatedDeltaSizes(4, 8, 16, 24)}
 
 
 @dataclass(frozen=True, slots=True)
