@@ -367,3 +367,13 @@ def test_a_larger_model_is_tied_where_either_configuration_says_so(
         assert_refused(directory, "lacks 1 tensors: language_model.lm_head.weight (the first is also read as ")
     write_tensors(directory, tensors)  # both are there: each is used
     assert not load_hugging_face(directory, torch.float32).architecture.tie_embeddings
+
+
+def test_tensors_that_are_left_out_may_be_of_any_type(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(checkpoints["qwen3_5"], tmp_path)
+    tensors, counted = tensors_of(directory), torch.tensor(3)
+    others = {"model.visual.norm.num_batches_tracked": counted, "mtp.fc.weight": torch.ones(8, 8).to(torch.float8_e5m2)}
+    write_tensors(directory, tensors | others)
+    assert_same_weights(load_hugging_face(directory), load_hugging_face(checkpoints["qwen3_5"]))
+    write_tensors(directory, tensors | {"norm.num_batches_tracked": counted})
+    assert_refused(directory, "tensor norm.num_batches_tracked is of type I64, which is not supported")
