@@ -52,7 +52,7 @@ CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense 
 )
 
 STACKED_CASES = ("nemotron_h_moe-5", "granite_moe-7", "qwen3_5_moe-1")  # with one tensor for all experts of a layer
-TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10")  # with the conv bias that training has
+TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10", "bamba-5")  # with the conv bias that training has
 
 
 @pytest.fixture(scope="module")
