@@ -183,8 +183,16 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("are_others_sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(
+    ("asked", "are_others_sampled"),
+    [
+        pytest.param(
+            asked, others == "sampled", id=f"{name}-{others}", marks=() if place % 2 == at else pytest.mark.long
+        )
+        for place, (name, asked) in enumerate(ASKED.items())
+        for at, others in enumerate(("greedy", "sampled"))
+    ],
+)
 def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], are_others_sampled: bool) -> None:
     found = []
     for may_be_ahead in (True, False):
@@ -266,7 +274,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
-@pytest.mark.parametrize("changed_share", [0.0, 0.3])
+@pytest.mark.parametrize("changed_share", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
 @pytest.mark.parametrize("models", [MODELS, pytest.param(GATED_DELTA_MODELS, marks=pytest.mark.long)], ids=KINDS)
 def test_random_workloads_with_sampled_rows_draw_the_same_tokens(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
