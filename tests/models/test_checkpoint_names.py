@@ -377,3 +377,11 @@ def test_tensors_that_are_left_out_may_be_of_any_type(checkpoints: dict[str, Pat
     assert_same_weights(load_hugging_face(directory), load_hugging_face(checkpoints["qwen3_5"]))
     write_tensors(directory, tensors | {"norm.num_batches_tracked": counted})
     assert_refused(directory, "tensor norm.num_batches_tracked is of type I64, which is not supported")
+
+
+def test_a_tensor_that_is_missing_has_the_name_that_the_others_have(tmp_path: Path) -> None:
+    case = tiny_checkpoint("qwen3_5_whole-0")
+    case.write(case.model(), tmp_path)
+    name = "model.language_model.layers.1.post_attention_layernorm.weight"
+    write_tensors(tmp_path, {other: tensor for other, tensor in tensors_of(tmp_path).items() if other != name})
+    assert_refused(tmp_path, f"lacks 1 tensors: {name} (the first is also read as language_model.model.layers.1.")
