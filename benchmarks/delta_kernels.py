@@ -191,15 +191,15 @@ def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda
 class DecodeBench:
     """One layer's states, in slots of their own for each of many steps, and the tokens of a step."""
 
-    def __init__(self, layer: str, requests: int, num_drafts: int) -> None:
+    def __init__(self, layer: str, requests: int, num_drafts: int, device: str = "cuda") -> None:
         state_bytes = LAYERS[layer][1] * DIM * DIM * 4
         of_step = requests * (1 + num_drafts)
         count = min(256, max(2, -(-ROTATED_BYTES // (of_step * state_bytes))))
         self.num_bytes = requests * (2 + num_drafts) * state_bytes
         self.requests = requests
-        self.gates, self.tokens = random_gates(LAYERS[layer]), random_tokens(LAYERS[layer], of_step)
-        self.pool = torch.empty(count * of_step, LAYERS[layer][1], DIM, DIM, device="cuda").normal_()
-        self.steps = [decode_rows(number, requests, num_drafts) for number in range(count)]
+        self.gates, self.tokens = random_gates(LAYERS[layer], device), random_tokens(LAYERS[layer], of_step, device)
+        self.pool = torch.empty(count * of_step, LAYERS[layer][1], DIM, DIM, device=device).normal_()
+        self.steps = [decode_rows(number, requests, num_drafts, device) for number in range(count)]
 
     def launches(self, tiling: VerifyTiling | None = None) -> list[Launch]:
         """Return the update of each step."""

@@ -24,7 +24,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -308,8 +308,8 @@ def some_tokens(drawn: random.Random, shape: ServedShape, count: int) -> list[in
     return [drawn.randrange(shape.vocab_size) for _ in range(count)]
 
 
-def table(latency: TurnLatency, cold: ColdThroughput | None) -> str:
-    """Return the figures as Markdown."""
+def latency_table(latency: TurnLatency) -> str:
+    """Return the first tokens of later turns as Markdown."""
     lines = [f"A later turn, {latency.prompt_tokens:,} tokens with its history:", ""]
     medians = latency.first_token_ms
     lines += ["| engine | tokens skipped | first token, ms | the full cache's is sooner by | required |"]
@@ -323,14 +323,16 @@ def table(latency: TurnLatency, cold: ColdThroughput | None) -> str:
         times = medians[FULL] / latency.floor_ms
         lines += ["", f"Reading all weights, the history's KV and a state takes {latency.floor_ms:.2f} ms; the full "]
         lines[-1] += f"cache's first token comes in {times:.2f} times that."
-    if cold is None:
-        return "\n".join(lines)
-    speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in cold.tokens_per_s.items())
-    lines += ["", f"Where nothing can hit, prompt and generated tokens/s: {speeds}; with the cache "]
-    lines[-1] += (
-        f"{cold.ratio:.3f} of without ({cold.lowest:.3f} to {cold.highest:.3f}; required {REQUIRED_THROUGHPUT})."
-    )
     return "\n".join(lines)
+
+
+def cold_sentence(cold: ColdThroughput) -> str:
+    """Return the throughput of batches that cannot hit as a sentence."""
+    speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in cold.tokens_per_s.items())
+    return (
+        f"Where nothing can hit, prompt and generated tokens/s: {speeds}; with the cache {cold.ratio:.3f} of without "
+        f"({cold.lowest:.3f} to {cold.highest:.3f}; required {REQUIRED_THROUGHPUT})."
+    )
 
 
 def table_of_lengths(times: Mapping[int, Sequence[float]]) -> str:
@@ -346,6 +348,8 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="conversations of a recorded load")
     parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="of the later turn")
+    parser.add_argument("--rounds", type=int, metavar="N", help="batches without hits that are counted; 0 is none")
     parser.add_argument("--new-tokens", type=int, nargs="+", metavar="N", help="of turns behind a cached history")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
@@ -354,6 +358,8 @@ def main() -> None:
         load = recorded_load(arguments.recorded, shape, scale) if arguments.recorded else made_load(shape, scale)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if FULL not in arguments.caches:
+        parser.error(f"--caches: needs {FULL!r}, which the others are compared with")
     if arguments.new_tokens:
         num_cached = CACHED_BLOCKS[arguments.shape] * shape.block_size
         with quiet_libraries(), own_warnings_hidden():
@@ -363,10 +369,14 @@ def main() -> None:
         return
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
-        caches = {name: CACHES[name] for name in (FULL, NO_ROOM)} if arguments.only_cached else CACHES
-        latency = later_turns(model, shape, load, caches)
-        cold = None if arguments.only_cached else cold_throughput(model, shape, scale)
-    print(table(latency, cold))
+        names = (FULL, NO_ROOM) if arguments.only_cached else arguments.caches
+        latency = later_turns(model, shape, load, {name: CACHES[name] for name in names})
+        print(latency_table(latency), flush=True)
+        rounds = scale.rounds if arguments.rounds is None else arguments.rounds
+        is_cold_measured = rounds > 0 and not arguments.only_cached
+        cold = cold_throughput(model, shape, replace(scale, rounds=rounds)) if is_cold_measured else None
+    if cold is not None:
+        print(f"\n{cold_sentence(cold)}")
     figures = {"machine": describe_machine(), "later turns": asdict(latency), "nothing hits": cold and asdict(cold)}
     write(arguments.json, figures)
 

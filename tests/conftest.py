@@ -15,6 +15,9 @@ from hypothesis import settings
 
 from tests.usual_settings import set_usual
 
+# Megatron has torch compile some functions, which takes a C++ compiler half a minute; processes of tests inherit this.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 # The same examples on every run; HYPOTHESIS_PROFILE=explore draws new ones.
 settings.register_profile("pinned", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=500)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..config import CacheConfig
 from ..ranks.group import OneRank, Ranks, on_all_ranks
 from ..recurrences.interface import Recurrence
-from ..recurrences.model_shape import HybridModelShape, RecurrentLayers
+from ..recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from ..speculation.step_time import CPU, GPU, StepReads, StepTime
 from .expert_layer import waits_for_experts
 from .model_ranks import num_expert_ranks
@@ -68,11 +68,6 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
     recurrences = _agreed_recurrences(parts, num_tensor_ranks)
     config, layer_types = model.config, parts[ranks.index].layer_types
     mine = parts[ranks.index].recurrences
-    if config.num_query_groups % num_tensor_ranks:
-        raise ValueError(
-            f"{config.num_query_groups} KV heads do not divide by {num_tensor_ranks} tensor-parallel ranks; choose "
-            "a --tensor-model-parallel-size that divides them"
-        )
     return HybridModelShape(
         layer_types=layer_types,
         recurrent=tuple(
@@ -80,7 +75,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
             for recurrence in recurrences
         ),
         num_heads=config.num_attention_heads // num_tensor_ranks,
-        num_kv_heads=config.num_query_groups // num_tensor_ranks,
+        num_kv_heads=kv_heads_of_rank(config.num_query_groups, num_tensor_ranks),
         softmax_scale=config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale,
         kv_channels=config.kv_channels,
         vocab_size=model.vocab_size,

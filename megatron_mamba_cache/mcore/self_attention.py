@@ -1,8 +1,11 @@
 """Self-attention over the paged KV cache, by the backend that the context chose."""
 
+import copy
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,15 +25,22 @@ _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class CachingSelfAttention(SelfAttention):
     """Megatron's self-attention with its dynamic-inference kernel replaced.
 
-    Megatron's own forward refuses dynamic batching without flash-attn before it reaches any kernel.
+    Megatron's own forward refuses dynamic batching without flash-attn before it reaches any kernel. With more
+    tensor-parallel ranks than KV heads, Megatron gathers the outputs of `linear_qkv` from all ranks. Here each rank has
+    its query heads and a copy of their KV head; checkpoints have one copy.
 
     Raises:
         ValueError: If Megatron's layer computes something else; see `check_settings`.
     """
 
-    def __init__(self, config: Any, *args: Any, **settings: Any) -> None:
+    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **settings: Any) -> None:
         check_settings(config)
-        super().__init__(config, *args, **settings)
+        tensor_ranks = pg_collection.tp if pg_collection else parallel_state.get_tensor_model_parallel_group()
+        self._ranks_of_kv_head = max(1, tensor_ranks.size() // config.num_query_groups)
+        if self._ranks_of_kv_head > 1:
+            config = copy.copy(config)
+            config.num_query_groups = tensor_ranks.size()
+        super().__init__(config, *args, pg_collection=pg_collection, **settings)
         for name in ("qk_layernorm", "qk_l2_norm"):
             if getattr(config, name) and self.q_layernorm is None:
                 raise ValueError(f"{name} is True, but the spec has no norm of queries and keys; set it to False")
@@ -82,7 +92,7 @@ class CachingSelfAttention(SelfAttention):
         if rotary is not None:
             is_plain = not config.rotary_interleaved and not config.apply_rope_fusion
             has_kernel = has_kernel and is_plain and rotary[0] is rotary[1]
-        return has_kernel and not config.test_mode and config.num_query_groups >= self.world_size
+        return has_kernel and not config.test_mode
 
     def _attend_views(
         self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
@@ -118,6 +128,49 @@ class CachingSelfAttention(SelfAttention):
             None if query is None else HeadNorms(query.weight, key.weight, query.eps, query.offset),
             None if table is None else Rotation(table, positions),
         )
+
+    @override
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weights as sharded tensors of the whole layer; copies of a KV head are replicas."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for key in (f"{prefix}linear_qkv.{name}" for name in ("weight", "bias")):
+            if self._ranks_of_kv_head > 1 and key in state:
+                state[key] = self._sharded_by_head(state[key], sharded_offsets)
+        return state
+
+    def _sharded_by_head(self, rows: ShardedTensor, sharded_offsets: tuple) -> ShardedTensorFactory:
+        """Return the rows of `linear_qkv` as a sharded tensor a head."""
+        axis = len(sharded_offsets)
+        total, heads = self._heads_of_layer()
+
+        @torch.no_grad()
+        def build(key: str, local: Tensor, replica_id: tuple[int, ...], _: Any) -> list[ShardedTensor]:
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    part,
+                    *sharded_offsets,
+                    (axis, head, total),
+                    replica_id=(number, *replica_id[1:]),
+                    prepend_axis_num=axis,
+                )
+                for part, (head, number) in zip(local.chunk(len(heads)), heads, strict=True)
+            ]
+
+        return ShardedTensorFactory(rows.key, rows.data, build, torch.cat, rows.replica_id)
+
+    def _heads_of_layer(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return how many heads `linear_qkv` has on all ranks, and the index and copy of each that is here."""
+        group, number = divmod(self.pg_collection.tp.rank(), self._ranks_of_kv_head)
+        here, kinds = self.num_attention_heads_per_partition, 2 if self.config.attention_output_gate else 1
+        of_kind = here * self._ranks_of_kv_head  # queries, and gates, of one KV head
+        of_group = kinds * of_kind + 2
+        queries = [kind * of_kind + number * here + head for kind in range(kinds) for head in range(here)]
+        heads = [(head, 0) for head in queries] + [(of_group - 2, number), (of_group - 1, number)]
+        num_groups = self.world_size // self._ranks_of_kv_head
+        return num_groups * of_group, [(group * of_group + head, copied) for head, copied in heads]
 
     def _rotary_pair(self, rotary_pos_emb: Any) -> Any:
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
-from .placement import Split
+from .placement import GroupedSplit, Split
 from .rank_shard import EMBEDDINGS, OUTPUT
 
 
@@ -12,7 +12,7 @@ class WholeParameter:
     """A parameter of the undivided model."""
 
     shape: tuple[int, ...]
-    split: Split
+    split: Split | GroupedSplit
 
 
 Parameters = dict[str, WholeParameter]
@@ -85,14 +85,15 @@ def _gated_delta(architecture: HybridArchitecture) -> Parameters:
 def _attention(architecture: HybridArchitecture) -> Parameters:
     attention, hidden = architecture.attention, architecture.hidden_size
     queries = attention.num_heads * attention.head_dim
-    projected = 2 * queries if attention.has_output_gate else queries
-    rows = projected + 2 * attention.num_kv_heads * attention.head_dim  # group by group, so that one cut splits them
+    num_groups = attention.num_kv_heads  # each has its queries, gates, key and value in turn
+    projected = (queries // num_groups,) * (2 if attention.has_output_gate else 1)
+    rows = num_groups * (sum(projected) + 2 * attention.head_dim)
     head_norm = _on_every_rank(attention.head_dim)
     names = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
     return {
         "input_layernorm.weight": _on_every_rank(hidden),
         "self_attention.linear_proj.weight": WholeParameter((hidden, queries), Split(1)),
-        "self_attention.linear_qkv.weight": WholeParameter((rows, hidden), Split(0)),
+        "self_attention.linear_qkv.weight": WholeParameter((rows, hidden), GroupedSplit(num_groups, projected)),
         **(dict.fromkeys(names, head_norm) if attention.has_head_norms else {}),
     }
 

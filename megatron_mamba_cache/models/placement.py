@@ -39,6 +39,36 @@ class Split:
         return torch.cat([part.chunk(size, dim=self.dim)[rank] for part in parts], dim=self.dim)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedSplit:
+    """How tensor-parallel ranks share rows in groups, one group for each KV head.
+
+    Ranks divide the groups. If there are more ranks than groups, as many consecutive ranks have each group.
+
+    Args:
+        num_groups: Groups of equal length along dimension 0.
+        divided: Rows of the first parts of a group. The ranks of a group divide each of them, and all keep the rest.
+    """
+
+    num_groups: int
+    divided: tuple[int, ...] = ()
+
+    def local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """Return this rank's part.
+
+        Raises:
+            ValueError: If the rows do not divide by the groups, or groups and ranks do not divide each other.
+        """
+        if size <= self.num_groups:
+            return Split(0).local(tensor, rank, size)
+        if len(tensor) % self.num_groups or size % self.num_groups:
+            raise ValueError(f"{len(tensor)} rows of {self.num_groups} KV heads do not divide by {size} ranks")
+        num_sharing = size // self.num_groups
+        group = tensor.chunk(self.num_groups)[rank // num_sharing]
+        *parts, rest = group.split((*self.divided, len(group) - sum(self.divided)))
+        return torch.cat([*(part.chunk(num_sharing)[rank % num_sharing] for part in parts), rest])
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -56,7 +86,7 @@ class Placement:
     """
 
     target: str
-    split: Split = Split()
+    split: Split | GroupedSplit = Split()
     entry: int | None = None
     rows: Callable[[Tensor], Tensor] = _whole
     view: Callable[[Tensor], Tensor] = _whole

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.core import parallel_state
 
+from ..recurrences.model_shape import kv_heads_of_rank
 from .architecture import HybridArchitecture
 
 EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -99,6 +100,7 @@ def check_ranks(architecture: HybridArchitecture) -> None:
                 f"{name} {count} does not divide by {size} tensor-parallel ranks; choose a "
                 "--tensor-model-parallel-size that divides it"
             )
+    kv_heads_of_rank(architecture.attention.num_kv_heads, size)
     stage_lengths(len(architecture.pattern), parallel_state.get_pipeline_model_parallel_world_size())
     _check_expert_ranks(architecture, parallel_state.get_expert_model_parallel_world_size())
 
@@ -125,7 +127,6 @@ def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
         "vocab_size": architecture.vocab_size,
         **architecture.recurrent.divided,
         "number of attention heads": attention.num_heads,
-        "number of KV heads": attention.num_kv_heads,
     }
     if "-" in architecture.pattern:
         shared["feed-forward size"] = architecture.feed_forward.hidden_size

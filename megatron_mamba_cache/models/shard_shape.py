@@ -1,14 +1,12 @@
 """What a part of a hybrid model stores for its requests, from the architecture alone: no weight has to be there."""
 
-from math import prod
-
 import torch
 from megatron.core import parallel_state
 
 from ..recurrences.gated_delta.recurrence import GatedDelta
 from ..recurrences.interface import Recurrence
 from ..recurrences.mamba2.recurrence import Mamba2
-from ..recurrences.model_shape import RECURRENT, HybridModelShape, RecurrentLayers
+from ..recurrences.model_shape import RECURRENT, HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from .architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
 from .parameter_shapes import parameters_of
 from .rank_shard import RankShard, check_ranks
@@ -41,7 +39,7 @@ def shard_shape(
         layer_types=layer_types,
         recurrent=(RecurrentLayers(recurrence, tuple(range(layer_types.count(RECURRENT)))),),
         num_heads=attention.num_heads // num_tensor_ranks,
-        num_kv_heads=attention.num_kv_heads // num_tensor_ranks,
+        num_kv_heads=kv_heads_of_rank(attention.num_kv_heads, num_tensor_ranks),
         softmax_scale=attention.scale or attention.head_dim**-0.5,
         kv_channels=attention.head_dim,
         vocab_size=architecture.vocab_size,
@@ -77,10 +75,11 @@ def _layer_weights(architecture: HybridArchitecture, num_tensor_ranks: int) -> i
     for name, whole in parameters_of(architecture).items():
         if not name.startswith("decoder.layers.") or len(whole.shape) != 2:
             continue
-        of_rank = prod(whole.shape) // (1 if whole.split.dim is None else num_tensor_ranks)
-        if ".local_experts." not in name:
-            total += of_rank
-        elif ".local_experts.0." in name:
+        if ".local_experts." in name and ".local_experts.0." not in name:
+            continue
+        of_rank = whole.split.local(torch.empty(whole.shape, device="meta"), 0, num_tensor_ranks).numel()
+        if ".local_experts." in name:
             assert architecture.experts is not None
-            total += of_rank * architecture.experts.top_k
+            of_rank *= architecture.experts.top_k
+        total += of_rank
     return total // len(architecture.pattern)

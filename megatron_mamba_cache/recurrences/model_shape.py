@@ -218,6 +218,20 @@ class HybridModelShape:
             )
 
 
+def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
+    """Return how many KV heads a rank has: its share, or a copy of one if there are more ranks than heads.
+
+    Raises:
+        ValueError: If neither number divides the other.
+    """
+    if num_kv_heads % num_tensor_ranks and num_tensor_ranks % num_kv_heads:
+        raise ValueError(
+            f"number of KV heads {num_kv_heads} does not divide by {num_tensor_ranks} tensor-parallel ranks, nor the "
+            "ranks by it; choose a --tensor-model-parallel-size that divides it or is a multiple of it"
+        )
+    return max(1, num_kv_heads // num_tensor_ranks)
+
+
 def _row_bytes(groups: Sequence[StateGroup]) -> int:
     """Return of which number of bytes two states of a matrix lie a multiple apart: a row's."""
     rows = (

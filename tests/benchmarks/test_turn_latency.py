@@ -33,8 +33,8 @@ def test_a_later_turn_skips_replies_only_with_the_full_cache(
     assert set(latency.times_sooner) == set(turn_latency.REQUIRED)
     cold = turn_latency.cold_throughput(model, shape, scale)
     assert 0 < cold.lowest <= cold.ratio <= cold.highest and set(cold.tokens_per_s) == {"no cache", "full"}
-    text = turn_latency.table(latency, cold)
-    assert "| no cache | 0 | " in text and f"{cold.ratio:.3f} of without" in text
+    assert "| no cache | 0 | " in turn_latency.latency_table(latency)
+    assert f"{cold.ratio:.3f} of without" in turn_latency.cold_sentence(cold)
 
 
 def test_turns_of_each_length_find_the_whole_history(

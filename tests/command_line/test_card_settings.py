@@ -1,6 +1,8 @@
 """Settings that fill a GPU: they fit its memory, use it, and keep what flags have set."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,21 @@ from megatron_mamba_cache.command_line.sizing import DRAFTER_SHARE, DRAFTER_STAT
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
+from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes
+from megatron_mamba_cache.models.parameter_shapes import parameters_of
+from megatron_mamba_cache.models.part_shape import part_shape
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
+from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
+from megatron_mamba_cache.recurrences.gated_delta.recurrence import GatedDelta
+from megatron_mamba_cache.recurrences.gated_delta.tile_systems import TileSystems
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
 from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
+from megatron_mamba_cache.recurrences.row_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
+from megatron_mamba_cache.step.shapes import StepShape
+from tests.models.published_configs import QWEN
 
 GIB = 2**30
 
@@ -243,6 +254,61 @@ def test_experts_are_as_wide_as_what_their_products_leave(
     assert expert_width(config) == expected
     config.num_moe_experts = None
     assert expert_width(config) == 0
+
+
+def bytes_beside_scan(sizes: GatedDelta, hidden_size: int, num_rows: int, num_tokens: int) -> int:
+    """Return what is live in a Gated DeltaNet layer while it scans: inputs, projections, tile systems and outputs."""
+    heads, keys, values = (
+        sizes.num_value_heads,
+        sizes.num_key_heads * sizes.key_dim,
+        sizes.num_value_heads * sizes.value_dim,
+    )
+    shape = tile_shape(sizes.grain, torch.bfloat16)
+    assert shape is not None
+    per_token = {"hidden": 2 * hidden_size, "projected": 2 * (keys + values + heads), "convolved": 2 * keys + values}
+    with torch.device("meta"):
+        q, v, b = (
+            torch.empty(num_tokens, *of_token, dtype=torch.bfloat16)
+            for of_token in ((sizes.num_key_heads, sizes.key_dim), (heads, sizes.value_dim), (heads,))
+        )
+    num_tiles = StepShape(0, 1, num_rows, num_tokens).num_chunks(sizes.grain) * shape.per_chunk
+    tiles = TileSystems.empty(DeltaTokens(q, q, v, b, b), shape, num_tiles)
+    scratch = (tiles.solved, tiles.scores, tiles.factors, tiles.kept, tiles.slots, tiles.y)
+    return 2 * num_tokens * sum(per_token.values()) + sum(tensor.nbytes for tensor in scratch)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_steps_of_gated_delta_models_have_room_for_the_scratch_of_a_scan(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """A step of 256 rows and the largest graphs: but for a twentieth of what is kept for workspaces."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
+    architecture, dtype = read_sizes(tmp_path)
+    shape, experts = part_shape(architecture, dtype, num_tensor_ranks=num_ranks), architecture.experts
+    linears = {
+        whole.split.local(torch.empty(whole.shape, device="meta"), 0, num_ranks).shape[0]
+        for name, whole in parameters_of(architecture).items()
+        if name.startswith("decoder.layers.") and len(whole.shape) == 2 and ".local_experts." not in name
+    }
+    of_experts = SimpleNamespace(
+        num_moe_experts=experts and experts.num_experts,
+        moe_router_topk=experts and experts.top_k,
+        moe_ffn_hidden_size=experts and experts.hidden_size,
+        moe_latent_size=None,
+        hidden_size=architecture.hidden_size,
+        tensor_model_parallel_size=num_ranks,
+    )
+    widest = max(*linears, expert_width(of_experts))
+    given = {"max_tokens": 8192, "max_requests": 256}
+    without, found = (card_settings(shape, 4096, Card(100 * GIB, 1.0, width), given) for width in (0, widest))
+    reserved = GIB * (without["cache_gb"] - found["cache_gb"])
+    ((sizes,), hidden_size) = ([layers.recurrence for layers in shape.recurrent], architecture.hidden_size)
+    assert isinstance(sizes, GatedDelta)
+    graph_tokens = shape.resolved(CacheConfig(**given)).most_graph_tokens
+    needed = bytes_beside_scan(sizes, hidden_size, 256, 8192) + bytes_beside_scan(sizes, hidden_size, 32, graph_tokens)
+    print(f"{needed / GIB:.2f} of {reserved / GIB:.2f} GiB, graphs of {graph_tokens} tokens")
+    assert 0 < needed <= reserved + 2 * GIB / 20
 
 
 def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:

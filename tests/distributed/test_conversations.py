@@ -14,7 +14,7 @@ TENSOR, PIPELINE, EXPERT = Layout(tensor=2), Layout(pipeline=2), Layout(expert=2
     [
         ("qwen3_next-4", TENSOR),  # dense layers among those with experts
         ("qwen3_5_whole-1", TENSOR),
-        ("qwen3_5_moe-1", TENSOR),
+        pytest.param("qwen3_5_moe-1", TENSOR, marks=pytest.mark.long),
         ("qwen3_5_moe-1", PIPELINE),
         ("qwen3_5_moe_whole-0", EXPERT),
         pytest.param("qwen3_next-4", Layout(tensor=4), marks=pytest.mark.long),

@@ -7,6 +7,7 @@ from tests.distributed.rank_models import Layout
 from tests.distributed.world import Worlds
 
 ONE, TENSOR, PIPELINE, EXPERT = Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(expert=2)
+TENSOR_OF_4 = Layout(tensor=4)
 
 
 @pytest.mark.parametrize(
@@ -15,15 +16,28 @@ ONE, TENSOR, PIPELINE, EXPERT = Layout(), Layout(tensor=2), Layout(pipeline=2), 
         ("nemotron_h-6", [ONE, PIPELINE, TENSOR]),  # output weights are the embeddings
         ("bamba-10", [PIPELINE, ONE]),
         ("granite_moe-4", [ONE, EXPERT, TENSOR, PIPELINE]),
+        ("qwen3_5-5", [ONE, TENSOR]),  # one KV head, of which both ranks have a copy
     ],
 )
 def test_a_checkpoint_generates_the_same_under_every_layout(name: str, layouts: list[Layout], worlds: Worlds) -> None:
-    outcomes = worlds.of(2).run(loading_cases.tokens_under_layouts, name, layouts)
-    assert outcomes[0] == outcomes[1]
-    assert all(tokens == outcomes[0][0] for tokens in outcomes[0])
+    _assert_same_tokens(worlds, 2, name, layouts)
 
 
-@pytest.mark.parametrize("name", ["nemotron_h_moe-0", "granite_moe-4", "qwen3_5_moe-3"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5_moe-1", "nemotron_h-4"])
+def test_four_ranks_have_copies_of_two_kv_heads(name: str, worlds: Worlds) -> None:
+    _assert_same_tokens(worlds, 4, name, [ONE, TENSOR_OF_4, TENSOR, TENSOR_OF_4])
+
+
+def _assert_same_tokens(worlds: Worlds, num_ranks: int, name: str, layouts: list[Layout]) -> None:
+    first, *others = worlds.of(num_ranks).run(loading_cases.tokens_under_layouts, name, layouts)
+    assert all(tokens == first for tokens in others)
+    assert all(tokens == first[0] for tokens in first)
+
+
+@pytest.mark.parametrize(
+    "name", ["nemotron_h_moe-0", pytest.param("granite_moe-4", marks=pytest.mark.long), "qwen3_5_moe-2"]
+)
 def test_quantized_weights_are_cut_as_they_are_dequantized(name: str, worlds: Worlds) -> None:
     kinds = ["transformers, edge blocks", "modelopt mixed", "compressed-tensors NVFP4"]
     worlds.of(2).run(loading_cases.compare_quantized_weights, name, kinds, [TENSOR, EXPERT])

@@ -8,7 +8,6 @@ from tests.distributed.refit_cases import LENGTHS, PROMPT_LEN
 from tests.distributed.world import Worlds
 
 TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
-LAYOUTS = pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 
 
 @pytest.mark.parametrize(
@@ -32,13 +31,18 @@ def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worl
     assert first.graph_steps
 
 
-@LAYOUTS
 @pytest.mark.parametrize(
-    ("versions", "said"),
+    ("layout", "versions", "said"),
     [
-        (["12", "13"], "weights_version differs between the ranks of the model: ['12', '13']"),
-        ([None, "1"], "weights_version differs between the ranks of the model: ['0', '1']"),
-        (["1", 5], "weights_version is 5; it must be Unicode text"),
+        pytest.param(layout, *case, id=f"{name}-{number}", marks=() if number % 2 == at else pytest.mark.long)
+        for number, case in enumerate(
+            (
+                (["12", "13"], "weights_version differs between the ranks of the model: ['12', '13']"),
+                ([None, "1"], "weights_version differs between the ranks of the model: ['0', '1']"),
+                (["1", 5], "weights_version is 5; it must be Unicode text"),
+            )
+        )
+        for at, (name, layout) in enumerate((("tensor", TENSOR), ("pipeline", PIPELINE)))
     ],
 )
 def test_ranks_that_disagree_about_the_version_all_say_so_and_stay_suspended(

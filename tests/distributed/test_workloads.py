@@ -23,7 +23,7 @@ SHARED = [
     pytest.param(TENSOR, "tight_blocks", 1, 3, 1, "dense", marks=pytest.mark.long),
     *(pytest.param(PIPELINE, name, 2, 0, 1, "dense", marks=pytest.mark.long) for name in ("roomy", "strides")),
     pytest.param(PIPELINE, "whole_prompts", 2, 3, 1, "dense", marks=pytest.mark.long),
-    (PIPELINE, "disturbed", 2, 3, 1, "dense"),
+    pytest.param(PIPELINE, "disturbed", 2, 3, 1, "dense", marks=pytest.mark.long),
     pytest.param(TENSOR, "one_budget", 5, 3, 1, "dense", marks=pytest.mark.long),
     pytest.param(PIPELINE, "disturbed_budget", 6, 3, 1, "dense", marks=pytest.mark.long),
     pytest.param(TENSOR, "disk_tier", 7, 3, 1, "dense", marks=pytest.mark.long),
@@ -55,7 +55,7 @@ MANY_SEEDS = range(100, 150)
 REPLICAS = [
     pytest.param(Layout(), ("uncached", "few_states"), 0, 0, 1, "dense", marks=pytest.mark.long),
     pytest.param(Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1, "dense", marks=pytest.mark.long),
-    (Layout(expert=2), ("strides",) * 2, 2, 3, 0, "dense"),
+    pytest.param(Layout(expert=2), ("strides",) * 2, 2, 3, 0, "dense", marks=pytest.mark.long),
     (Layout(expert=2), ("disturbed",) * 2, 5, 3, 0, "dense"),
     (Layout(expert=2), ("few_states",) * 2, 7115, 3, 0, "dense"),  # a rank is full while the other begins prompts
     pytest.param(Layout(expert=2), ("disturbed",) * 2, 6, 0, 1, "dense", marks=pytest.mark.long),
@@ -142,7 +142,7 @@ def test_ranks_of_a_model_follow_grammars_alike(
 @pytest.mark.parametrize(
     ("layout", "num_graphs"),
     [
-        (TENSOR, 3),
+        pytest.param(TENSOR, 3, marks=pytest.mark.long),
         pytest.param(TENSOR, 0, marks=pytest.mark.long),
         pytest.param(PIPELINE, 0, marks=pytest.mark.long),
         (PIPELINE, 3),

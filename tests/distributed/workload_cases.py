@@ -49,8 +49,9 @@ _MODELS_WITH_EXPERTS = {
     ),
     "gated delta": (GATED_DELTA_MODELS[1] | {"num_experts": 8},),
 }
-_WIDTHS = {"mamba_num_groups": 4, "num_query_groups": 4}  # four ranks have a part of each
-_DELTA_WIDTHS = {"gated_delta": GatedDeltaSizes(4, 8, 16, 24), "num_query_groups": 4}
+_WIDTHS = {"mamba_num_groups": 4}  # four ranks have a part of each, and copies of two KV heads
+_DELTA_WIDTHS = {"gated_delta": GatedDeltaSizes(4, 8, 16, 24)}
+_ONE_KV_HEAD = {"num_query_groups": 1}  # of which two ranks have a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ def run_workloads(
         models = MODEL_FORMS[form]
         if layout.tensor > 2:
             models = tuple(model | (_DELTA_WIDTHS if "gated_delta" in model else _WIDTHS) for model in models)
+        elif layout.tensor == 2 and form == "gated delta":
+            models = tuple(model | _ONE_KV_HEAD for model in models)
         capture_without_cuda(patch)
         settings: dict[str, Any] = {"has_grammars": has_grammars, "cached_form": cached_form, "models": models}
         settings["replays"] = flavour in REPLAYED and form not in WITHOUT_REPLAY

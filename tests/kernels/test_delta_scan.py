@@ -182,6 +182,22 @@ def test_resumed_at_every_boundary_is_bit_equal(
         assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
 
 
+@compiled_only
+def test_wide_and_narrow_programs_compute_the_same_bits(device: str) -> None:
+    torch.manual_seed(2)
+    shape, grain, tile = DeltaShape(16, 32, 128, 128), 64, tile_of(64, torch.bfloat16)
+    steps = random_steps(300, device, shape, dtype=torch.bfloat16)
+    tilings, results = set(), []
+    for neighbours in ([], [70, 128]):
+        specs = [RowSpec(300, final=0, boundaries={64: 1, 192: 2}), *(RowSpec(n) for n in neighbours)]
+        others = [random_steps(n, device, shape, dtype=torch.bfloat16) for n in neighbours]
+        packed, pool = steps.joined_with([], others), make_pool(shape, torch.float32, device)
+        tilings.add(scan_portable.choose_tiling(packed.tokens, len(specs)))
+        results.append((scan(packed, pool, pack_rows(specs, grain, device), tile)[:300], pool[:3]))
+    assert len(tilings) == 2
+    assert all(same_bits(alone, together) for alone, together in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
 def test_what_neighbours_hold_does_not_matter(shape: DeltaShape, grain: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(1)

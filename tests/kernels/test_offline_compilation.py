@@ -439,12 +439,17 @@ def test_delta_kernels_compile_once_for_any_rows(compile_for_hopper: Compile) ->
     assert [len(kernel.compiled) for kernel in kernels] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("quantizes", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_delta_scan_compiles_to_asynchronous_matrix_products(quantizes: bool, compile_for_hopper: Compile) -> None:
+@pytest.mark.parametrize(
+    ("num_requests", "quantizes"),
+    [(1, False), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, False, marks=pytest.mark.slow)],
+)
+def test_delta_scan_compiles_to_asynchronous_matmuls(
+    num_requests: int, quantizes: bool, compile_for_hopper: Compile
+) -> None:
     systems = compile_for_hopper(tile_systems, "_systems_kernel")
     scan = compile_for_hopper(delta_scan_portable, "_scan_kernel")
-    steps = delta_steps.random_steps(200, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)
-    pool, rows = torch.empty(2, *SHAPE_QWEN.state), pack_rows([RowSpec(200, final=0)], 64, "cpu")
+    steps = delta_steps.random_steps(200 * num_requests, "cpu", SHAPE_QWEN, dtype=torch.bfloat16)
+    pool, rows = torch.empty(2, *SHAPE_QWEN.state), pack_rows([RowSpec(200, final=0)] * num_requests, 64, "cpu")
     tiles, places = tile_shape(64, torch.bfloat16), patterned(3, SHAPE_QWEN.state, "cpu") if quantizes else None
     assert tiles is not None
     scan_delta_tiles(steps.tokens, steps.gates, pool, rows, tiles, places)

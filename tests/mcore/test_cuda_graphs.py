@@ -51,12 +51,17 @@ forms = pytest.mark.parametrize(
         pytest.param(*GATED_DELTA, id="gated-delta", marks=pytest.mark.long),
     ],
 )
-# By default each flavour in one form only, without drafts.
-FORMS_OF_FLAVOURS = [
-    pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if place % 3 == at else pytest.mark.slow)
-    for place, name in enumerate(FLAVOURS)
-    for at, form in enumerate(FORMS)
-]
+
+
+def forms_of_flavours(first: int, of_others: pytest.MarkDecorator) -> list[Any]:
+    """Return each flavour in each form: by default in one only, of the first flavour in the one at `first`."""
+    return [
+        pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if (place + first) % 3 == at else of_others)
+        for place, name in enumerate(FLAVOURS)
+        for at, form in enumerate(FORMS)
+    ]
+
+
 TOYS_OF_FLAVOURS = [
     pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, *([] if place % 4 == 0 else [pytest.mark.long])])
     for place, name in enumerate(FLAVOURS)
@@ -91,7 +96,10 @@ def start(**settings: object) -> EngineRun:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("name", "models", "replays"), FORMS_OF_FLAVOURS + TOYS_OF_FLAVOURS + GATED_DELTA_OF_FLAVOURS)
+@pytest.mark.parametrize(
+    ("name", "models", "replays"),
+    forms_of_flavours(0, pytest.mark.slow) + TOYS_OF_FLAVOURS + GATED_DELTA_OF_FLAVOURS,
+)
 def test_random_workloads_match_the_oracle(
     name: str, models: Any, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
@@ -103,9 +111,15 @@ def test_random_workloads_match_the_oracle(
     totals.run_batch(name, seeds, run, ("graph_steps",), enough=ENOUGH if seeds is SHORT else None)
 
 
-@forms
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize(
+    ("name", "models", "replays"),
+    [
+        *forms_of_flavours(1, pytest.mark.long),
+        *(pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, pytest.mark.long]) for name in FLAVOURS),
+        *(pytest.param(name, *GATED_DELTA, id=f"{name}-gated-delta", marks=pytest.mark.long) for name in FLAVOURS),
+    ],
+)
 def test_random_workloads_with_drafts_match_the_oracle(
     name: str, seeds: range, models: Any, replays: bool, totals: WorkloadTotals
 ) -> None:

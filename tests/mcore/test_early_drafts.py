@@ -92,8 +92,15 @@ def test_steps_with_drafts_are_launched_early(form: str, is_drawn: bool) -> None
     assert finish(run) > 8 and run.counters.accepted_tokens > NUM_TOKENS
 
 
-@pytest.mark.parametrize("checkpoints", ["rolling", "all"])
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize(
+    ("checkpoints", "is_drawn"),
+    [
+        ("rolling", True),
+        ("all", False),
+        pytest.param("rolling", False, marks=pytest.mark.long),
+        pytest.param("all", True, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_states_at_boundaries_of_early_steps_are_found(form: str, is_drawn: bool, checkpoints: str) -> None:
     runs = [
@@ -136,9 +143,15 @@ def test_steps_with_drafts_wait_where_more_than_tokens_decides(settings: dict[st
     assert finish(run) == 0
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
+@pytest.mark.parametrize(
+    ("name", "is_drawn"),
+    [
+        pytest.param(name, is_drawn, marks=() if place % 2 == at else pytest.mark.long)
+        for place, name in enumerate(WHILE_ONE_RUNS)
+        for at, is_drawn in enumerate((False, True))
+    ],
+)
 def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(name: str, form: str, is_drawn: bool) -> None:
     run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
     for _ in range(4):

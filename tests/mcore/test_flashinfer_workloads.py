@@ -167,9 +167,16 @@ def test_tokens_are_the_oracles(
     assert (plans.num_eager + plans.num_replayed)["fa3"] or not flashinfer.is_hopper(torch.device("cuda"))
 
 
-@by_drafts
-@pytest.mark.parametrize("last_block", [2, 5])
-@pytest.mark.parametrize("name", ["roomy", pytest.param("disturbed", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "last_block", "num_drafts"),
+    [
+        ("roomy", 2, 0),
+        ("roomy", 5, MOST_DRAFTS),
+        pytest.param("roomy", 2, MOST_DRAFTS, marks=pytest.mark.long),
+        pytest.param("roomy", 5, 0, marks=pytest.mark.long),
+        *(pytest.param("disturbed", last, n, marks=pytest.mark.long) for last in (2, 5) for n in (0, MOST_DRAFTS)),
+    ],
+)
 def test_no_block_is_read_by_a_kernel_that_cannot(
     name: str, last_block: int, num_drafts: int, totals: WorkloadTotals, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,8 +58,15 @@ def test_tokens_are_the_oracles_best_of_those_that_the_grammar_allows(
     totals.run_batch(name, seeds, run, exercises, enough=ENOUGH if seeds is SHORT else None)
 
 
-@pytest.mark.parametrize("keeps_all_logits", [False, True])
-@pytest.mark.parametrize("name", ["roomy", "disturbed"])
+@pytest.mark.parametrize(
+    ("name", "keeps_all_logits"),
+    [
+        ("disturbed", False),
+        ("roomy", True),
+        pytest.param("disturbed", True, marks=pytest.mark.long),
+        pytest.param("roomy", False, marks=pytest.mark.long),
+    ],
+)
 def test_rows_that_follow_grammars_and_rows_beside_them_are_right_in_graphs(
     name: str, keeps_all_logits: bool, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ BY_DEFAULT = {
     ("too few blocks", True),
     ("all, with tiers", True),
 }
-TOYS_BY_DEFAULT = {("suspend", True), ("failed steps", False)}
+TOYS_BY_DEFAULT = {("evictions", True), ("failed steps", False)}
 GATED_DELTA_BY_DEFAULT = {("cancelled neighbours", True), ("too few blocks", False)}
 CASES = [
     pytest.param(name, has_drafts, "dense", marks=() if (name, has_drafts) in BY_DEFAULT else pytest.mark.long)

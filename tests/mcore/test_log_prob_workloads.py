@@ -60,8 +60,15 @@ def test_lists_are_those_of_an_undisturbed_run(
     totals.run_batch(name, seeds, run, exercises)
 
 
-@pytest.mark.parametrize("scores_prompts", [False, True])
-@pytest.mark.parametrize("changed_share", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("changed_share", "scores_prompts"),
+    [
+        (0.3, False),
+        (0.0, True),
+        pytest.param(0.0, False, marks=pytest.mark.long),
+        pytest.param(0.3, True, marks=pytest.mark.long),
+    ],
+)
 def test_lists_are_those_of_an_undisturbed_run_where_steps_are_captured_and_run_ahead(
     scores_prompts: bool, changed_share: float, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

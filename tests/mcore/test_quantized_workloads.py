@@ -193,7 +193,7 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
     "form", [*FORMS, *(pytest.param(form, marks=on_cpu if "toy" in form else ()) for form in OTHER_FORMS)]
 )
 @pytest.mark.parametrize(
-    "seeds", [pytest.param(range(2), id="few"), pytest.param(range(2, 30), id="more", marks=pytest.mark.slow)]
+    "seeds", [pytest.param(range(1), id="few"), pytest.param(range(1, 30), id="more", marks=pytest.mark.slow)]
 )
 def test_tokens_are_those_of_an_exact_cache_whose_states_are_quantized_when_published(form: str, seeds: range) -> None:
     """Both engines have room for everything, so that they decide alike."""

@@ -6,7 +6,7 @@ Where there is no CUDA, a step is computed when it is launched; all else is as o
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -28,11 +28,15 @@ from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload, undisturbed
+from tests.mcore.random_workloads import FLAVOURS, GATED_DELTA_MODELS, MODELS, make_workload, run_workload, undisturbed
 from tests.mcore.test_log_probs import TOLERANCE, oracle_log_probs
 from tests.mcore.test_warmup import rehearse_engine
 
 pytestmark = pytest.mark.usefixtures("either_form")
+
+MAMBA2: dict[str, Any] = {}
+GATED_DELTA = GATED_DELTA_MODELS[0]
+KINDS = ["mamba2", "gated delta"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +50,11 @@ def start(
     num_tokens: int = 40,
     drafter: Drafter | None = None,
     ends: dict[int, int] | None = None,
+    model: dict[str, Any] = MAMBA2,
     **settings: Any,
 ) -> EngineRun:
     """Return an engine whose requests are prefilled; `ends` are the termination ids of some."""
-    subject = tiny_hybrid()
+    subject = tiny_hybrid(**model)
     config = replace(cache_config(subject.sizes, **settings), num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
     run = EngineRun.start(subject, config, drafter=drafter)
     for request_id in range(num_requests):
@@ -87,8 +92,9 @@ def count_early_steps(run: EngineRun) -> int:
     return num_early
 
 
-def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would() -> None:
-    run, num_ahead = start(), 0
+@pytest.mark.parametrize("model", [MAMBA2, GATED_DELTA], ids=KINDS)
+def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would(model: dict[str, Any]) -> None:
+    run, num_ahead = start(model=model), 0
     num_steps = run.counters.steps
     while run.engine.has_unfinished_requests():
         before = {row.request_id: row.computed for row in run.context.rows}
@@ -177,8 +183,16 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("are_others_sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(
+    ("asked", "are_others_sampled"),
+    [
+        pytest.param(
+            asked, others == "sampled", id=f"{name}-{others}", marks=() if place % 2 == at else pytest.mark.long
+        )
+        for place, (name, asked) in enumerate(ASKED.items())
+        for at, others in enumerate(("greedy", "sampled"))
+    ],
+)
 def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], are_others_sampled: bool) -> None:
     found = []
     for may_be_ahead in (True, False):
@@ -260,12 +274,14 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
-@pytest.mark.parametrize("changed_share", [0.0, 0.3])
+@pytest.mark.parametrize("changed_share", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
+@pytest.mark.parametrize("models", [MODELS, pytest.param(GATED_DELTA_MODELS, marks=pytest.mark.long)], ids=KINDS)
 def test_random_workloads_with_sampled_rows_draw_the_same_tokens(
-    name: str, seed: int, num_drafts: int, changed_share: float
+    name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
     """With graphs, running ahead, the cache, drafts and faults, or without any of these."""
-    work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, sampled_share=0.6, changed_share=changed_share)
+    shares = {"sampled_share": 0.6, "changed_share": changed_share}
+    work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, models=models, **shares)
     plain = undisturbed(work)
     plain = replace(plain, config=replace(plain.config, prefix_caching=False, run_ahead=False))
     expected = run_workload(plain).texts
@@ -347,10 +363,16 @@ WHILE_ONE_RUNS: dict[str, Callable[[EngineRun], None]] = {
 }
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(
+    ("model", "resident"),
+    [(MAMBA2, False), (MAMBA2, True), (GATED_DELTA, False), pytest.param(GATED_DELTA, True, marks=pytest.mark.long)],
+    ids=["mamba2", "mamba2, resident", "gated delta", "gated delta, resident"],
+)
 @pytest.mark.parametrize("name", WHILE_ONE_RUNS)
-def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(name: str, resident: bool) -> None:
-    run = start(resident_pools=resident)
+def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(
+    name: str, resident: bool, model: dict[str, Any]
+) -> None:
+    run = start(resident_pools=resident, model=model)
     for _ in range(4):
         step_until_ahead(run)
         WHILE_ONE_RUNS[name](run)

@@ -121,8 +121,15 @@ def serve(
     return run, noted
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize(("seed", "num_ranks", "drafts"), [(0, 2, 0), (1, 3, 0), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("seed", "num_ranks", "drafts", "asks"),
+    [
+        (0, 2, 0, False),
+        (1, 3, 0, True),
+        (3, 2, 2, False),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 2, 0, True), (1, 3, 0, False), (3, 2, 2, True))),
+    ],
+)
 def test_ranks_launch_the_same_steps(
     seed: int, num_ranks: int, drafts: int, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

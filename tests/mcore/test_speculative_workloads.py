@@ -25,9 +25,9 @@ from tests.mcore.random_workloads import (
 from tests.mcore.workload_totals import WorkloadTotals
 from tests.recurrences.toy import on_cpu
 
-# Four to ten seeds of each flavour by default; a GPU takes many times as long for models this small.
-SHORT, LONG = range(10), range(4, 19 if torch.cuda.is_available() else 38)
-ENOUGH = 4
+# Two to ten seeds of each flavour by default; a GPU takes many times as long for models this small.
+SHORT, LONG = range(10), range(2, 19 if torch.cuda.is_available() else 38)
+ENOUGH = 2
 SEEDS = [
     pytest.param("dense", False, SHORT, id="short"),
     pytest.param("dense", False, LONG, id="long", marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from megatron_mamba_cache.metrics import CacheSnapshot
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
+from megatron_mamba_cache.recurrences.gated_delta import scan_portable
+from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
 from megatron_mamba_cache.recurrences.mamba2 import scan
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens
 from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling
@@ -172,9 +175,11 @@ def test_rehearsed_numbers_of_rows_bring_every_form_of_the_scan(
     monkeypatch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
     x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
     tokens = SSMTokens(x, x[..., 0], B, B)
+    q, b = torch.empty(1, 1, 128, dtype=torch.bfloat16), torch.empty(1, num_heads)
+    delta_tokens = DeltaTokens(q, q, q.expand(1, num_heads, 128), b, b)
     assert max(row_counts(max_rows)) == max_rows
-    forms = {choose_tiling(tokens, num_rows) for num_rows in row_counts(max_rows)}
-    assert forms == {choose_tiling(tokens, num_rows) for num_rows in range(1, max_rows + 1)}
+    for forms_of in (partial(choose_tiling, tokens), partial(scan_portable.choose_tiling, delta_tokens)):
+        assert {forms_of(n) for n in row_counts(max_rows)} == {forms_of(n) for n in range(1, max_rows + 1)}
 
 
 def cache_snapshot(run: EngineRun) -> CacheSnapshot:

@@ -23,6 +23,11 @@ def _transformers(scale_type: str = "F32", block: tuple[int, int] | None = (128,
     return Kind(config, {"": encoder}, extra=() if block else (".activation_scale",))
 
 
+def _without_field(kind: Kind, name: str) -> Kind:
+    assert kind.config is not None
+    return replace(kind, config={field: value for field, value in kind.config.items() if field != name})
+
+
 def _modelopt(algorithm: str, encoder: Any, columns: int = 1, **fields: Any) -> Kind:
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": _IGNORED, **fields}
     return Kind(config, {"": encoder}, columns, extra=(".input_scale", ".k_scale", ".v_scale"))
@@ -83,6 +88,7 @@ KINDS = {
     **{f"transformers {scale}": _transformers(scale) for scale in ("F32", "BF16", "F16", "F8_E8M0")},
     "transformers, edge blocks": _transformers(block=(20, 24)),
     "transformers, a tensor": _transformers(block=None),
+    "transformers, usual blocks": _without_field(_transformers(), "weight_block_size"),
     "modelopt FP8": _modelopt("FP8", fp8(None, None, shape="flat")),
     "modelopt FP8 in a file": _modelopt_file("FP8", fp8(None, None, shape="flat")),
     "modelopt FP8_PB_WO": _modelopt("fp8_pb_wo", fp8(128, 128, shape="four")),

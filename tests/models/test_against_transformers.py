@@ -24,7 +24,7 @@ EXACT_TOLERANCE = 2e-5
 
 AMBIGUOUS_MARGIN = 1e-4
 FLOAT64_TOLERANCE = 1e-10
-# Half of the cases by default. A large chunk of each family in CI, each chunk of some family.
+# A third of the cases by default. A large chunk of each family in CI, each chunk of some family.
 LARGE = {
     "nemotron_h-7-chunk128",
     "nemotron_h_moe-6-chunk256",
@@ -33,7 +33,7 @@ LARGE = {
     "granite_moe-3-chunk128",
 }
 CASES = [
-    *(pytest.param(name, marks=pytest.mark.long) if place % 2 else name for place, name in enumerate(CASE_NAMES)),
+    *(pytest.param(name, marks=pytest.mark.long) if place % 3 else name for place, name in enumerate(CASE_NAMES)),
     *(pytest.param(name, marks=pytest.mark.long if name in LARGE else pytest.mark.slow) for name in LARGE_CHUNK_NAMES),
 ]
 

@@ -367,3 +367,21 @@ def test_a_larger_model_is_tied_where_either_configuration_says_so(
         assert_refused(directory, "lacks 1 tensors: language_model.lm_head.weight (the first is also read as ")
     write_tensors(directory, tensors)  # both are there: each is used
     assert not load_hugging_face(directory, torch.float32).architecture.tie_embeddings
+
+
+def test_tensors_that_are_left_out_may_be_of_any_type(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(checkpoints["qwen3_5"], tmp_path)
+    tensors, counted = tensors_of(directory), torch.tensor(3)
+    others = {"model.visual.norm.num_batches_tracked": counted, "mtp.fc.weight": torch.ones(8, 8).to(torch.float8_e5m2)}
+    write_tensors(directory, tensors | others)
+    assert_same_weights(load_hugging_face(directory), load_hugging_face(checkpoints["qwen3_5"]))
+    write_tensors(directory, tensors | {"norm.num_batches_tracked": counted})
+    assert_refused(directory, "tensor norm.num_batches_tracked is of type I64, which is not supported")
+
+
+def test_a_tensor_that_is_missing_has_the_name_that_the_others_have(tmp_path: Path) -> None:
+    case = tiny_checkpoint("qwen3_5_whole-0")
+    case.write(case.model(), tmp_path)
+    name = "model.language_model.layers.1.post_attention_layernorm.weight"
+    write_tensors(tmp_path, {other: tensor for other, tensor in tensors_of(tmp_path).items() if other != name})
+    assert_refused(tmp_path, f"lacks 1 tensors: {name} (the first is also read as language_model.model.layers.1.")

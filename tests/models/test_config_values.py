@@ -206,6 +206,7 @@ def test_absurd_sizes_are_refused_by_their_names(
         ("granite", {"time_step_limit": [0.1, 1e39]}, "but must be a pair of ascending numbers from 0 on"),
         ("granite", {"layer_types": ["x" * 999, "y"]}, f"has unknown entries ['{'x' * 198}...; known are"),
         ("granite", {"hidden_size": "a\n" * 300}, "..., but must be an integer from 1 to 16777216"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported, only True"),
     ],
 )
 def test_layers_and_numbers_beyond_reason_are_refused_in_one_short_line(

@@ -25,6 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "evicted": FEW,
     "drafted and evicted": {**DRAFTS, **FEW},
 }
+OF_WHOLE_MODELS = ("cached", "drafted and evicted")
+"""Settings of the checkpoints in a wrapper, which have the layers of those without one; the others are long tests."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -33,7 +35,16 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Subject.load(tiny_checkpoint(request.param), tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("subject", "name"),
+    [
+        pytest.param(case, name, marks=pytest.mark.long if "whole" in case and name not in OF_WHOLE_MODELS else ())
+        for case in CASES
+        for name in SETTINGS
+    ],
+    indirect=["subject"],
+    scope="module",
+)
 def test_conversations_are_those_of_transformers(subject: Subject, name: str) -> None:
     settings = SETTINGS[name]
     run, is_short = subject.start(**settings), "kv_blocks" in settings

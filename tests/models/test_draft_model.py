@@ -101,10 +101,11 @@ def test_each_request_gets_as_many_drafts_as_it_asks_for() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
 def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from(settings: dict[str, float]) -> None:
-    text, counts = some_tokens(9), torch.zeros(3, TINY_VOCAB)
+    text, counts, drafter = some_tokens(9), torch.zeros(3, TINY_VOCAB), CheckedDraftModel.start(small_model())
     for seed in range(40):
         sampling = SamplingSettings(seed=seed, **settings)
-        draft = propose(CheckedDraftModel.start(small_model()), {0: text}, 3, sampling)[0]
+        draft = propose(drafter, {seed: text}, 3, sampling)[seed]
+        drafter.forget(seed)
         assert draft.distributions is not None and draft.distributions.shape == (3, TINY_VOCAB)
         distributions = draft.distributions.cpu()
         assert torch.allclose(distributions.sum(dim=1), torch.ones(3, dtype=torch.float64))

@@ -21,7 +21,7 @@ from megatron_mamba_cache.models.architecture import (
 )
 from megatron_mamba_cache.models.checkpoints.stored_names import StoredTensors
 from megatron_mamba_cache.models.families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
-from megatron_mamba_cache.models.placement import ModelFiller, Placement, Placements, Split, stored_shape
+from megatron_mamba_cache.models.placement import GroupedSplit, ModelFiller, Placement, Placements, Split, stored_shape
 
 HIDDEN, HEAD_DIM, FEED_FORWARD = 8, 3, 12
 MAMBA = MambaSizes(num_heads=8, head_dim=2, state_dim=3, num_groups=4, ssm_chunk_size=8)
@@ -110,6 +110,12 @@ def test_section_that_does_not_divide_by_the_ranks_is_refused(sections: tuple[in
         Split(0, sections).local(tensor, 0, size)
 
 
+@pytest.mark.parametrize(("num_groups", "rows", "size"), [(2, 12, 3), (2, 5, 4), (3, 9, 2)])
+def test_kv_heads_and_ranks_that_do_not_divide_each_other_are_refused(num_groups: int, rows: int, size: int) -> None:
+    with pytest.raises(ValueError, match=f"do not divide by {size} ranks"):
+        GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
+
+
 def test_sections_of_another_length_are_refused_by_tensor_name() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
     with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* \[4, 4\] are needed"):
@@ -146,18 +152,22 @@ def test_output_projection_is_split_along_its_inputs(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("num_kv_heads", [4, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_each_rank_has_the_query_heads_of_its_kv_heads(num_kv_heads: int, size: int) -> None:
+    """With more ranks than KV heads, ranks have copies of one."""
+    num_groups = max(num_kv_heads, size)
     heads = {"q": 8, "k": num_kv_heads, "v": num_kv_heads}
     tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
     placements = nemotron_h.placements_of(architecture("M*", num_kv_heads))
     named = {f"backbone.layers.1.mixer.{name}_proj.weight": tensor for name, tensor in tensors.items()}
-    parts = filled_ranks(placements, named, (sum(heads.values()) * HEAD_DIM // size, HIDDEN), size)
+    parts = filled_ranks(placements, named, ((8 + 2 * num_groups) * HEAD_DIM // size, HIDDEN), size)
     by_head = {name: tensor.view(-1, HEAD_DIM, HIDDEN) for name, tensor in tensors.items()}
-    per_group = 8 // num_kv_heads
+    for name in "kv":
+        by_head[name] = by_head[name].repeat_interleave(num_groups // num_kv_heads, 0)
+    per_group = 8 // num_groups
     groups = [
         torch.cat([by_head["q"][per_group * group :][:per_group], by_head["k"][group, None], by_head["v"][group, None]])
-        for group in range(num_kv_heads)
+        for group in range(num_groups)
     ]
     assert torch.cat(parts).equal(torch.cat(groups).flatten(0, 1))
 
@@ -185,9 +195,9 @@ def test_each_expert_of_a_stack_is_split_like_a_gated_projection(size: int) -> N
         assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(expert)
 
 
-def qwen(experts: bool = False) -> HybridArchitecture:
+def qwen(experts: bool = False, num_kv_heads: int = 4) -> HybridArchitecture:
     """Return an architecture of Gated DeltaNet and gated attention."""
-    plain = architecture("ME*E" if experts else "M-*-", experts=experts)
+    plain = architecture("ME*E" if experts else "M-*-", num_kv_heads, experts=experts)
     attention = replace(plain.attention, has_output_gate=True, has_head_norms=True)
     return replace(plain, recurrent=DELTA, attention=attention)
 
@@ -218,13 +228,19 @@ def test_each_rank_has_its_heads_of_every_part_of_a_delta_projection(family: Mod
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_output_gates_of_a_kv_head_follow_its_queries(size: int) -> None:
-    attention = "model.layers.1.self_attn."
-    tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in {"q": 16, "k": 4, "v": 4}.items()}
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_the_output_gates_of_a_kv_head_follow_its_queries(num_kv_heads: int, size: int) -> None:
+    attention, num_groups = "model.layers.1.self_attn.", max(num_kv_heads, size)
+    heads = {"q": 16, "k": num_kv_heads, "v": num_kv_heads}
+    tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
     named = {f"{attention}{name}_proj.weight": tensor for name, tensor in tensors.items()}
-    local = filled_ranks(qwen3_5.placements_of(qwen()), named, (24 * HEAD_DIM // size, HIDDEN), size)
-    query, gate = tensors["q"].view(4, 2, 2, HEAD_DIM, HIDDEN).unbind(2)  # [KV head, query head, channel, hidden]
-    key, value = (tensors[name].view(4, 1, HEAD_DIM, HIDDEN) for name in "kv")
+    placements = qwen3_5.placements_of(qwen(num_kv_heads=num_kv_heads))
+    local = filled_ranks(placements, named, ((16 + 2 * num_groups) * HEAD_DIM // size, HIDDEN), size)
+    query, gate = tensors["q"].view(num_groups, -1, 2, HEAD_DIM, HIDDEN).unbind(2)  # [group, head, channel, hidden]
+    key, value = (
+        tensors[name].view(num_kv_heads, 1, HEAD_DIM, HIDDEN).repeat_interleave(num_groups // num_kv_heads, 0)
+        for name in "kv"
+    )
     assert torch.cat(local).equal(torch.cat([query, gate, key, value], 1).flatten(0, 2))
 
 

@@ -41,16 +41,18 @@ CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense 
     "nemotron_h_moe-5",
     "bamba-2",
     "bamba-10",
+    "bamba-5",  # both ranks have the one KV head, as of qwen3_next-0
     "granite-1",
     "granite_moe-4",
     "granite_moe-7",
+    "qwen3_next-0",
     "qwen3_next-5",
     "qwen3_5-3",
     "qwen3_5_moe-1",
 )
 
 STACKED_CASES = ("nemotron_h_moe-5", "granite_moe-7", "qwen3_5_moe-1")  # with one tensor for all experts of a layer
-TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10")  # with the conv bias that training has
+TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10", "bamba-5")  # with the conv bias that training has
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_weights_that_two_ranks_loaded_from_a_training_run_load_into_one(
     ("name", "fields", "said"),
     [
         ("nemotron_h-6", {"vocab_size": 127}, "vocab_size 127"),
-        ("nemotron_h-6", {"num_key_value_heads": 1}, "number of KV heads 1"),
+        ("nemotron_h-6", {"num_attention_heads": 6, "num_key_value_heads": 3}, "number of KV heads 3"),
         ("nemotron_h-6", {"n_groups": 1}, "number of Mamba groups 1"),
         ("nemotron_h-6", {"intermediate_size": 49}, "feed-forward size 49"),
         ("qwen3_5-3", {"linear_num_key_heads": 1}, "number of key heads 1"),

@@ -12,7 +12,7 @@ from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
 from megatron_mamba_cache.recurrences.mamba2.replay import tiling
-from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
+from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
 
@@ -184,3 +184,17 @@ def test_graphs_hold_as_many_prompt_tokens_as_the_host_takes_longer_to_launch(
 ) -> None:
     shape = replace(DENSE_8B, layer_weights=layer_weights)
     assert shape.resolved(CacheConfig(**fields)).most_graph_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_ranks", "expected"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (2, 8, 1), (1, 8, 1)]
+)
+def test_ranks_have_a_share_of_the_kv_heads_or_a_copy_of_one(num_heads: int, num_ranks: int, expected: int) -> None:
+    assert kv_heads_of_rank(num_heads, num_ranks) == expected
+
+
+@pytest.mark.parametrize(("num_heads", "num_ranks"), [(2, 3), (3, 2), (4, 6)])
+def test_kv_heads_that_ranks_can_neither_divide_nor_copy_are_refused(num_heads: int, num_ranks: int) -> None:
+    said = f"number of KV heads {num_heads} does not divide by {num_ranks} tensor-parallel ranks, nor the ranks by it"
+    with pytest.raises(ValueError, match=said):
+        kv_heads_of_rank(num_heads, num_ranks)

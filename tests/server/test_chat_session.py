@@ -221,7 +221,7 @@ def test_a_chat_starts_a_server_for_a_model_and_ends_it(monkeypatch: pytest.Monk
     assert bad.status == 2 and "--hf-model: no-folder is no directory" in bad.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_signal_that_ends_a_chat_ends_its_server(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "megatron_mamba_cache", "chat", "--model", str(SHIPPED_MODEL), "--device", "cpu"]
     with subprocess.Popen(

@@ -32,8 +32,7 @@ class CheckpointTensors:
         unused: Names of scales of activations and of the KV cache, in the files only.
 
     Raises:
-        ValueError: If `SafetensorsFiles` raises it. Also if a tensor's type is not supported, or a scale is missing,
-            superfluous, or of another type or shape than its format needs, naming file and tensor.
+        ValueError: If `SafetensorsFiles` raises it. Also if two tensors are the same weight, naming both.
     """
 
     def __init__(self, directory: Path, quantization: QuantizationConfig | None) -> None:
@@ -43,11 +42,24 @@ class CheckpointTensors:
         self.names: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
         self.unused: list[str] = []
-        if quantization is None:
-            for name in self._files.names:
-                self._add_plain(name, "config.json has no quantization_config that says how it is scaled")
-        else:
-            self._add_all(quantization)
+        self._faults: dict[str, ValueError] = {}
+        scales = set() if quantization is None else {name for name in self._files.names if self._is_scale(name)}
+        for name in self._files.names:
+            if quantization is not None and name not in scales and _UNUSED.search(name):
+                self.unused.append(name)
+            elif name not in scales:
+                self._add(*self._stored_as(name, quantization))
+
+    def check(self, left_out: Container[str]) -> None:
+        """Check how all tensors are stored but those with these names, which nothing reads.
+
+        Raises:
+            ValueError: If a tensor's type is not supported, or a scale is missing, superfluous, or of another type or
+                shape than its format needs, naming file and tensor.
+        """
+        for name, fault in self._faults.items():
+            if name not in left_out:
+                raise fault
 
     def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of each wanted name, plain ones on the CPU; none is held here.
@@ -70,36 +82,35 @@ class CheckpointTensors:
         each = ", ".join(f"{count:,} of {name}" for name, count in sorted(counts.items()))
         return f"{len(weights):,} quantized tensors ({each}; {num_bytes:,} bytes in the files)" if weights else ""
 
-    def _add_all(self, quantization: QuantizationConfig) -> None:
-        scales = {name for name in self._files.names if self._is_scale(name)}
-        for name in self._files.names:
-            if name in scales:
-                continue
-            if _UNUSED.search(name):
-                self.unused.append(name)
+    def _stored_as(self, name: str, quantization: QuantizationConfig | None) -> tuple[str, tuple[str, ...], Shape]:
+        """Return a weight's name, the names of its tensors, and its shape; note what is wrong with it."""
+        try:
+            if quantization is None:
+                self._check_plain(name, "config.json has no quantization_config that says how it is scaled")
             elif self._files.types[name] in _PLAIN_TYPES or not quantization.formats:
-                self._add_plain(name, f"{quantization.source} describes {quantization}")
+                self._check_plain(name, f"{quantization.source} describes {quantization}")
                 self._check_no_scale(name)
             else:
-                self._add_quantized(name, quantization)
+                return self._quantized_as(name, quantization)
+        except ValueError as fault:
+            self._faults[name] = fault
+        return name, (name,), self._files.shapes[name]
 
-    def _add_plain(self, name: str, reason: str) -> None:
+    def _check_plain(self, name: str, reason: str) -> None:
         path, found = self._files.names[name], self._files.types[name]
         if found not in _PLAIN_TYPES:
             kind = f" ({_NAMED_TYPES[found]})" if found in _NAMED_TYPES else ""
             raise ValueError(f"{path}: tensor {name} is of type {found}{kind}, which is not supported: {reason}")
-        self._add(name, (name,), self._files.shapes[name])
 
-    def _add_quantized(self, codes: str, quantization: QuantizationConfig) -> None:
+    def _quantized_as(self, codes: str, quantization: QuantizationConfig) -> tuple[str, tuple[str, ...], Shape]:
         found = self._files.types[codes]
         formats = [format for format in quantization.formats if format.code_type == found]
         if not formats:
             described = f"{quantization.source} describes {quantization}"
             raise self._error(codes, f"is of type {found}, which is not supported: {described}")
         name = _weight_of(codes) if found == "U8" else codes
-        weight = self._weight(name, codes, formats)
-        self._quantized[name] = weight
-        self._add(name, weight.parts, weight.shape)
+        weight = self._quantized[name] = self._weight(name, codes, formats)
+        return name, weight.parts, weight.shape
 
     def _add(self, name: str, stored: tuple[str, ...], shape: Shape) -> None:
         if name in self._stored:

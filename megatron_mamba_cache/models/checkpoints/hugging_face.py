@@ -119,6 +119,7 @@ def _placements(
     unknown, known = names - stored.placements.keys(), stored.placements.keys()
     mtp = mtp_names(unknown, known, num_mtp_layers(family.config))
     other_parts = [name for name in unknown.difference(mtp) if family.is_other_part(name)]
+    files.check(left_out={*mtp, *other_parts})
     _check_names(directory, sorted(unknown.difference(mtp, other_parts)), stored.missing)
     warn_of_left_out(directory, len(mtp))
     warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")

@@ -134,7 +134,7 @@ def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
     fields.require("expert_dtype", "fp8", "fp8")
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
     if not fields.has("weight_block_size"):
-        return (_FP8_TENSOR,)
+        return _FP8_TENSOR, _FP8_BLOCK  # transformers' default is blocks, other tools' is none: the scales tell
     return (fp8(*fields.pair("weight_block_size")),)
 
 

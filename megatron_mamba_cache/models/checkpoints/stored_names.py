@@ -1,6 +1,7 @@
 """Find a family's tensors in checkpoint files, under the names that any version of transformers writes or reads."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ class StoredTensors:
 
     Attributes:
         placements: Name in the files → destinations.
-        missing: Usual name of each tensor that the files lack → all names that were tried.
+        missing: Name of each tensor that the files lack, as they name the others → all names that were tried.
     """
 
     placements: Placements
@@ -75,9 +76,18 @@ class StoredTensors:
             if len(present) > 1:
                 raise ValueError(f"{directory}: the checkpoint has {present[0]} and {present[1]}; remove one of them")
             if not present:
-                missing[single[0]] = single + of_stack
+                missing[usual] = single + of_stack
             elif present[0] in of_stack:
                 stacks.setdefault(present[0], []).extend(places)
             else:
                 found[present[0]] = places
-        return StoredTensors(found | {name: stacked(places) for name, places in stacks.items()}, missing)
+        found |= {name: stacked(places) for name, places in stacks.items()}
+        beginnings = Counter(name.partition("layers.")[0] for name in found if "layers." in name)
+        most = max(beginnings, key=beginnings.__getitem__, default="")
+        return StoredTensors(found, dict(_named_alike(f"{most}layers.", tried) for tried in missing.values()))
+
+
+def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
+    """Return the first of some names that begins so, or else the first one, and all of them, this one first."""
+    name = next((name for name in tried if name.startswith(beginning)), tried[0])
+    return name, [name, *(other for other in tried if other != name)]

@@ -1,11 +1,11 @@
 """Destinations of the tensors that every hybrid family has, under the names Megatron gives them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from ..architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
-from ..placement import Placement, Split
+from ..placement import GroupedSplit, Placement, Split
 from ..rank_shard import EMBEDDINGS, OUTPUT
 
 Placements = dict[str, tuple[Placement, ...]]
@@ -66,22 +66,27 @@ def attention_placements(architecture: HybridArchitecture, layer: int, prefix: s
     all queries' of the KV head in Megatron.
     """
     attention, target = architecture.attention, f"decoder.layers.{layer}."
-    per_group = attention.num_heads // attention.num_kv_heads
     parts_of_a_head = 2 if attention.has_output_gate else 1
-    k, v = parts_of_a_head * per_group, parts_of_a_head * per_group + 1
-    shape = (-1, v + 1, attention.head_dim, architecture.hidden_size)
+    of_group = parts_of_a_head * attention.num_heads // attention.num_kv_heads + 2
+
+    def by_group(qkv: Tensor) -> Tensor:
+        num_heads = min(len(qkv) // attention.head_dim, of_group)  # ranks that share a KV head have fewer
+        return qkv.view(-1, num_heads, attention.head_dim, architecture.hidden_size)
 
     def queries(qkv: Tensor) -> Tensor:
-        return qkv.view(shape)[:, :k].unflatten(1, (parts_of_a_head, per_group)).transpose(1, 2)
+        return by_group(qkv)[:, :-2].unflatten(1, (parts_of_a_head, -1)).transpose(1, 2)
 
-    def one_of(part: int) -> Callable[[Tensor], Tensor]:
-        return lambda qkv: qkv.view(shape)[:, part : part + 1]
+    def key(qkv: Tensor) -> Tensor:
+        return by_group(qkv)[:, -2:-1]
 
-    qkv = f"{target}self_attention.linear_qkv.weight"
+    def value(qkv: Tensor) -> Tensor:
+        return by_group(qkv)[:, -1:]
+
+    qkv, by_kv_head = f"{target}self_attention.linear_qkv.weight", GroupedSplit(attention.num_kv_heads)
     placements: Placements = {
         f"{prefix}q_proj.weight": (Placement(qkv, Split(0), view=queries),),
-        f"{prefix}k_proj.weight": (Placement(qkv, Split(0), view=one_of(k)),),
-        f"{prefix}v_proj.weight": (Placement(qkv, Split(0), view=one_of(v)),),
+        f"{prefix}k_proj.weight": (Placement(qkv, by_kv_head, view=key),),
+        f"{prefix}v_proj.weight": (Placement(qkv, by_kv_head, view=value),),
         f"{prefix}o_proj.weight": (Placement(f"{target}self_attention.linear_proj.weight", Split(1)),),
         norm: (Placement(f"{target}input_layernorm.weight"),),
     }

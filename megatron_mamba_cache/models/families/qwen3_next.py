@@ -129,10 +129,17 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes | None:
         hidden_size=config.integer("moe_intermediate_size"),
         shared_hidden_size=config.integer("shared_expert_intermediate_size"),
         score="softmax",
-        normalizes=config.flag("norm_topk_prob", True),
+        normalizes=_normalizes(config),
         has_shared_gate=True,
     )
     return checked_choice(config, experts, ChoiceFields("num_experts", "num_experts_per_tok"))
+
+
+def _normalizes(config: CheckpointConfig) -> bool:
+    """Return True if the weights of a token's experts are divided by their sum, as Qwen3.5's always are."""
+    if not config.equals("model_type", "qwen3_next", ""):
+        config.require("norm_topk_prob", True, True)
+    return config.flag("norm_topk_prob", True)
 
 
 def _feed_forward(config: CheckpointConfig, num_layers: int, experts: ExpertsSizes | None) -> str:

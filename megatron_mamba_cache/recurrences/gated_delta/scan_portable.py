@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...kernels.kernel_launches import num_multiprocessors
 from ..batches import PrefillBatch
 from ..quantized_states import QuantizedStates, quantized_pointers
 from ..row_tiles import LEAST_WIDTH, tiled_rows
@@ -40,11 +41,25 @@ class ScanTiling:
     by_tma: bool = True
 
 
-def choose_tiling(key_dim: int, value_dim: int, dtype: torch.dtype) -> ScanTiling:
-    """Return the tiling for heads of these sizes: with 64 channels, tensor cores take a state from registers."""
-    if dtype == torch.float32:
+_NARROW = ScanTiling(64, num_warps=4, num_stages=3)  # tensor cores take a state of 64 channels from registers
+_WIDE = ScanTiling(128, num_warps=8, num_stages=3)
+_INTERPRETED_MULTIPROCESSORS = 132
+
+
+def choose_tiling(tokens: DeltaTokens, num_rows: int) -> ScanTiling:
+    """Return the tiling for these heads and requests; outputs and states have the same bits under any.
+
+    A request is scanned sooner by narrow programs, each on a multiprocessor of its own. Programs that share one are
+    better wide, as each tile's q, k and systems are then read once.
+    """
+    num_heads, value_dim = tokens.v.shape[1:]
+    if tokens.q.dtype == torch.float32:
         return ScanTiling(min(32, max(LEAST_WIDTH, triton.next_power_of_2(value_dim))), num_warps=4, num_stages=1)
-    return ScanTiling(64, num_warps=4, num_stages=3) if key_dim <= 128 else ScanTiling(64, num_warps=8, num_stages=2)
+    if tokens.q.shape[2] > 128:
+        return ScanTiling(64, num_warps=8, num_stages=2)
+    num_narrow = num_rows * num_heads * triton.cdiv(value_dim, _NARROW.channels)
+    multiprocessors = num_multiprocessors(tokens.v.device) if tokens.v.is_cuda else _INTERPRETED_MULTIPROCESSORS
+    return _WIDE if num_narrow > multiprocessors and value_dim > _NARROW.channels else _NARROW
 
 
 class _Packed(NamedTuple):
@@ -202,12 +217,13 @@ def scan_portably(
     num_heads, value_dim = tokens.v.shape[1:]
     key_heads, key_dim = tokens.q.shape[1:]
     shape = tiles.shape
-    tiling = tiling or choose_tiling(key_dim, value_dim, tokens.q.dtype)
+    num_rows = rows.longest_first.shape[0]
+    tiling = tiling or choose_tiling(tokens, num_rows)
     q, k, v, y = (t.flatten(1) for t in (tokens.q, tokens.k, tokens.v, tiles.y))
     solved, scores = (t.flatten(0, 2) for t in (tiles.solved, tiles.scores))
     packed = _Packed(q, k, v, y, solved, scores, q.stride(0), k.stride(0), v.stride(0))
     num_parts = triton.cdiv(value_dim, tiling.channels)
-    _scan_kernel[(num_parts * num_heads * rows.longest_first.shape[0],)](
+    _scan_kernel[(num_parts * num_heads * num_rows,)](
         packed=packed,
         **_described(packed, tokens, tiles, tiling),
         rows=tiled_rows(rows),

@@ -56,6 +56,24 @@ class TileSystems:
     slots: Tensor
     y: Tensor
 
+    @staticmethod
+    def empty(tokens: DeltaTokens, shape: TileShape, num_tiles: int) -> "TileSystems":
+        """Return the systems of so many tiles, without values."""
+        num_heads = tokens.v.shape[1]
+
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=tokens.q.device)
+
+        return TileSystems(
+            shape,
+            solved=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
+            scores=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
+            factors=empty(num_heads, num_tiles, NUM_FACTORS, shape.width),
+            kept=empty(num_heads, num_tiles),
+            slots=empty(num_tiles, dtype=torch.int32),
+            y=empty(*tokens.v.shape, dtype=tokens.v.dtype),
+        )
+
 
 @triton.jit
 def _inverted(A, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
@@ -219,7 +237,7 @@ def solve_tiles(
     num_tokens, num_heads, value_dim = tokens.v.shape
     key_heads, key_dim = tokens.q.shape[1:]
     num_tiles, dtype = rows.chunk_requests.shape[0] * shape.per_chunk, tokens.q.dtype
-    systems = _empty_systems(tokens, shape, num_tiles)
+    systems = TileSystems.empty(tokens, shape, num_tiles)
     _systems_kernel[(num_tiles * num_heads,)](
         tokens=kernel_tokens(tokens),
         gates=KernelGates(gates.A_log, gates.dt_bias),
@@ -250,20 +268,3 @@ def solve_tiles(
         **overlapping(tokens.q.device),
     )
     return systems
-
-
-def _empty_systems(tokens: DeltaTokens, shape: TileShape, num_tiles: int) -> TileSystems:
-    num_heads = tokens.v.shape[1]
-
-    def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=tokens.q.device)
-
-    return TileSystems(
-        shape,
-        solved=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
-        scores=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
-        factors=empty(num_heads, num_tiles, NUM_FACTORS, shape.width),
-        kept=empty(num_heads, num_tiles),
-        slots=empty(num_tiles, dtype=torch.int32),
-        y=empty(*tokens.v.shape, dtype=tokens.v.dtype),
-    )
