@@ -26,7 +26,7 @@ class DeviceSpeed:
 
 
 GPU = DeviceSpeed(4.3e12, 3.4e14, 12e-6, 0.9e-3)
-"""An H200; see `benchmarks/results/draft_chances.md`."""
+"""An H200; see `benchmarks/results/speculation.md`."""
 CPU = DeviceSpeed(1e10, 3e9, 7e-4, 5e-4)
 """Two cores, whose steps take as long as their calls and their macs."""
 
