@@ -1,4 +1,4 @@
-"""Chat in the terminal, with cached tokens and time to first token of each turn; the same as `mamba-cache chat`.
+"""Chat in the terminal, like `mamba-cache chat`; shows the cached tokens and time to first token of each turn.
 
 python -m megatron_mamba_cache serve &
 python examples/chat_session.py

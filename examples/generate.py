@@ -1,4 +1,4 @@
-"""Generate text with prefix caching; the same as `python -m megatron_mamba_cache generate`, see its --help."""
+"""Generate text with prefix caching, like `python -m megatron_mamba_cache generate`; see its --help."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Measure the held-out bits per byte of a model of Python source, such as the one that ships with the package.
 
-The text is CPython's standard library, as installed with the Python that runs this. A hash of a file's path decides
-which part the file belongs to, so that every version of CPython holds out the same files.
+The text is the standard library of the running CPython. A hash of each file's path assigns it to a split, so every
+version of CPython holds out the same files.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "megatron_mamba_cache" / "models" / "small_python_model"
-# Upper ends of the parts of the hash's range; the rest is for training.
+# Upper bounds of the splits within the hash's range; the rest is for training.
 PARTS = {"held-out": 0.03, "validation": 0.05}
-# Tables rather than code, or written when a Python is built.
+# Tables rather than code, or generated when Python is built.
 NO_SOURCE = ("encodings/", "pydoc_data/", "html/entities.py", "stringprep.py", "_sysconfigdata", "config-")
 THIRD_PARTY = ("site-packages/", "dist-packages/")
 SUITE_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -42,18 +42,18 @@ class Source:
     @property
     def part(self) -> str:
         """Return "held-out", "validation" or "training"."""
-        place = int.from_bytes(hashlib.sha256(self.path.encode()).digest()[:4], "big") / 2**32
-        return next((name for name, end in PARTS.items() if place < end), "training")
+        position = int.from_bytes(hashlib.sha256(self.path.encode()).digest()[:4], "big") / 2**32
+        return next((name for name, end in PARTS.items() if position < end), "training")
 
     @property
     def in_test_suite(self) -> bool:
-        """True when the file belongs to CPython's own tests, which not every installation has."""
+        """True if the file is one of CPython's own tests, which not every installation has."""
         return not SUITE_FOLDERS.isdisjoint(self.path.split("/")[:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The bits that a model, and for comparison xz, need for `size_bytes` bytes of text."""
+    """The bits that a model needs for `size_bytes` bytes of text, with those of xz for comparison."""
 
     bits: float
     xz_bits: int
@@ -94,14 +94,14 @@ def installed_library() -> Path:
 
 
 def library_version(stdlib: Path) -> str:
-    """Return the CPython version of a library folder; for another Python's, what the folder's name says."""
+    """Return the CPython version of a library folder; for another Python's folder, the version in its name."""
     if stdlib == installed_library():
         return platform.python_version()
     return stdlib.name.removeprefix("python") if stdlib.name.startswith("python") else "unknown version"
 
 
 def library_sources(stdlib: Path) -> list[Source]:
-    """Read every `.py` file that holds source code in UTF-8, in the order of their paths.
+    """Read every `.py` file of UTF-8 source code, sorted by path.
 
     Raises:
         FileNotFoundError: If the folder has no such file.
@@ -114,19 +114,19 @@ def library_sources(stdlib: Path) -> list[Source]:
         try:
             sources.append(Source(path, file.read_text(encoding="utf-8")))
         except UnicodeDecodeError:
-            continue  # a few tests are in other encodings on purpose
+            continue  # a few tests deliberately use other encodings
     if not sources:
         raise FileNotFoundError(f"need .py files, found none in {stdlib}; name a standard library with --stdlib")
     return sources
 
 
 def library_part(stdlib: Path, part: str) -> list[Source]:
-    """Return the sources of a part outside CPython's own tests."""
+    """Return the sources of one split, without CPython's own tests."""
     return [source for source in library_sources(stdlib) if source.part == part and not source.in_test_suite]
 
 
 def first_bytes(sources: list[Source], limit: int) -> list[Source]:
-    """Return the fewest leading sources that hold `limit` bytes; all if they hold less."""
+    """Return the shortest list of leading sources that has at least `limit` bytes; all of them if none has."""
     taken, size = [], 0
     for source in sources:
         if size >= limit:
@@ -137,10 +137,10 @@ def first_bytes(sources: list[Source], limit: int) -> list[Source]:
 
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources: list[Source]) -> Score:
-    """Score whole documents, each from a beginning-of-text token on; xz compresses all of them in one piece.
+    """Score whole documents, each after a beginning-of-text token; xz compresses all of them in one piece.
 
-    A document longer than the model's context is read in windows that overlap by half, so that beyond the first
-    window each token is predicted from at least half a context.
+    A document longer than the model's context is read in windows that overlap by half, so after the first window
+    each token is predicted from at least half a context.
     """
     bits = 0.0
     for source in sources:
@@ -153,7 +153,7 @@ def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sources:
 
 
 def _windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, first, end): the tokens [begin, end) are read, those from `first` on are scored."""
+    """Yield (begin, first, end): read tokens [begin, end), score those from `first` on."""
     begin, first = 0, 1
     while first < length:
         end = min(begin + context, length)

@@ -14,7 +14,7 @@ tags: [nemotron_h, mamba2, python, tiny]
 # A small model of Python source
 
 A hybrid Mamba2 + attention language model in the Hugging Face layout of NemotronH. It ships with megatron-mamba-cache
-so that its example has something to generate with: small enough to live in a repository, trained enough to be read.
+so that its examples run without a download: small enough for a repository, trained enough to write readable text.
 
 | | |
 |---|---|
@@ -30,16 +30,16 @@ so that its example has something to generate with: small enough to live in a re
 | files | bytes | bits per byte | xz -9e |
 |---|---|---|---|
 {scores}
-Both parts were kept out of the training of the model and of the tokenizer; a hash of a file's path puts it in its part.
-They hold no file of CPython's own tests, but the tests in the training text do exercise modules of both.
-`python examples/measure_bits_per_byte.py` measures the held-out files again. Each document is scored whole, the line
-with its name included, in windows of {sequence_length:,} tokens that overlap by half. Another version of CPython than
-{cpython} has other files and gives another number.
+Neither split was used to train the model or the tokenizer; a hash of a file's path assigns it to a split. Both exclude
+CPython's own tests, but the tests in the training text exercise modules of both.
+`python examples/measure_bits_per_byte.py` measures the held-out files again. Each document is scored whole, including
+the line with its name, in windows of {sequence_length:,} tokens that overlap by half. CPython versions other than
+{cpython} have other files and give other numbers.
 
 ## Prompts
 
-A document is a line that names the file, then the source. Sample at temperature 0.9 to 1, with top-k 20: lower
-temperatures, and the likeliest token each time above all, soon repeat themselves.
+A document is a line that names the file, then the source. Sample at temperature 0.9 to 1, with top-k 20: at
+lower temperatures, and above all in greedy decoding, the text soon repeats itself.
 
 ```
 # file: json/decoder.py
@@ -48,33 +48,33 @@ temperatures, and the likeliest token each time above all, soon repeat themselve
 
 ## Conversations
 
-`chat_template.jinja` is for the server's sake: a conversation is one file, in which what was given and what the model
-wrote follow each other as they are. A first message such as `# file: bridge.py` and a few lines begins it.
+`chat_template.jinja` lets the server hold conversations: a conversation is one file, to which the user and the model
+append text in turn. Start with a message such as `# file: bridge.py` and a few lines of code.
 
 ## Training
 
-- Text: {files:,} files, {size_bytes:,} bytes, {text_tokens:,} tokens of the standard library of CPython {cpython}, its
-  tests among them, without tables such as `encodings`. They are under the PSF License Version 2
-  (https://docs.python.org/3/license.html), © Python Software Foundation; so is what the model repeats from them.
+- Text: {files:,} files, {size_bytes:,} bytes, {text_tokens:,} tokens of the standard library of CPython {cpython},
+  including its tests, without tables such as `encodings`. The files are under the PSF License Version 2
+  (https://docs.python.org/3/license.html), © Python Software Foundation; so is any text that the model repeats.
 - Command: `{command}`
-- {tokens:,} tokens seen in {steps:,} steps of {batch_size} x {sequence_length:,}, {epochs:.1f} epochs; AdamW, on a
-  GPU in bf16 autocast. The time is the limit, so a faster card sees more tokens.
+- {tokens:,} tokens in {steps:,} steps of {batch_size} x {sequence_length:,}, {epochs:.1f} epochs; AdamW, on a
+  GPU in bf16 autocast. The training time is fixed, so a faster GPU sees more tokens.
 - Machine: {device}; torch {torch}, transformers {transformers}, tokenizers {tokenizers}.
 
 ## What it is not good for
 
-Anything but trying software out. It writes text that looks like Python: names, signatures and docstrings are plausible,
-what the code does mostly is not. It knows no other language, follows no instructions, and repeats passages of the
-standard library.
+The model is only good for trying out software. It writes text that looks like Python: names, signatures and docstrings
+are plausible, but the code mostly makes no sense. It knows no other language, follows no instructions, and repeats
+passages of the standard library.
 """
 
 
 def model_card(facts: Mapping[str, object], scores: Mapping[str, Score]) -> str:
-    """Return the card; it names no path of the machine it was made on.
+    """Return the card, without paths of this machine.
 
     Args:
-        facts: A value for each name that the card's text has in braces, except the scores.
-        scores: Part of the library → how well the model predicts it.
+        facts: Values for the names in braces in the card's text, except the scores.
+        scores: Split of the library → the model's score on it.
     """
     rows = [
         f"| {part} | {score.size_bytes:,} | **{score.bits_per_byte:.3f}** | {score.xz_bits_per_byte:.3f} |\n"

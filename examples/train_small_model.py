@@ -1,6 +1,6 @@
 """Train the small model of Python source that ships with the package, with plain transformers.
 
-The text is CPython's standard library: the one of the Python that runs this, or another one's through --stdlib.
+The text is the standard library of the running CPython, or the folder given by --stdlib.
 """
 
 import argparse
@@ -31,19 +31,19 @@ from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedTokeni
 
 END_OF_TEXT = "<|endoftext|>"
 LAYER_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
-DROPPED_OUT = ("embeddings", "out_proj", "o_proj", "down_proj")  # what is added to the residual stream
+DROPPED_OUT = ("embeddings", "out_proj", "o_proj", "down_proj")  # outputs that are added to the residual stream
 PROGRESS_SECONDS = 10.0
 WARM_UP = 0.02  # of the training time
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run depends on besides its text; each field is a flag.
+    """Settings of a run; each field is a flag.
 
     Args:
-        seconds: Training time, from the end of the first step on.
-        pattern: One symbol a layer: M Mamba, * attention, - MLP.
-        sequence_length: Tokens in a training window, and the longest context that the model is made for.
+        seconds: Training time, measured from the end of the first step.
+        pattern: One symbol per layer: M Mamba, * attention, - MLP.
+        sequence_length: Tokens in a training window, and the model's maximum context.
     """
 
     seconds: float = 420.0
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the training loop did."""
+    """Counts of a finished training loop."""
 
     steps: int
     tokens: int
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def main() -> None:
-    """Train, save and score a model as the flags say, and write its card."""
+    """Train, save and score a model, and write its card."""
     flags = _parse_flags()
     settings = Settings(**{field.name: getattr(flags, field.name) for field in fields(Settings)})
     torch.manual_seed(settings.seed)
@@ -145,8 +145,8 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Nemot
         pad_token_id=tokenizer.pad_token_id,
     )
     model = NemotronHForCausalLM(config)
-    # transformers clamps dt at time_step_min where it scans a prompt but not where it generates; at zero both agree.
-    # Only after the weights are drawn: that takes its logarithm.
+    # transformers clamps dt at time_step_min in prefill but not in decode; at zero both agree. Set it only after the
+    # weights are initialized, which takes its logarithm.
     config.time_step_min = 0.0
     for block in model.model.layers:
         if block.block_type == "linear_attention":
@@ -155,7 +155,7 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Nemot
 
 
 class TrainingText:
-    """The documents as token ids, split into windows; each epoch has another order and other cuts."""
+    """The documents as token ids, split into windows; order and cuts change every epoch."""
 
     def __init__(
         self, sources: list[Source], tokenizer: PreTrainedTokenizerFast, settings: Settings, device: str
@@ -169,11 +169,11 @@ class TrainingText:
 
     @property
     def facts(self) -> dict[str, int]:
-        """Return what a model card says of the text."""
+        """Return the facts of the text for the model card."""
         return {"files": self.files, "size_bytes": self.size_bytes, "text_tokens": self.tokens}
 
     def batches(self) -> Iterator[Tensor]:
-        """Yield [batch, sequence + 1] token ids without end."""
+        """Yield [batch, sequence + 1] token ids indefinitely."""
         generator = torch.Generator().manual_seed(self._settings.seed)
         windows = self._epoch(generator)
         while True:
@@ -208,7 +208,7 @@ def train(model: NemotronHForCausalLM, text: TrainingText, settings: Settings) -
         steps += 1
         if elapsed - reported >= PROGRESS_SECONDS:
             reported = elapsed
-            bits = loss.item() / math.log(2)  # the one place that waits for the device
+            bits = loss.item() / math.log(2)  # the only sync with the device
             tokens = steps * settings.batch_size * settings.sequence_length
             print(f"{elapsed:4.0f} s  step {steps}  {tokens / 1e6:.1f} M tokens  {bits:.3f} bits/token", flush=True)
     for hook in hooks:
@@ -219,14 +219,14 @@ def train(model: NemotronHForCausalLM, text: TrainingText, settings: Settings) -
 
 
 def rate_share(done: float) -> float:
-    """Return the share of the peak learning rate to use when the share `done` of the time is over."""
+    """Return the fraction of the peak learning rate to use after the fraction `done` of the time."""
     if done < WARM_UP:
         return done / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (done - WARM_UP) / (1 - WARM_UP))))
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> AdamW:
-    """Decay matrices only: not norms, convolutions, A, D or the bias of dt."""
+    """Apply weight decay to matrices only: not to norms, convolutions, A, D or the bias of dt."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -234,7 +234,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> AdamW:
 
 
 def _add_dropout(model: nn.Module, share: float) -> list[torch.utils.hooks.RemovableHandle]:
-    """Add dropout to what joins the residual stream; the architecture has no setting for it."""
+    """Add dropout to the outputs that join the residual stream; the architecture has no setting for it."""
 
     def drop(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return nn.functional.dropout(output, share)
@@ -244,7 +244,7 @@ def _add_dropout(model: nn.Module, share: float) -> list[torch.utils.hooks.Remov
 
 
 def _step(model: nn.Module, optimizer: AdamW, batch: Tensor, rate: float) -> Tensor:
-    """Take one step in place and return the batch's loss in nats per token, before the step."""
+    """Take one optimizer step in place and return the batch's loss before it, in nats per token."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
@@ -258,7 +258,7 @@ def _step(model: nn.Module, optimizer: AdamW, batch: Tensor, rate: float) -> Ten
 
 
 def _run_facts(flags: argparse.Namespace, settings: Settings) -> dict[str, object]:
-    """Return the settings, the command that repeats them, and the versions and the machine in use."""
+    """Return the settings, the command that reproduces them, the versions and the machine."""
     command = ["python", "examples/train_small_model.py", "--output", "DIR"]
     for field in fields(Settings):
         value = getattr(settings, field.name)

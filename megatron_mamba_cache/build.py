@@ -130,8 +130,8 @@ def _policy(config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks)
         return DraftPolicy(time)
     is_free = drafter.draft_seconds(1, 1) == 0
     # A drafter that failed on one of several ranks would teach them different things: there it is asked by steps only.
-    watches = is_free and ranks.num_ranks == 1 and not isinstance(drafter, ReadsHiddenStates)
-    return DraftPolicy(time, drafter.draft_seconds, watches=watches, is_patient=not is_free)
+    shadows = is_free and ranks.num_ranks == 1 and not isinstance(drafter, ReadsHiddenStates)
+    return DraftPolicy(time, drafter.draft_seconds, shadows=shadows, is_patient=not is_free)
 
 
 def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: bool, num_stages: int) -> None:

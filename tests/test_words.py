@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CLEAN = ("tests/test_words.py",)
+CLEAN = (
+    "megatron_mamba_cache/speculation",
+    "megatron_mamba_cache/tiers",
+    "tests/speculation",
+    "tests/test_words.py",
+    "tests/tiers",
+)
 """Folders and files whose Python is checked, subfolders included."""
 
 MAX_TEST_NAME = 90
@@ -48,6 +54,9 @@ NAMES = {
     r"un?settle[sd]?|settling": "fold, resolve",
     r"whom?|nobody|somebody": "name the request, the caller or the thread",
 }
+
+FIXED_NAMES = {"decode_rows", "max_prompt_tokens_beside_decode"}
+"""Names of a metric and of a setting."""
 
 # In docstrings, comments and messages; lines are joined first.
 PHRASES = {
@@ -121,6 +130,8 @@ def name_violations(module: str, source: str) -> Found:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     names = {(token.string, token.start[0]) for token in tokens if token.type == tokenize.NAME}
     for name, line in names | {(module, 1)}:
+        if name in FIXED_NAMES:
+            continue
         words = " ".join(_WORDS.findall(name)).lower()
         for pattern, instead in _NAMES:
             if pattern.search(words):

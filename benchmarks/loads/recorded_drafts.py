@@ -24,7 +24,7 @@ class RightDrafter:
         """Do nothing."""
 
     def _known(self, request: DraftRequest) -> Sequence[int]:
-        return self._replies[request.row.request_id][len(request.row.generated) :][: request.num_tokens]
+        return self._replies[request.running.request_id][len(request.running.generated) :][: request.num_tokens]
 
 
 class ChanceDrafter:
@@ -45,7 +45,7 @@ class ChanceDrafter:
         """Return as many tokens as the request asks for, or as are left."""
         return [Draft(tuple(map(self._token, self._known(request)))) for request in requests]
 
-    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return 0, as prompt lookup does."""
         return 0.0
 
@@ -53,8 +53,8 @@ class ChanceDrafter:
         """Do nothing."""
 
     def _known(self, request: DraftRequest) -> Sequence[int]:
-        reply = self.replies.get(request.row.request_id % self._run_length, ())
-        return reply[len(request.row.generated) :][: request.num_tokens]
+        reply = self.replies.get(request.running.request_id % self._run_length, ())
+        return reply[len(request.running.generated) :][: request.num_tokens]
 
     def _token(self, right: int) -> int:
         return right if self._drawn.random() < self.chance else (right + 1) % self._vocab_size

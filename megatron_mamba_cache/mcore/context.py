@@ -269,7 +269,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """Admit a request to the next step; see `StepRequests.admit`."""
         return self.runner.step_requests.admit(candidate, budget, age)
 
-    def drop_rows(self, request_ids: Container[int]) -> None:
+    def drop_requests(self, request_ids: Container[int]) -> None:
         """Drop rows between steps; what they published stays findable. A suspended engine has none."""
         if self._runner is not None:
             self._runner.step_requests.drop([row for row in self.rows if row.request_id in request_ids])

@@ -328,7 +328,7 @@ class MambaCacheEngine(SuspendableEngine):
             failures = known_to_any(found, ranks) if with_grammar else {}
         for request_id, reason in failures.items():
             if request_id in self.requests and request_id not in self.failed_request_ids:
-                self.context.drop_rows([request_id])
+                self.context.drop_requests([request_id])
                 self._refuse(self.get_request(request_id), reason)
 
     def _look_ahead(self) -> None:
@@ -379,13 +379,13 @@ class MambaCacheEngine(SuspendableEngine):
         if not (self.context.is_tensor_state_allocated or self.is_suspended):  # closed: no request can run again
             in_hand = next(iter(self._admissible()), None)
         refused = self._failed_steps.count(astray if in_hand is None else [in_hand])
-        self.context.drop_rows(refused)
+        self.context.drop_requests(refused)
         for request_id in refused:
             self._refuse(self.get_request(request_id), refusal_reason(error))
 
     def _send_back(self, request_ids: Sequence[int]) -> None:
         """Drop the rows of admitted requests and put these requests at the head of the queue, oldest first."""
-        self.context.drop_rows(request_ids)
+        self.context.drop_requests(request_ids)
         self._queue_again(sorted(request_ids, key=self._age_of))
 
     def _age_of(self, request_id: int) -> float:

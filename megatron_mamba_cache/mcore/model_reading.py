@@ -144,10 +144,10 @@ def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: R
         num_experts=num_experts // num_expert_ranks(),
         chosen=top_k / num_experts if num_experts else 0.0,
         num_expert_ranks=num_expert_ranks(),
-        row=state if config.replays else 2 * state,
+        state=state if config.replays else 2 * state,
         draft=0 if config.replays else state,
         cached_token=2 * pattern.count(Symbols.ATTENTION) * shape.num_kv_heads * shape.kv_channels * itemsize,
-        products=layers + output + expert * top_k,
+        macs=layers + output + expert * top_k,
     )
 
 

@@ -157,7 +157,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         entry = self.requests.pop(request_id, None)
         if entry is None:
             return False
-        self.context.drop_rows([request_id])
+        self.context.drop_requests([request_id])
         for waiting in (self.waiting_request_ids, self.failed_request_ids, self.resume_request_ids or []):
             if request_id in waiting:
                 waiting.remove(request_id)

@@ -17,10 +17,10 @@ RECURRENT, ATTENTION, EXPERTS = "M", "*", "E"
 _MOST_IN_WINDOWS = 2
 """Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
 _MOST_DRAFT_BYTES = 8 * 2**20
-"""Of a layer's states after drafts, up to which windows take no longer either; see `draft_chances.md`."""
+"""Of a layer's states after drafts, up to which windows take no longer either; see `speculation.md`."""
 _LAUNCHED_PRODUCTS = 270_000_000_000
 """Products of a token and a weight that take a GPU as long as the host takes to launch a layer without graphs, which is
-1.2 ms at 450 TFLOP/s (measured on one rank: 1.1 to 2 ms; see `model_forms.md`)."""
+1.2 ms at 450 TFLOP/s (measured on one rank: 1.1 to 2 ms; see `mixed_steps.md`)."""
 
 
 @dataclass(frozen=True, slots=True)

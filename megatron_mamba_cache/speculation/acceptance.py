@@ -1,4 +1,4 @@
-"""How likely the next draft is right, learned from those that were verified or compared with what requests write."""
+"""Estimates of how likely drafts are accepted, learned from verified and from shadow drafts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,21 +6,22 @@ from collections.abc import Iterator, Sequence
 from ..policy.requests import RunningRequest
 
 OPTIMISM = 0.5
-"""Standard errors that an estimate is taken to be better than it is."""
+"""Standard errors added to an estimate, so that uncertain drafts are tried."""
 REQUEST_WINDOW = 32
-"""Drafts of a request that its estimate reaches back."""
+"""Drafts of a request in its estimate."""
 DRAFTER_WINDOW = 128
-"""Drafts of all requests that the estimate for a new one reaches back."""
+"""Drafts of all requests in the estimate for a new one."""
 
 
 class Acceptance:
-    """The chance that a draft is right if those before it in its step are; older drafts count less and less.
+    """Estimate the chance that a draft is right if those before it in its step are.
 
-    Drafts behind a wrong one were not tried: a step that accepts two of four tried three.
+    Older drafts have less weight. Drafts after the first wrong one do not count: a step that accepts two of four drafts
+    tried three.
 
     Args:
-        window: Drafts that the estimate reaches back, more than 1.
-        weight: Drafts that what was expected before the first one counts for.
+        window: Effective number of drafts in the estimate, more than 1.
+        weight: Weight of the prior, in drafts.
     """
 
     __slots__ = ("_keep", "_right", "_tried", "_weight")
@@ -31,7 +32,7 @@ class Acceptance:
         self._right = self._tried = 0.0
 
     def is_known(self, num_tried: int, num_wrong: int) -> bool:
-        """Return whether the estimate rests on so many drafts, or on so many that were wrong."""
+        """Return True if the estimate has at least so many drafts, or so many wrong ones."""
         return self._tried >= num_tried or self._tried - self._right >= num_wrong
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
@@ -55,42 +56,42 @@ class Acceptance:
         """Return the estimate, between 0 and 1.
 
         Args:
-            expected: The chance before the first draft.
+            expected: The prior.
         """
         return (self._right + self._weight * expected) / (self._tried + self._weight)
 
-    def hoped(self, expected: float) -> float:
-        """Return the estimate and part of its error: what is hardly known is worth a try, and bad luck ends nothing."""
+    def optimistic_chance(self, expected: float) -> float:
+        """Return the estimate plus a part of its standard error, so that bad luck ends nothing."""
         chance = self.chance(expected)
         error = math.sqrt(max(chance * (1 - chance), 0.0) / (self._tried + self._weight + 1))
         return min(chance + OPTIMISM * error, 1.0)
 
 
 class ShadowDrafts:
-    """Drafts that no step verifies, one of a request at most: comparing them with what requests write costs no step."""
+    """Drafts compared with what requests generate, not verified: at most one for each request."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request -> generated tokens before it, its tokens
+        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request -> where it starts in the reply, its tokens
 
-    def watch(self, row: RunningRequest, tokens: tuple[int, ...]) -> None:
-        """Compare a draft for the text that a row has now, in the place of an earlier one."""
-        self._drafts[row.request_id] = len(row.generated), tokens
+    def start(self, request: RunningRequest, tokens: tuple[int, ...]) -> None:
+        """Start a shadow draft at the current end of a request's text, instead of an earlier one."""
+        self._drafts[request.request_id] = len(request.generated), tokens
 
-    def num_tokens(self, row: RunningRequest) -> int:
-        """Return how many tokens the draft of a row has that is being compared; 0 if there is none."""
-        return len(self._drafts[row.request_id][1]) if row.request_id in self._drafts else 0
+    def num_tokens(self, request: RunningRequest) -> int:
+        """Return the length of a request's shadow draft; 0 if it has none."""
+        return len(self._drafts[request.request_id][1]) if request.request_id in self._drafts else 0
 
-    def ended(self, rows: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
-        """Yield the request, the tokens and the right ones of each draft that is wrong by now, or known to its end."""
-        for row in rows:
-            if row.request_id not in self._drafts:
+    def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
+        """Yield (request id, drafted, correct) for each shadow draft that is decided."""
+        for request in requests:
+            if request.request_id not in self._drafts:
                 continue
-            start, tokens = self._drafts[row.request_id]
-            written = row.generated[start : start + len(tokens)]
+            start, tokens = self._drafts[request.request_id]
+            written = request.generated[start : start + len(tokens)]
             num_right = _num_equal(written, tokens)
             if num_right < len(written) or num_right == len(tokens):
-                del self._drafts[row.request_id]
-                yield row.request_id, len(tokens), num_right
+                del self._drafts[request.request_id]
+                yield request.request_id, len(tokens), num_right
 
     def forget(self, request_id: int) -> None:
         """Drop the draft of a request."""
@@ -102,7 +103,7 @@ class ShadowDrafts:
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens are the same."""
+    """Return the length of the common prefix."""
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return number

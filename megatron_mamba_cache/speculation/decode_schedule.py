@@ -1,4 +1,4 @@
-"""Schedule the decode rows of a step with the drafts that fit, and advance them when the step lands."""
+"""Schedule the decoding requests of a step with their drafts, and advance them when the step lands."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,39 +15,41 @@ _LOG = logging.getLogger(__name__)
 
 
 def schedule_decode(
-    rows: Sequence[RunningRequest],
+    requests: Sequence[RunningRequest],
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
     budget: int,
     holds_on_all_ranks: Callable[[bool], bool] = bool,
-    allowed: Callable[[RunningRequest, Sequence[int]], Sequence[int]] = lambda _row, drafts: drafts,
+    allowed: Callable[[RunningRequest, Sequence[int]], Sequence[int]] = lambda _request, drafts: drafts,
 ) -> list[Tensor | None]:
-    """Schedule every decoding row with its drafts; if drafting fails, the step continues without drafts.
+    """Schedule every decoding request with its drafts; if drafting fails, without.
 
     Args:
-        budget: Tokens that the step may compute beyond one for each row; older rows' drafts go first.
-        holds_on_all_ranks: Returns whether a condition holds on all ranks that share the model; every rank calls it.
-            A rank whose drafter fails alone would otherwise plan a different step. By default there is one rank.
-        allowed: Returns the leading drafts that a row's grammar allows.
+        budget: Tokens that the step may compute beyond one for each request; drafts of older requests go first.
+        holds_on_all_ranks: Returns True if a condition holds on all ranks of the model; every rank calls it. Otherwise
+            a rank whose drafter fails alone would plan a different step. The default is for one rank.
+        allowed: Returns the leading drafts that a request's grammar allows.
 
     Returns:
-        For each row the distributions, [drafts, vocab], that its drafts were drawn from, None if they were not drawn;
-        empty where no drafts are planned.
+        For each request the distributions, [drafts, vocab], that its drafts were sampled from; None if they were not
+        sampled. Empty if no drafts are planned.
     """
     if not planner.max_drafts:
-        for row in rows:
-            cache.schedule_decode(row)
+        for request in requests:
+            cache.schedule_decode(request)
         return []
     # The step yields one token more than it has drafts; none may exceed the request's limit.
-    rooms = [max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1)) for row in rows]
-    rooms = [cache.draft_states.most_drafts(row.computed, room) for row, room in zip(rows, rooms, strict=True)]
-    counts = planner.counts(rows, rooms, budget)
-    limits = [DraftLimit(row, count) for row, count in zip(rows, counts, strict=True)]
+    rooms = [max(0, min(planner.max_drafts, request.spec.max_len - request.length - 1)) for request in requests]
+    rooms = [
+        cache.draft_states.most_drafts(request.computed, room) for request, room in zip(requests, rooms, strict=True)
+    ]
+    counts = planner.counts(requests, rooms, budget)
+    limits = [DraftLimit(request, count) for request, count in zip(requests, counts, strict=True)]
     distributions: list[Tensor | None] = []
-    for row, draft in zip(rows, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
-        cache.schedule_decode(row, allowed(row, draft.tokens))
-        drawn_from = draft.distributions if row.drafts else None
-        distributions.append(None if drawn_from is None else drawn_from[: len(row.drafts)])
+    for request, draft in zip(requests, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
+        cache.schedule_decode(request, allowed(request, draft.tokens))
+        sampled_from = draft.distributions if request.drafts else None
+        distributions.append(None if sampled_from is None else sampled_from[: len(request.drafts)])
     return distributions
 
 
@@ -72,69 +74,69 @@ def _plan(
         reason = "on another rank of the model" if failure is None else repr(failure)
         _LOG.warning("drafting failed %d times; steps continue without drafts: %s", count, reason)
     for entry in limits:
-        planner.forget(entry.row.request_id)
+        planner.forget(entry.request.request_id)
     return none
 
 
 def note_hidden_states(
-    rows: Sequence[RunningRequest],
+    requests: Sequence[RunningRequest],
     kept: Sequence[tuple[int, ...]],
     starts: Sequence[int],
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Tell the planner the hidden state that each row's newest token was chosen from.
+    """Pass the planner the hidden state that each request's newest token was sampled from.
 
     Args:
-        starts: [rows] Each row's first logits row.
+        starts: [requests] index of each request's first row of logits.
         hidden_states: [logits, hidden].
     """
-    for row, new, start in zip(rows, kept, starts, strict=False):
+    for request, new, start in zip(requests, kept, starts, strict=False):
         if new:
-            planner.note_hidden_state(row, hidden_states[start + len(new) - 1])
+            planner.note_hidden_state(request, hidden_states[start + len(new) - 1])
 
 
 def advance_one_token_requests(
-    rows: Sequence[RunningRequest],
+    requests: Sequence[RunningRequest],
     kept: Sequence[tuple[int, ...]],
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Advance rows that decoded one token each without drafts, and publish the blocks that they complete.
+    """Advance requests that decoded one token without drafts, and publish the blocks that they complete.
 
-    They may hold more already, for the step after: see `PrefixCache.reserve_ahead`.
+    They may already hold blocks for the following step; see `PrefixCache.reserve_ahead`.
     """
     block_size = cache.block_size
-    for row, new in zip(rows, kept, strict=True):
-        if (row.computed + 1) % block_size:
-            row.land_token(new)
+    for request, new in zip(requests, kept, strict=True):
+        if (request.computed + 1) % block_size:
+            request.land_token(new)
         else:
-            row.append(new)
-            cache.publish(row, 1)
-            row.advance(1)
-    planner.note_step(rows)
-    cache.counters.decode_rows += len(rows)
-    cache.counters.decode_tokens_computed += len(rows)
+            request.append(new)
+            cache.publish(request, 1)
+            request.advance(1)
+    planner.note_step(requests)
+    cache.counters.decode_rows += len(requests)
+    cache.counters.decode_tokens_computed += len(requests)
 
 
 def advance_requests(
-    rows: Sequence[RunningRequest],
+    requests: Sequence[RunningRequest],
     kept: Sequence[tuple[int, ...]],
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Advance the rows of a step by what they keep, and publish generated tokens; prompts are published already.
+    """Append the tokens that a step's requests keep, and publish generated blocks; prompts are published already.
 
     Args:
-        kept: Each row's tokens, in order; at least one for a row that decodes.
+        kept: Each request's tokens, in order; at least one for a decoding request.
     """
-    for row, new in zip(rows, kept, strict=True):
-        row.append(new)
-        if row.is_prefilling:
-            cache.advance(row, row.scheduled)
+    for request, new in zip(requests, kept, strict=True):
+        request.append(new)
+        if request.is_prefilling:
+            cache.advance(request, request.scheduled)
             continue
         num_kept = len(new)
-        cache.publish(row, num_kept)
-        planner.note(row, len(row.drafts), num_kept - 1)
-        cache.advance(row, num_kept)
-    planner.note_step(rows)
+        cache.publish(request, num_kept)
+        planner.note(request, len(request.drafts), num_kept - 1)
+        cache.advance(request, num_kept)
+    planner.note_step(requests)

@@ -1,4 +1,4 @@
-"""When rows draft, and how much: what drafts are likely to bring against the time that they take."""
+"""Decide when requests draft, and how much: expected gain against the time that drafts take."""
 
 import logging
 import math
@@ -13,67 +13,67 @@ from .step_time import StepTime
 _LOG = logging.getLogger(__name__)
 
 FIRST_CHANCE = 0.7
-"""Of a draft, before any was verified."""
+"""Acceptance of a draft before any was verified."""
 NUM_TRIED, NUM_WRONG = 16, 4
-"""Drafts that are tried at first whatever they cost, or wrong ones, before a drafter is known."""
+"""Drafts, or wrong drafts, to try at any cost before a drafter is known."""
 TRIAL_DRAFTS = 4
-PROBE_SHARE = 0.0075
-"""Of the time, what probes may take."""
+TRIAL_SHARE = 0.0075
+"""Share of the time that trial steps may take."""
 RESUME_GAIN = 1.1
-"""What drafts must seem to bring before a rest ends for them: more than what goes on, so that luck alone ends none."""
-SHORTEST_REST, LONGEST_REST = 8, 256
+"""Hysteresis: minimum expected speedup before paused requests draft again."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256
 PATIENCE = 4
-"""Steps in a row without any drafts to be had, before rows rest for that."""
+"""Consecutive steps without a proposal before drafting pauses."""
 _REQUEST_WEIGHT, _DRAFTER_WEIGHT = 3.0, 2.0
 _NEVER = 1 << 62
 
 
 class AllDrafts:
-    """Stands in for a `DraftPolicy` where every row drafts as many tokens as it has room for, whatever they bring."""
+    """A `DraftPolicy` that fills each request's room, whatever the gain."""
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return the rooms, as far as the budget goes."""
+    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
+        """Return the rooms, as far as the budget allows."""
         return _within(rooms, budget)
 
-    def foresee(self, rows: Sequence[RunningRequest], most: int) -> None:
-        """Decide nothing ahead."""
+    def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
+        """Do nothing."""
 
-    def of_proposed(self, rows: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
+    def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
         """Return what was proposed."""
         return list(proposed)
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn nothing."""
+        """Do nothing."""
 
-    def note_step(self, rows: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
-        """Count nothing."""
+    def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
+        """Do nothing."""
 
-    def rests(self, rows: Sequence[RunningRequest]) -> bool:
-        """Return False, unless there are no rows."""
-        return not rows
+    def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
+        """Return False, unless there are no requests."""
+        return not requests
 
-    def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """Return no row: none rests."""
+    def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Return no request."""
         return []
 
-    def reconsider(self, rows: Sequence[RunningRequest], offered: Sequence[int]) -> None:
+    def resume_if_paying(self, requests: Sequence[RunningRequest], offered: Sequence[int]) -> None:
         """Do nothing."""
 
     def forget(self, request_id: int) -> None:
-        """Forget nothing."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
-class _Rest:
-    """No drafts of these requests before a step."""
+class _Pause:
+    """No drafts for these requests before step `end`."""
 
     request_ids: set[int]
     end: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Foreseen:
-    """The drafts of each of these requests in a step, if each has room for `most`."""
+class _NextCounts:
+    """Draft counts decided ahead for a step, if each request has room for `most`."""
 
     step: int
     request_ids: list[int]
@@ -82,204 +82,208 @@ class _Foreseen:
 
 
 class DraftPolicy:
-    """Decides how many drafts each row of a step gets; the same on all ranks of a model.
+    """Decides how many drafts each request of a step gets; the same on all ranks of a model.
 
-    A step gets the drafts with which it is likely to bring most tokens a second, by how many drafts were accepted
-    lately, of each request and of all, and by how long steps take. Where none pay, all rows rest together, and steps
-    may be launched ahead of their tokens. A rest ends when drafts seem to pay again. A drafter that takes no time is
-    asked meanwhile, and its drafts are compared with what the rows write. After another's rest one step probes: every
-    row drafts a few tokens. Such rests are so long that probes take about PROBE_SHARE of the time.
+    A step gets the drafts that are likely to bring most tokens per second, from recent acceptance, of each request and
+    of all, and from estimated step times. If none pay, drafting pauses for all requests, and steps may be launched
+    before their tokens are read. It resumes when drafts seem to pay again. Meanwhile a drafter that takes no time makes
+    shadow drafts, which are compared with the generated tokens. For other drafters, a trial step ends the pause: every
+    request drafts a few tokens. Pauses are long enough that trials take about TRIAL_SHARE of the time.
 
     Args:
-        time: Of steps.
-        drafter_seconds: Returns how long the drafter takes, by rows and drafts of the row that gets most.
-        watches: Whether drafts of rows that rest are compared, see `watched`, so that no step need probe.
-        is_patient: Whether rows do not rest because there are no drafts to be had: a draft model may be reading
-            prompts, and reads on only if it is asked.
+        time: Estimates step times.
+        drafter_seconds: Estimates the drafter's time, from the number of requests and the most drafts of one.
+        shadows: True to use shadow drafts instead of trial steps.
+        is_patient: True if missing proposals do not pause drafting: a draft model may be prefilling prompts, which only
+            goes on while it is called.
     """
 
     def __init__(
         self,
         time: StepTime,
-        drafter_seconds: Callable[[int, int], float] = lambda _rows, _most: 0.0,
+        drafter_seconds: Callable[[int, int], float] = lambda _requests, _most: 0.0,
         *,
-        watches: bool = False,
+        shadows: bool = False,
         is_patient: bool = False,
     ) -> None:
         self._time = time
         self._drafter_seconds = drafter_seconds
-        self._watches, self._is_patient = watches, is_patient
+        self._shadows, self._is_patient = shadows, is_patient
         self._overall = Acceptance(DRAFTER_WINDOW, _DRAFTER_WEIGHT)
         self._of_requests: dict[int, Acceptance] = {}
         self._step = 0  # steps that have landed
-        self._drafted_at = 0  # the last of them that was to have drafts
-        self._rest: _Rest | None = None
-        self._foreseen: _Foreseen | None = None
-        self._num_empty = 0  # steps in a row that were to have drafts and had none
-        self._probes = self._has_warned = False
+        self._drafted_at = 0  # the last of them planned with drafts
+        self._pause: _Pause | None = None
+        self._next_counts: _NextCounts | None = None
+        self._num_empty = 0  # consecutive steps planned with drafts that had none
+        self._is_trial = self._has_warned = False
 
-    def counts(self, rows: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return how many drafts each row of the next step should get; estimates do not change.
+    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
+        """Return how many drafts each request of the next step should get; learns nothing.
 
         Args:
-            rooms: [rows] the most drafts of each. Where none has room nothing is decided.
-            budget: Of all rows; older rows' drafts go first.
+            rooms: [requests] the most drafts of each. Nothing is decided if all are 0.
+            budget: The most drafts of all requests; older requests go first.
         """
-        none = [0] * len(rows)
-        if budget <= 0 or not any(rooms) or self._holds(rows, self._step):
+        none = [0] * len(requests)
+        if budget <= 0 or not any(rooms) or self._holds(requests, self._step):
             return none
-        self._rest, self._probes = None, False
-        found = self._found_ahead(rows, rooms)
-        if not any(found):  # rows must not rest because of what was known a step ago
-            found = self._best(rows, rooms)
+        self._pause, self._is_trial = None, False
+        found = self._found_ahead(requests, rooms)
+        if not any(found):  # outdated estimates must not pause drafting
+            found = self._best(requests, rooms)
         if sum(found) > budget:
-            found = self._best(rows, _within(found, budget))
+            found = self._best(requests, _within(found, budget))
         if any(found):
             return found
-        probe, end = _within([min(TRIAL_DRAFTS, room) for room in rooms], budget), _NEVER
-        if not self._watches:
+        trial, end = _within([min(TRIAL_DRAFTS, room) for room in rooms], budget), _NEVER
+        if not self._shadows:
             is_known = self._overall.is_known(NUM_TRIED, NUM_WRONG)
-            end = self._drafted_at + self._steps_between_probes(rows, probe) if is_known else self._step
+            end = self._drafted_at + self._steps_between_trials(requests, trial) if is_known else self._step
         if self._step >= end:
-            self._probes = True
-            return probe
-        self._rest = _Rest({row.request_id for row in rows}, end)
+            self._is_trial = True
+            return trial
+        self._pause = _Pause({request.request_id for request in requests}, end)
         return none
 
-    def foresee(self, rows: Sequence[RunningRequest], most: int) -> None:
-        """Decide the drafts of the step after the one that runs, so that its tokens need not wait for that.
+    def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
+        """Decide the drafts of the next step before this one's tokens are read.
 
-        What the running step teaches counts a step later, unless no drafts seem to pay.
+        What this step teaches counts one step later, unless no drafts seem to pay.
 
         Args:
-            rows: Of the running step; others, or less room, are decided by `counts`.
+            requests: The running step's; for others, or with less room, `counts` decides.
             most: Drafts that each has room for.
         """
-        step, request_ids = self._step + 1, [row.request_id for row in rows]
-        if not self._holds(rows, step):
-            self._foreseen = _Foreseen(step, request_ids, most, self._best(rows, [most] * len(rows)))
+        step, request_ids = self._step + 1, [request.request_id for request in requests]
+        if not self._holds(requests, step):
+            self._next_counts = _NextCounts(step, request_ids, most, self._best(requests, [most] * len(requests)))
 
-    def of_proposed(self, rows: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return how many of its proposed drafts each row should get, where fewer were proposed than asked for.
+    def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
+        """Return how many of its proposed drafts each request should get, if the drafter proposed too few.
 
-        By now the step waits for its tokens and its drafter, with drafts or without.
+        The step waits for its tokens and its drafter in any case, with drafts or without.
         """
-        if self._probes or not any(proposed):
+        if self._is_trial or not any(proposed):
             return list(proposed)
-        num_cached = _num_cached(rows)
-        plain = self._time.seconds(len(rows), 0, num_cached) + self._time.device.drafts_s
+        num_cached = _num_cached(requests)
+        plain = self._time.seconds(len(requests), 0, num_cached) + self._time.device.drafts_s
         return best_counts(
-            self._chances(rows),
+            self._chances(requests),
             proposed,
-            lambda count, _most: self._time.seconds(len(rows), count, num_cached),
+            lambda count, _most: self._time.seconds(len(requests), count, num_cached),
             plain,
         )
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the drafts of a row that were verified or watched; none teach nothing."""
+        """Learn from a request's verified or shadow drafts; none teach nothing."""
         if request_id not in self._of_requests:
             self._of_requests[request_id] = Acceptance(REQUEST_WINDOW, _REQUEST_WEIGHT)
         self._of_requests[request_id].note(num_drafted, num_accepted)
         self._overall.note(num_drafted, num_accepted)
 
-    def note_step(self, rows: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
-        """Count a step that has landed, once each.
+    def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
+        """Count a step that has landed, once.
 
-        Where nothing that was asked for was to be had or paid, rows rest: until something does, if drafts are watched,
-        and else longer each time, but for the first PATIENCE times.
+        If drafts were planned but there were none, drafting pauses: until shadow drafts pay, or for ever longer after
+        the first PATIENCE times.
 
         Args:
-            asked: Whether any row was to have drafts.
-            drafted: Whether any had some.
+            asked: True if drafts were planned for any request.
+            drafted: True if any request had drafts.
         """
         if asked:
             self._drafted_at = self._step
             self._num_empty = 0 if drafted else self._num_empty + 1
         self._step += 1
         if asked and not drafted and not self._is_patient:
-            self._rest = _Rest({row.request_id for row in rows}, _NEVER if self._watches else self._end_of_patience())
+            self._pause = _Pause(
+                {request.request_id for request in requests}, _NEVER if self._shadows else self._end_of_patience()
+            )
 
-    def rests(self, rows: Sequence[RunningRequest]) -> bool:
-        """Return whether rows whose step has no drafts will all get none in the step after it either, as no rows do."""
-        return not rows or self._holds(rows, self._step + 1)
+    def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
+        """Return True if requests of a step without drafts get none in the next step either; True without requests."""
+        return not requests or self._holds(requests, self._step + 1)
 
-    def watched(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """Return the rows that rest, if drafts are to be compared with what they write; `note` their outcomes."""
-        rest = self._rest
-        return [] if rest is None or not self._watches else [row for row in rows if row.request_id in rest.request_ids]
+    def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Return the paused requests, if they get shadow drafts; `note` their outcomes."""
+        paused = self._pause.request_ids if self._pause is not None and self._shadows else ()
+        return [request for request in requests if request.request_id in paused]
 
-    def reconsider(self, rows: Sequence[RunningRequest], offered: Sequence[int]) -> None:
-        """End the rest of rows if drafts seem to pay by now.
+    def resume_if_paying(self, requests: Sequence[RunningRequest], offered: Sequence[int]) -> None:
+        """End the pause if drafts seem to pay by now.
 
         Args:
-            offered: [rows] drafts that there are of each.
+            offered: [requests] available drafts of each.
         """
-        if any(offered) and any(self._best(rows, offered, RESUME_GAIN)):
-            self._rest = None
+        if any(offered) and any(self._best(requests, offered, RESUME_GAIN)):
+            self._pause = None
 
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request."""
         self._of_requests.pop(request_id, None)
-        self._foreseen = None  # also of the others, should it come back
-        if self._rest is not None:
-            self._rest.request_ids.discard(request_id)
+        self._next_counts = None  # for the others too, in case the request returns
+        if self._pause is not None:
+            self._pause.request_ids.discard(request_id)
 
-    def _holds(self, rows: Sequence[RunningRequest], step: int) -> bool:
-        """Return whether a rest holds for rows in a step."""
-        rest = self._rest
-        return rest is not None and step < rest.end and all(row.request_id in rest.request_ids for row in rows)
+    def _holds(self, requests: Sequence[RunningRequest], step: int) -> bool:
+        """Return True if the requests are paused in a step."""
+        pause = self._pause
+        return pause is not None and step < pause.end and all(each.request_id in pause.request_ids for each in requests)
 
-    def _found_ahead(self, rows: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
-        """Return what was foreseen for a step of these rows; nothing if that was not."""
-        known = self._foreseen
+    def _found_ahead(self, requests: Sequence[RunningRequest], rooms: Sequence[int]) -> list[int]:
+        """Return the counts decided ahead for a step of these requests; empty if there are none."""
+        known = self._next_counts
         if known is None or known.step != self._step or any(room != known.most for room in rooms):
             return []
-        return known.counts if known.request_ids == [row.request_id for row in rows] else []
+        return known.counts if known.request_ids == [request.request_id for request in requests] else []
 
     def _end_of_patience(self) -> int:
-        """Return before which step nothing is asked for again."""
-        num_rests = min(self._num_empty - PATIENCE, LONGEST_REST)
-        return self._step + (min(SHORTEST_REST << (num_rests - 1), LONGEST_REST) if num_rests > 0 else 0)
+        """Return the step at which drafts are next planned."""
+        num_pauses = min(self._num_empty - PATIENCE, LONGEST_PAUSE)
+        return self._step + (min(SHORTEST_PAUSE << (num_pauses - 1), LONGEST_PAUSE) if num_pauses > 0 else 0)
 
-    def _best(self, rows: Sequence[RunningRequest], rooms: Sequence[int], least_gain: float = LEAST_GAIN) -> list[int]:
-        """Return the drafts of each row that are likely to pay, asked of a drafter now."""
-        num_cached = _num_cached(rows)
-        plain = self._time.seconds(len(rows), 0, num_cached)
+    def _best(
+        self, requests: Sequence[RunningRequest], rooms: Sequence[int], least_gain: float = LEAST_GAIN
+    ) -> list[int]:
+        """Return the drafts of each request that are likely to pay, if the drafter is called now."""
+        num_cached = _num_cached(requests)
+        plain = self._time.seconds(len(requests), 0, num_cached)
         return best_counts(
-            self._chances(rows),
+            self._chances(requests),
             rooms,
-            lambda count, most: self._seconds(rows, count, most, num_cached),
+            lambda count, most: self._seconds(requests, count, most, num_cached),
             plain,
             least_gain,
         )
 
-    def _seconds(self, rows: Sequence[RunningRequest], num_drafts: int, most: int, num_cached: int) -> float:
-        """Return how long a step takes with its drafter; for ever if that does not say."""
+    def _seconds(self, requests: Sequence[RunningRequest], num_drafts: int, most: int, num_cached: int) -> float:
+        """Estimate the time of a step with its drafter; infinite if the drafter gives no estimate."""
         try:
-            of_drafter = float(self._drafter_seconds(len(rows), most))
+            of_drafter = float(self._drafter_seconds(len(requests), most))
         except Exception as error:  # a drafter is user code, and its failure must not fail a request
             if not self._has_warned:
-                _LOG.warning("draft_seconds() of a drafter failed, so that it is tried now and then only: %r", error)
+                _LOG.warning("draft_seconds() of a drafter failed, drafts are tried only from time to time: %r", error)
             self._has_warned, of_drafter = True, math.inf
-        return self._time.seconds(len(rows), num_drafts, num_cached) + (of_drafter if of_drafter >= 0 else math.inf)
+        return self._time.seconds(len(requests), num_drafts, num_cached) + (of_drafter if of_drafter >= 0 else math.inf)
 
-    def _steps_between_probes(self, rows: Sequence[RunningRequest], probe: Sequence[int]) -> int:
-        num_cached = _num_cached(rows)
-        plain = self._time.seconds(len(rows), 0, num_cached)
-        waits = 2 * self._time.device.drafts_s  # of the steps before and behind it
-        cost = self._seconds(rows, sum(probe), max(probe), num_cached) + waits - plain
-        return math.ceil(min(max(cost / plain / PROBE_SHARE, SHORTEST_REST), LONGEST_REST))
+    def _steps_between_trials(self, requests: Sequence[RunningRequest], trial: Sequence[int]) -> int:
+        num_cached = _num_cached(requests)
+        plain = self._time.seconds(len(requests), 0, num_cached)
+        waits = 2 * self._time.device.drafts_s  # before the step and after it
+        cost = self._seconds(requests, sum(trial), max(trial), num_cached) + waits - plain
+        return math.ceil(min(max(cost / plain / TRIAL_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE))
 
-    def _chances(self, rows: Sequence[RunningRequest]) -> list[float]:
+    def _chances(self, requests: Sequence[RunningRequest]) -> list[float]:
         expected, found = self._overall.chance(FIRST_CHANCE), []
-        for row in rows:
-            known = self._of_requests.get(row.request_id)
-            found.append(expected if known is None else known.hoped(expected))
+        for request in requests:
+            known = self._of_requests.get(request.request_id)
+            found.append(expected if known is None else known.optimistic_chance(expected))
         return found
 
 
 def _within(counts: Sequence[int], budget: int) -> list[int]:
-    """Return as many of rows' drafts as a budget has room for, those of the first rows first."""
+    """Cut draft counts to a budget; the first requests go first."""
     found = []
     for count in counts:
         found.append(max(0, min(count, budget)))
@@ -287,5 +291,5 @@ def _within(counts: Sequence[int], budget: int) -> list[int]:
     return found
 
 
-def _num_cached(rows: Sequence[RunningRequest]) -> int:
-    return sum(row.computed for row in rows)
+def _num_cached(requests: Sequence[RunningRequest]) -> int:
+    return sum(request.computed for request in requests)

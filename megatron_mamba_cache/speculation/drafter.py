@@ -11,35 +11,35 @@ from ..policy.requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request that drafts are wanted for.
+    """A request to draft for.
 
     Args:
-        row: Read only; `row.tokens(0, row.length)` is its text so far. Do not keep it beyond the call.
+        running: Read only; `running.tokens(0, running.length)` is its text so far. Do not keep it after the call.
         num_tokens: The most drafts that are useful, at least 1.
-        hidden_state: [hidden] the model's last hidden state, after its final norm, that the newest token was chosen
-            from, on the model's device; None for a drafter that is not a `ReadsHiddenStates`.
+        hidden_state: [hidden] the model's last hidden state, after its final norm, that the newest token was sampled
+            from, on the model's device; None unless the drafter is a `ReadsHiddenStates`.
     """
 
-    row: RunningRequest
+    running: RunningRequest
     num_tokens: int
     hidden_state: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens proposed to follow a request's text; it may be empty.
+    """Tokens proposed to follow a request's text; may be empty.
 
     Args:
         tokens: At most as many as requested, each in [0, vocab).
-        distributions: [len(tokens), vocab] floating-point probabilities that each token was drawn from, on the
-            model's device; None where the tokens were chosen outright (a point mass).
+        distributions: [len(tokens), vocab] floating-point probabilities that each token was sampled from, on the
+            model's device; None for deterministic drafts (a point mass).
     """
 
     tokens: tuple[int, ...] = ()
     distributions: Tensor | None = None
 
     def first(self, count: int) -> "Draft":
-        """Return the first tokens, `count` at most."""
+        """Return the first `count` tokens, or all."""
         if count >= len(self.tokens):
             return self
         return Draft(self.tokens[:count], None if self.distributions is None else self.distributions[:count])
@@ -47,33 +47,33 @@ class Draft:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens. Whatever it proposes, the output has the same distribution as without it.
+    """Proposes tokens; never changes the distribution of the output.
 
-    That holds while a draft does not depend on the random numbers that verify it. A drafter that draws its tokens
-    therefore uses its own random numbers, and returns the exact distributions that it drew from. On several ranks each
-    rank runs its drafter, and all must propose the same tokens.
+    That holds while a draft does not depend on the random numbers that verify it. A drafter that samples must use its
+    own random numbers and return the exact distributions that it sampled from. Each rank runs its own drafter, and all
+    must propose the same tokens.
 
-    A drafter may keep what it knows about a request between calls. A request's text only grows from one call to the
-    next, by any number of tokens, until it is forgotten.
+    A drafter may keep state for a request between calls. Between two calls the request's text only grows, by any number
+    of tokens, until the request is forgotten.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order; an empty draft where nothing is worth proposing.
+        """Return one draft for each request, in order; empty if there is no good proposal.
 
-        There is at most one for each running request. An error costs the step its drafts; it must leave the drafter
-        usable.
+        There is at most one entry for each running request. If it raises, the step runs without drafts; the drafter
+        must stay usable.
         """
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept about a request that left; an unknown one is ignored.
+        """Drop the state of a request that left; ignore an unknown one.
 
-        A request that was evicted is forgotten too, and may later start again with the same text.
+        An evicted request is forgotten too, and may start again later with the same text.
         """
 
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A drafter, such as a draft model, that can propose only for models with its own vocabulary."""
+    """A drafter, such as a draft model, that needs the model to have the same vocabulary."""
 
     @property
     def vocab_size(self) -> int:
@@ -82,46 +82,46 @@ class HasVocabulary(Protocol):
 
 @runtime_checkable
 class ReadsHiddenStates(Protocol):
-    """A drafter, such as a multi-token-prediction head, that drafts from the model's hidden states."""
+    """A drafter, such as a multi-token-prediction head, that reads the model's hidden states."""
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that it reads; the model's."""
+        """Width of the hidden states; the model's."""
 
 
 @runtime_checkable
 class TakesTime(Protocol):
-    """A drafter that knows how long its proposals take: a draft model so long that a step may be faster without them.
+    """A drafter that estimates the time of its proposals, so that slow ones are used only if they pay.
 
-    One that says 0 may be asked in any step, also where its drafts are not verified but only compared with what the
-    model writes. Another's drafts are tried in a step now and then.
+    An estimate of 0 allows calls in any step, also for shadow drafts that are not verified. Other drafters are tried
+    from time to time.
     """
 
-    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Return about how long it takes to propose for some rows, `num_drafts` at most each; the same on all ranks."""
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Estimate the seconds to propose up to `num_drafts` tokens for each request; the same on all ranks."""
 
 
 @runtime_checkable
 class CompilesKernels(Protocol):
-    """A drafter, such as a draft model, whose first proposals would wait for kernels to be compiled."""
+    """A drafter, such as a draft model, with kernels to compile before the first proposal."""
 
     def warmup(self) -> None:
-        """Compile them all before the first request; nothing else changes."""
+        """Compile all kernels before the first request, without other effects."""
 
 
 @runtime_checkable
 class CapturesGraphs(Protocol):
-    """A drafter, such as a draft model, with CUDA graphs; all ranks that share a model call each method together."""
+    """A drafter, such as a draft model, with CUDA graphs; the ranks of a model make each call together."""
 
     @property
     def wants_graphs(self) -> bool:
-        """True when the settings ask for graphs that were dropped; the engine then calls `capture` before its step."""
+        """True when graphs are configured but dropped; the engine then calls `capture` before its step."""
 
     def capture(self) -> None:
-        """Capture the graphs again, or do without for good."""
+        """Capture the graphs again, or give up for good."""
 
     def check_weights(self) -> None:
-        """Drop graphs that read weights where these no longer are; an engine that is flushed or resumes calls it."""
+        """Drop graphs if the weights have moved; called when the engine is flushed or resumed."""
 
     def drop_graphs(self) -> None:
-        """Drop all graphs, since the engine is closed; an engine that steps has them captured again."""
+        """Drop all graphs because the engine is closed; they are captured again if it steps."""

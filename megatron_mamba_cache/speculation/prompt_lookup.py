@@ -1,4 +1,4 @@
-"""A drafter that copies what followed an earlier occurrence of the text's end, in the prompt or in the output."""
+"""A drafter that copies the text after an earlier occurrence of the newest tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ _NOWHERE = -1
 
 
 class SuffixIndex:
-    """An n-gram index of a growing text that finds where its end occurred before, with chains as in LZ77 compressors.
+    """An n-gram index of a growing text that finds earlier occurrences of its end, with chains as in LZ77.
 
     Every position is filed under the hash of the n-gram that ends there: `newest` holds the last position of a hash and
-    `previous` the one before each, so a chain visits occurrences from the most recent on. A chain also holds positions
-    of other n-grams with the same hash, which comparing the tokens rules out. Memory: 12 to 20 bytes a token.
+    `previous` the one before each, so a chain visits occurrences from the most recent on. Hash collisions are ruled out
+    by comparing tokens. Memory: 12 to 20 bytes a token.
 
     Args:
         min_match: The fewest tokens of a match; the length of the n-grams.
         max_match: The most tokens of a match that are compared.
-        max_candidates: Occurrences that are compared, the most recent ones.
+        max_candidates: The most occurrences that are compared, most recent first.
     """
 
     def __init__(self, min_match: int, max_match: int, max_candidates: int) -> None:
@@ -177,29 +177,29 @@ class PromptLookupDrafter:
         self._indices: dict[int, SuffixIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return a copied draft for each request, in order, empty where the text's end is new; see `Drafter`."""
-        return [Draft(self._current_index(request.row).continuation(request.num_tokens)) for request in requests]
+        """Return the copied draft of each request, empty if the newest tokens did not occur before."""
+        return [Draft(self._current_index(request.running).continuation(request.num_tokens)) for request in requests]
 
-    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """See `TakesTime`: none, next to a step."""
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Return 0: negligible next to a step."""
         return 0.0
 
     def forget(self, request_id: int) -> None:
-        """Free the index of a request; an unknown one is ignored."""
+        """Free the index of a request; ignore an unknown one."""
         self._indices.pop(request_id, None)
 
-    def _current_index(self, row: RunningRequest) -> SuffixIndex:
+    def _current_index(self, request: RunningRequest) -> SuffixIndex:
         """Return the up-to-date index of a request's text; a different text gets a new index."""
-        index = self._indices.get(row.request_id)
-        if index is None or not _continues(index, row):
+        index = self._indices.get(request.request_id)
+        if index is None or not _continues(index, request):
             index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
-            self._indices[row.request_id] = index
-        if len(index) < row.length:
-            index.extend(row.tokens(len(index), row.length))
+            self._indices[request.request_id] = index
+        if len(index) < request.length:
+            index.extend(request.tokens(len(index), request.length))
         return index
 
 
-def _continues(index: SuffixIndex, row: RunningRequest) -> bool:
-    """Return whether a request's text begins with the index's, judged by its last tokens; a shorter text does not."""
+def _continues(index: SuffixIndex, request: RunningRequest) -> bool:
+    """Return True if a request's text begins with the index's text, judged by its last tokens."""
     last = index.last_tokens(_NUM_CHECKED)
-    return list(row.tokens(len(index) - len(last), len(index))) == last
+    return list(request.tokens(len(index) - len(last), len(index))) == last

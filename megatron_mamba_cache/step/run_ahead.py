@@ -55,7 +55,7 @@ def may_run_ahead(
         and queue.is_settled
         and (tokens is not None or not queue.has_waiting)
         and len(step.rows) == num_running
-        and planner.rest(step.rows)
+        and planner.stays_paused(step.rows)
         and graph.can_launch_next(step.rows, tokens)
         and _may_cross(step.rows, queue, cache)
     )

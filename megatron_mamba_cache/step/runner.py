@@ -129,7 +129,7 @@ class StepRunner:
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self.early_steps.launch_next(step)
         if self.early_steps.launched is None and not step.num_prefill_requests:
-            self.planner.foresee(step.rows)  # while the device computes
+            self.planner.decide_next(step.rows)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()

@@ -152,7 +152,7 @@ class SharedSteps:
         """Return what holds the rows of all ranks; before that, capture if one of them wants to."""
         decoding = self._requests.decoding
         prompt_tokens = [row.scheduled for row in self._requests.prefilling if row.scheduled]
-        width = 1 if self._planner.rest(decoding) else 1 + self._planner.max_drafts
+        width = 1 if self._planner.stays_paused(decoding) else 1 + self._planner.max_drafts
         mine = (len(decoding), width, len(prompt_tokens), sum(prompt_tokens))
         captures, num_rows, width, *prefill = self._peers.greatest([int(self.wants_capture), *mine])
         if captures:
@@ -164,8 +164,10 @@ class SharedSteps:
         """See `StepSharing`; ranks agree before tokens are read."""
         if knows_tokens:
             return False
-        rests = not any(step.num_drafts) and len(step.rows) == len(self._requests) and self._planner.rest(step.rows)
-        next_rows = StepShape(len(self._requests), 1 if rests else 1 + self._planner.max_drafts)
+        stays_paused = (
+            not any(step.num_drafts) and len(step.rows) == len(self._requests) and self._planner.stays_paused(step.rows)
+        )
+        next_rows = StepShape(len(self._requests), 1 if stays_paused else 1 + self._planner.max_drafts)
         return self.look_ahead(next_rows, queue, wants_early=wants) and wants
 
     def look_ahead(self, next_rows: StepShape, queue: QueueState, *, wants_early: bool) -> bool:

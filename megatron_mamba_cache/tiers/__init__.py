@@ -1,1 +1,1 @@
-"""Memory below the device, and what copies between the tiers: pinned host memory, threads, files."""
+"""Memory below the device: pinned host memory, disk files, and the threads that copy."""

@@ -1,10 +1,10 @@
-"""The directory of the disk tier: whose entries it holds, how often they were flushed, and who uses it now.
+"""The directory of the disk tier: its entries, its generation, and the lock of the servers that use it.
 
     DIR/<identity>/generation          how often its entries were flushed, in digits
     DIR/<identity>/lock                held by each server that uses it
     DIR/<identity>/<generation>/<rank of ranks>/   entries
 
-An entry's keys contain the generation, so that none of an earlier one is ever found. Directories have mode 0700.
+An entry's keys contain the generation, so entries of earlier generations are never found. Directories have mode 0700.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ _IDENTITY_DIGITS = 64
 
 
 class CacheDirectory:
-    """One rank's part of a directory, while a server uses it.
+    """One rank's share of a cache directory, while a server uses it.
 
     Args:
-        base: The directory that the operator names; it is made if it does not exist.
-        form: Whose digest names the part of the directory that this server uses.
+        base: The directory of the setting; created if it does not exist.
+        form: The format of entries; its digest names the subdirectory of this model and weights.
         part: Names this rank among those of the model.
 
     Raises:
-        CacheError: If the directory cannot be made or written.
+        CacheError: If the directory cannot be created or written.
     """
 
     def __init__(self, base: Path, form: EntryForm, part: str) -> None:
@@ -50,13 +50,13 @@ class CacheDirectory:
 
     @property
     def entries(self) -> Path:
-        """Where this generation's entries are."""
+        """Directory of this generation's entries."""
         return self._home / str(self.generation) / self._part
 
     def open(self, generation: int) -> list[EntryName]:
-        """Use a generation, at least the known one; remove those before it, and return its entries, oldest first.
+        """Use a generation, at least the known one, and return its entries, oldest first.
 
-        From then on, durably, none before it is used.
+        Removes earlier generations; from then on, durably, none of them is used.
 
         Raises:
             CacheError: If the directory cannot be written.
@@ -71,26 +71,26 @@ class CacheDirectory:
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
 
     def next_generation(self) -> int:
-        """Return a generation that nobody has used."""
+        """Return a generation that was never used."""
         with _explained(self._base):
             return max(self.generation, self.known_generation()) + 1
 
     def shared_entries(self) -> list[EntryName]:
-        """Return what is there now, written by whichever server; oldest first."""
+        """Return the entries on disk now, written by any server; oldest first."""
         with contextlib.suppress(OSError):
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
         return []
 
     def changed_at(self) -> int | None:
-        """Return when a file last came or went, in the file system's nanoseconds; None if that cannot be read."""
+        """Return when a file was last added or removed, in the file system's nanoseconds; None if unknown."""
         with contextlib.suppress(OSError):
             return os.stat(self.entries).st_mtime_ns
         return None
 
     def remove_unused(self, limit: int) -> None:
-        """Remove what other models or weights have left, the least recently used first, until all is within a limit.
+        """Remove entries of other models or weights, least recently used first, until the directory is within a limit.
 
-        What another server uses now stays.
+        Directories that another server uses now are kept.
 
         Args:
             limit: Bytes of the whole directory.
@@ -107,13 +107,13 @@ class CacheDirectory:
                     total -= sizes[found]
 
     def close(self) -> None:
-        """Let others remove the directory when they need room."""
+        """Release the lock, so that other servers may remove the directory."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def known_generation(self) -> int:
-        """Return the latest generation that any server has used; where its file is lost, the directories tell.
+        """Return the latest generation that any server has used; from the directories if its file is lost.
 
         Raises:
             CacheError: If the directory cannot be read.

@@ -1,4 +1,4 @@
-"""Copies between a rank's device and host memory, by threads on streams of their own."""
+"""Copies between a rank's device and host memory, by threads with CUDA streams of their own."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane, Places
+from ..policy.tiers.copies import CopyOrder, CopyStatus, IndexPairs, Lane
 from ..policy.tiers.times import CopyTimes
 
 _LEAST_BYTES = 2**22
@@ -19,9 +19,9 @@ _LEAST_TOKENS = 256
 
 
 class MeasuredTimes:
-    """Keeps the least time for a byte of each lane and for a prompt token; of small copies and steps, nothing.
+    """Keeps the shortest time per byte of each lane and per prompt token; ignores small copies and steps.
 
-    What has not been copied to the device or read from the disk yet is taken to be as fast as the other way.
+    A direction not measured yet is taken to be as fast as the opposite one.
     """
 
     def __init__(self) -> None:
@@ -29,17 +29,17 @@ class MeasuredTimes:
         self._token_s: float | None = None
 
     def note_copy(self, lane: Lane, num_bytes: int, seconds: float) -> None:
-        """Note a copy that has been made."""
+        """Record a finished copy."""
         if num_bytes >= _LEAST_BYTES:
             self._byte_s[lane] = min(seconds / num_bytes, self._byte_s.get(lane, float("inf")))
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Note a step that has computed prompt tokens and nothing else."""
+        """Record a step that computed only prompt tokens."""
         if num_tokens >= _LEAST_TOKENS:
             self._token_s = min(seconds / num_tokens, self._token_s or float("inf"))
 
     def times(self, block_bytes: int, state_bytes: int) -> CopyTimes | None:
-        """Return the times of a block and a state of these sizes; None until a copy and a prefill have been seen."""
+        """Return the copy times of a block and a state of these sizes; None before the first copy and prefill."""
         copy, read = self._of_either(Lane.TO_DEVICE, Lane.TO_HOST), self._of_either(Lane.FROM_DISK, Lane.TO_DISK)
         if copy is None or self._token_s is None:
             return None
@@ -58,21 +58,21 @@ class MeasuredTimes:
 
 _LOG = logging.getLogger(__name__)
 PART_BYTES = 2**22
-"""Of a part of a copy that is handed to the GPU at a time: about 80 µs over PCIe 5."""
-_MOST_HANDED = 2
-"""Parts of a restore that the GPU has at a time, so that it always has one to go on with."""
+"""Copies are submitted to the GPU in parts of this size: about 80 µs over PCIe 5."""
+_MOST_IN_FLIGHT = 2
+"""Parts of a restore in flight at a time, so that the copy engine never idles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes to copy, and where they begin on both sides."""
+    """Contiguous bytes to copy, with their offsets on both sides."""
 
     source: int
     target: int
     num_bytes: int
 
     def cut(self, first: int, most: int) -> "Iterator[Piece]":
-        """Yield its parts: one of up to `first` bytes, and then of up to `most`."""
+        """Yield parts: the first of up to `first` bytes, the others of up to `most`."""
         begin, end = 0, min(first, self.num_bytes)
         while begin < self.num_bytes:
             yield Piece(self.source + begin, self.target + begin, end - begin)
@@ -81,7 +81,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Where blocks and states lie, the same on both sides: place n begins at n times its size."""
+    """Bytes of a block and of a state; on both sides unit n begins at n times its size."""
 
     block: int
     state: int
@@ -91,23 +91,23 @@ class UnitSizes:
         return len(order.blocks) * self.block + len(order.states) * self.state
 
     def pieces(self, order: CopyOrder) -> Iterator[Piece]:
-        """Yield what a copy consists of, neighbours in one piece."""
+        """Yield the pieces of a copy, consecutive units merged."""
         yield from _merged(order.blocks, self.block)
         yield from _merged(order.states, self.state)
 
 
 Work = Callable[[CopyOrder], float | None]
-"""Makes one copy, whole, or raises; returns how many seconds of it it has rested, None for none."""
+"""Makes one whole copy, or raises; returns the seconds that it paused, None for none."""
 
 
 class CopyLanes:
-    """A thread for each lane; see `Copies`. A copy that raises has failed, and is logged.
+    """A thread for each lane; implements `Copies`. A copy that raises has failed, and is logged.
 
     Args:
-        works: What makes the copies of each lane. Called in the lane's thread.
-        before: Called in the caller's thread for each order, right before it is started.
-        sizes: Of what is copied.
-        times: Learn how long copies take.
+        works: Makes the copies of each lane, in the lane's thread.
+        before: Called in the caller's thread for each order, right before it starts.
+        sizes: Sizes of the copied units.
+        times: Records how long copies take.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class CopyLanes:
         del self._statuses[number]
 
     def close(self) -> None:
-        """End the threads, once the copies that were started have ended."""
+        """End the threads after all started copies."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:
@@ -159,8 +159,8 @@ class CopyLanes:
         while (order := queue.get()) is not None:
             try:
                 began = time.perf_counter()
-                rested = work(order) or 0.0
-                seconds = time.perf_counter() - began - rested
+                paused = work(order) or 0.0
+                seconds = time.perf_counter() - began - paused
                 self._times.note_copy(order.lane, self._sizes.bytes_of(order), seconds)
                 status = CopyStatus.DONE
             except Exception:
@@ -172,16 +172,16 @@ class CopyLanes:
 
 
 class DeviceCopies:
-    """Copies between device and host on two streams, one for each direction.
+    """Copies between device and host on two CUDA streams, one for each direction.
 
     Args:
-        device, host: [bytes] uint8; the host's pinned, if the device is a CUDA device, by calls of which each has whole
-            parts of `PART_BYTES`.
+        device, host: [bytes] uint8; for a CUDA device the host's is pinned, by calls that each cover whole parts of
+            `PART_BYTES`.
 
-    A step's own small copies share an engine of the GPU with these and wait for what it has begun, so that few bytes
-    are handed to it at a time. A request waits for a restore; nobody does for a write, which rests as long as it copies
-    and so leaves half of the bus and of that engine to the steps. Parts end at multiples of their size in the host's
-    memory: CUDA refuses a copy that reaches over the end of what one call has pinned.
+    A step's own small copies share a copy engine with these and wait for submitted ones, so few bytes are submitted at
+    a time. A request waits for a restore, but for no write: a write pauses as long as it copies, which leaves half of
+    the bus and of the engine to the steps. Parts end at multiples of their size in the host's memory: CUDA refuses a
+    copy across the end of one pinned range.
     """
 
     def __init__(self, device: Tensor, host: Tensor, sizes: UnitSizes) -> None:
@@ -193,36 +193,36 @@ class DeviceCopies:
         self._streams = {lane: torch.cuda.Stream(device.device) for lane in lanes} if device.is_cuda else {}
 
     def works(self) -> dict[Lane, Work]:
-        """Return what makes the copies of the two lanes."""
+        """Return the copy functions of the two lanes."""
         return {
             Lane.TO_HOST: lambda order: self._copy(order, self._device, self._host),
             Lane.TO_DEVICE: lambda order: self._copy(order, self._host, self._device),
         }
 
     def note_launched(self, order: CopyOrder) -> None:
-        """Let a copy wait for what has been launched on the device so far."""
+        """Make a copy wait for the work launched on the device so far."""
         if order.lane in self._streams:
             event = self._launched[order.number] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device.device))
 
-    @torch.inference_mode()  # in which the memory may have been made
+    @torch.inference_mode()  # the memory may have been allocated in it
     def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> float:
-        stream, rested = self._streams.get(order.lane), 0.0
+        stream, paused = self._streams.get(order.lane), 0.0
         if stream is None:
             deque(self._copy_parts(order, source, target), maxlen=0)
-            return rested
+            return paused
         with torch.cuda.device(self._device.device), torch.cuda.stream(stream):
             self._launched.pop(order.number).synchronize()
             parts = self._copy_parts(order, source, target)
             if order.lane is Lane.TO_HOST:
-                rested = _rest_between(parts, stream)
+                paused = _pause_between(parts, stream)
             else:
-                _hand_over(parts)
+                _submit(parts)
             stream.synchronize()
-        return rested
+        return paused
 
     def _copy_parts(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
-        """Copy part by part, and yield after each."""
+        """Copy part by part; yield after each."""
         for piece in self._sizes.pieces(order):
             on_host = piece.target if target is self._host else piece.source
             for part in piece.cut(PART_BYTES - on_host % PART_BYTES, PART_BYTES):
@@ -231,36 +231,36 @@ class DeviceCopies:
                 yield
 
 
-def _hand_over(parts: Iterator[None]) -> None:
-    """Launch parts on the current stream as soon as few of them are left on it."""
-    handed = deque([torch.cuda.Event() for _ in range(_MOST_HANDED)])
+def _submit(parts: Iterator[None]) -> None:
+    """Submit parts to the current stream while few are in flight."""
+    submitted = deque([torch.cuda.Event() for _ in range(_MOST_IN_FLIGHT)])
     for _ in parts:
-        handed.rotate(-1)
-        handed[-1].record()
-        handed[0].synchronize()  # of the part before; one that was never recorded has passed
+        submitted.rotate(-1)
+        submitted[-1].record()
+        submitted[0].synchronize()  # the part before; an event never recorded counts as reached
 
 
-def _rest_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
-    """Launch parts on the current stream one by one, each after as long a rest as the one before took; return rests."""
-    began, rested = time.perf_counter(), 0.0
+def _pause_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
+    """Submit parts one by one, each after a pause as long as the part before took; return the seconds paused."""
+    began, paused = time.perf_counter(), 0.0
     for _ in parts:
         stream.synchronize()
         copied = time.perf_counter()
         time.sleep(copied - began)
         began = time.perf_counter()
-        rested += began - copied
-    return rested
+        paused += began - copied
+    return paused
 
 
-def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:
-    """Yield one piece for each run of places that are neighbours on both sides; none for places without bytes."""
+def _merged(pairs: IndexPairs, num_bytes: int) -> Iterator[Piece]:
+    """Yield one piece for each run of pairs that are consecutive on both sides; none for units without bytes."""
     if not num_bytes:
         return
     run: list[tuple[int, int]] = []
-    for place in places:
-        if run and place != (run[-1][0] + 1, run[-1][1] + 1):
+    for pair in pairs:
+        if run and pair != (run[-1][0] + 1, run[-1][1] + 1):
             yield Piece(run[0][0] * num_bytes, run[0][1] * num_bytes, len(run) * num_bytes)
             run = []
-        run.append(place)
+        run.append(pair)
     if run:
         yield Piece(run[0][0] * num_bytes, run[0][1] * num_bytes, len(run) * num_bytes)

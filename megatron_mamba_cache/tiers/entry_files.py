@@ -1,7 +1,7 @@
-"""The files of resumable boundaries: their names, their form, and how they are written and read.
+"""The files of resumable boundaries: names, format, writing and reading.
 
 A file is a header, the state, the KV blocks in the order of the text, and the SHA-256 digest of all that. It is written
-under another name and renamed once it is whole.
+under a temporary name and renamed once it is complete.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})-([0-9]{1,9})-([0-9]{1,9})\.bo
 
 
 class BrokenEntryError(Exception):
-    """A file is not the entry that its name says."""
+    """Raised when a file's content is not the entry that its name says."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryForm:
-    """What all entries of a directory have in common.
+    """The common format of all entries of a directory.
 
     Args:
-        identity: Digest of everything that their bytes depend on besides the tokens.
-        state_bytes, block_bytes: Of a state, and of a KV block.
+        identity: Digest of everything but the tokens that their bytes depend on.
+        state_bytes, block_bytes: Sizes of a state and of a KV block.
     """
 
     identity: bytes
@@ -43,7 +43,7 @@ class EntryForm:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a file besides its blocks."""
+        """Bytes of a file without its blocks."""
         return _HEADER.size + self.state_bytes + _DIGEST_BYTES
 
     def size_of(self, name: EntryName) -> int:
@@ -51,7 +51,7 @@ class EntryForm:
         return self.entry_bytes + name.num_blocks * self.block_bytes
 
     def header(self, name: EntryName) -> bytes:
-        """Return what an entry's file begins with."""
+        """Return the header of an entry's file."""
         key, anchor = (number.to_bytes(_KEY_BYTES, "big") for number in (name.key, name.anchor))
         sizes = (name.depth, name.num_blocks, self.state_bytes, self.block_bytes)
         return _HEADER.pack(_MAGIC, self.identity, key, anchor, *sizes)
@@ -63,7 +63,7 @@ def file_name(name: EntryName) -> str:
 
 
 def entry_name(text: str) -> EntryName | None:
-    """Return the entry that a file's name says; None if it says none."""
+    """Parse a file's name; None if it names no entry."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -74,7 +74,7 @@ def entry_name(text: str) -> EntryName | None:
 def write_entry(
     directory: Path, name: EntryName, form: EntryForm, state: memoryview, blocks: Iterable[memoryview]
 ) -> None:
-    """Write an entry's file; nothing is left if that fails.
+    """Write an entry's file; leave nothing if that fails.
 
     Raises:
         OSError: If it cannot be written.
@@ -100,11 +100,11 @@ def read_entry(
     """Read an entry's file into memory, and check all of it.
 
     Args:
-        state: Where the state goes; None: nowhere.
-        blocks: Where blocks go, by their number in the text; the others go nowhere.
+        state: Receives the state; None to skip it.
+        blocks: Receive blocks, by their number in the text; others are skipped.
 
     Raises:
-        BrokenEntryError: If it is another file than its name says, or its bytes have changed; what was read is void.
+        BrokenEntryError: If it is another entry than its name says, or its bytes have changed; ignore the memory then.
         OSError: If it cannot be read.
     """
     digest = hashlib.sha256()
@@ -126,16 +126,16 @@ def read_entry(
 
 
 def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> list[EntryName]:
-    """Return the entries of a directory, the one written first before others; remove all other files.
+    """Return a directory's entries, oldest first, and remove all other files.
 
     Args:
-        unfinished_before: Unfinished files changed before this time, in seconds since the epoch, are removed too;
-            another server may be writing the others.
+        unfinished_before: Unfinished files changed before this time, in seconds since the epoch, are removed too; later
+            ones may belong to another server.
     """
     found: list[tuple[int, str, EntryName]] = []
     with os.scandir(directory) as files:
         for file in files:
-            with contextlib.suppress(FileNotFoundError):  # another server has removed it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another server has removed it
                 known = file.stat(follow_symlinks=False)
                 name = entry_name(file.name)
                 if name is not None and file.is_file(follow_symlinks=False) and known.st_size == form.size_of(name):
@@ -148,7 +148,7 @@ def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> li
 
 
 def remove_entries(directory: Path, names: Sequence[EntryName]) -> None:
-    """Remove the files of entries, where they exist."""
+    """Remove the files of entries, if they exist."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             (directory / file_name(name)).unlink()

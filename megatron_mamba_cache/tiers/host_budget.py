@@ -1,4 +1,4 @@
-"""How much of the host's memory there is, and how many processes share it."""
+"""The host's available memory, and the number of processes that share it."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ _CGROUP_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def processes_of_host() -> int:
-    """Return how many processes share this host's memory for the tier: those that torchrun started here."""
+    """Return how many processes share this host's memory for the tier: those that torchrun started on it."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def available_bytes() -> int:
-    """Return how much memory this process could have, by the host's and its container's account."""
+    """Return the memory that this process could allocate, by the limits of the host and of its container."""
     found = []
     for line in _MEMORY_INFO.read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
@@ -23,6 +23,6 @@ def available_bytes() -> int:
         limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
         if limit != "max":
             found.append(int(limit) - int(_CGROUP_USE.read_text(encoding="ascii")))
-    except OSError:  # no container, or an older kind
+    except OSError:  # no container, or cgroups v1
         pass
     return min(found, default=2**62)

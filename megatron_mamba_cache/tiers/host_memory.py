@@ -1,4 +1,4 @@
-"""The host's memory for cached boundaries, laid out like the device's slabs, and its copies to and from a directory."""
+"""The host's memory for cached boundaries, laid out like the device's slabs, and its copies to and from disk."""
 
 import contextlib
 import mmap
@@ -22,21 +22,21 @@ from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, MeasuredTimes, Unit
 from .entry_files import BrokenEntryError, EntryForm, read_entry, remove_entries, write_entry
 
 _PINNED_AT_ONCE = 1024 * PART_BYTES
-"""Bytes; drivers refuse to pin several hundred GiB by one call."""
+"""Bytes; drivers refuse to pin several hundred GiB in one call."""
 
 
 class HostMemory:
-    """One rank's part of the host tier; it outlives the device's memory, which a suspended engine drops.
+    """One rank's memory of the host tier; outlives the device's memory, which a suspended engine releases.
 
     Args:
         num_slabs: The same on all ranks of the model.
         slab: How the device's slabs are cut.
-        unit: What this rank stores of a state and of a block.
-        rule: What a state on the host is worth.
-        device: Whose copies are fast: with a CUDA device, pages are pinned, near it if the host says where that is.
+        unit: Bytes that this rank stores of a state and of a block.
+        rule: Eviction rule of states on the host.
+        device: For a CUDA device, pages are pinned, near it if the host reports its NUMA node.
 
     Raises:
-        CacheCapacityError: If the memory cannot be had or pinned.
+        CacheCapacityError: If the memory cannot be allocated or pinned.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class HostMemory:
         self.pools = CachePools.over(space, rule, block_size=block_size)
 
     def copies(self, device: Tensor, directory: Callable[[], CacheDirectory] | None) -> CopyLanes:
-        """Return what copies between a device's memory, this one, and a directory.
+        """Return the copy threads between a device's memory, this one, and a directory.
 
         Args:
             device: [bytes] uint8, cut into the same slabs.
-            directory: Returns the one in use; None: there is none.
+            directory: Returns the current directory; None if there is no disk tier.
         """
         sizes = UnitSizes(self.block_bytes, self.slot_bytes)
         by_device = DeviceCopies(device, self.bytes, sizes)
@@ -75,7 +75,7 @@ class HostMemory:
         return CopyLanes(by_device.works() | by_disk.works(), notes, sizes, self.times)
 
     def flush(self) -> None:
-        """Forget everything, while no copy is under way."""
+        """Drop everything; no copy may be in flight."""
         self.pools.slots.flush()
         self.pools.kv.flush()
 
@@ -93,7 +93,7 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Return whole pages of zeros, [bytes] uint8; large ones, where the host has them."""
+    """Return whole pages of zeros, [bytes] uint8; huge pages if the host has them."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes)
@@ -108,7 +108,7 @@ def _pin(memory: Tensor, device: torch.device) -> None:
     near = _cpus_near(device) & allowed
     try:
         if near:
-            os.sched_setaffinity(0, near)  # pages lie where they are touched first
+            os.sched_setaffinity(0, near)  # a page is allocated near the CPU that touches it first
         for piece in memory.split(_PINNED_AT_ONCE):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
     finally:
@@ -121,7 +121,7 @@ def _unpin(memory: Tensor) -> None:
 
 
 def _cpus_near(device: torch.device) -> set[int]:
-    """Return the CPUs of the device's NUMA node; none if that is not known."""
+    """Return the CPUs of the device's NUMA node; empty if unknown."""
     found: Any = torch.cuda.get_device_properties(device)
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -137,39 +137,39 @@ def _range_of(part: str) -> range:
 
 
 class DiskCopies:
-    """Writes and reads entries from and into host memory, [bytes] uint8.
+    """Copies entries between host memory, [bytes] uint8, and disk.
 
     Args:
-        directory: Returns the one in use: new weights have another.
+        directory: Returns the current directory: it changes with the weights.
     """
 
     def __init__(self, host: Tensor, sizes: UnitSizes, directory: Callable[[], CacheDirectory]) -> None:
         self._host = memoryview(host.numpy().data)
         self._sizes = sizes
         self._directory = directory
-        self._places: dict[int, tuple[Path, EntryForm]] = {}
+        self._homes: dict[int, tuple[Path, EntryForm]] = {}
 
     def works(self) -> dict[Lane, Work]:
-        """Return what makes the copies of the two lanes."""
+        """Return the copy functions of the two lanes."""
         return {Lane.TO_DISK: self._write_or_remove, Lane.FROM_DISK: self._read}
 
     def note_started(self, order: CopyOrder) -> None:
-        """Let a copy use the entries of the present generation, whatever is flushed before it is made."""
+        """Bind a copy to the current generation, even if it is flushed before the copy is made."""
         if order.files:
             directory = self._directory()
-            self._places[order.number] = directory.entries, directory.form
+            self._homes[order.number] = directory.entries, directory.form
 
     def _write_or_remove(self, order: CopyOrder) -> None:
-        folder, form = self._places.pop(order.number)
+        folder, form = self._homes.pop(order.number)
         if not order.states:
             remove_entries(folder, order.files)
             return
-        blocks = (self._block(place, form) for _, place in order.blocks)
+        blocks = (self._block(block, form) for _, block in order.blocks)
         write_entry(folder, order.files[0], form, self._state(order.states[0][1], form), blocks)
 
     def _read(self, order: CopyOrder) -> None:
-        folder, form = self._places.pop(order.number)
-        blocks = {index: self._block(place, form) for index, place in order.blocks}
+        folder, form = self._homes.pop(order.number)
+        blocks = {index: self._block(block, form) for index, block in order.blocks}
         for name in order.files:
             state = self._state(order.states[0][1], form) if name is order.files[-1] else None
             try:
@@ -182,6 +182,6 @@ class DiskCopies:
         first = slot * self._sizes.state
         return self._host[first : first + form.state_bytes]
 
-    def _block(self, place: int, form: EntryForm) -> memoryview:
-        first = place * self._sizes.block
+    def _block(self, block: int, form: EntryForm) -> memoryview:
+        first = block * self._sizes.block
         return self._host[first : first + form.block_bytes]

@@ -1,4 +1,4 @@
-"""A digest of a model's weights, computed where they are."""
+"""A digest of a model's weights, computed on their device."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,11 @@ _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 @torch.no_grad()
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return 32 bytes that depend on every name, shape, dtype and bit of the tensors, in any order of them.
+    """Return a 32-byte digest of every name, shape, dtype and bit of the tensors, in any order.
 
-    A tensor's bits are summed as 64-bit words, modulo 2**64, each times an odd number that its place gives; twice, with
-    two sequences of numbers. So a single word that differs always shows, and others are missed once in 2**126 times.
+    A tensor's bits are summed as 64-bit words, modulo 2**64, each times an odd number derived from its index; twice,
+    with two sequences of numbers. A single differing word always shows; other differences are missed once in 2**126
+    times.
     """
     whole = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
@@ -28,13 +29,13 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
 def _sum_of(tensor: Tensor, seed: int) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first, words in _words_of(tensor):
-        places = torch.arange(first, first + len(words), dtype=torch.int64, device=words.device)
-        total += (words * _scrambled(places + _signed(seed))).sum()
+        indices = torch.arange(first, first + len(words), dtype=torch.int64, device=words.device)
+        total += (words * _scrambled(indices + _signed(seed))).sum()
     return int(total)
 
 
 def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield pieces of a tensor as int64 words, with the number of words before each; the last is padded with zeros."""
+    """Yield chunks of a tensor as int64 words, with the number of words before each; the last is zero-padded."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = _WORDS_AT_ONCE * _WORD_BYTES
     for first in range(0, octets.numel(), size):
@@ -46,7 +47,7 @@ def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """Return an odd number for each, by multiplications and shifts that spread every bit."""
+    """Map each number to an odd one, by multiplications and shifts that spread every bit."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ _shifted(numbers, shift)) * _signed(factor)
     return (numbers ^ _shifted(numbers, 31)) | 1

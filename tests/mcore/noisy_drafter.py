@@ -40,7 +40,7 @@ class NoisyDrafter:
 
     def _noisy(self, request: DraftRequest) -> list[int]:
         count = self._random.randrange(request.num_tokens + 1) if self._varies else request.num_tokens
-        known = list(self._texts.get(request.row.request_id, ())[request.row.length :][:count])
+        known = list(self._texts.get(request.running.request_id, ())[request.running.length :][:count])
         known += [0] * (count - len(known))
         wrong = [(token + self._random.randrange(1, self._vocab_size)) % self._vocab_size for token in known]
         return [

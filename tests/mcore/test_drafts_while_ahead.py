@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_mamba_cache.speculation.draft_policy import SHORTEST_REST
+from megatron_mamba_cache.speculation.draft_policy import SHORTEST_PAUSE
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start
@@ -26,7 +26,7 @@ class AlwaysWrong:
         self._reply = reply
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(((self._reply[len(request.row.generated)] + 1) % 96,)) for request in requests]
+        return [Draft(((self._reply[len(request.running.generated)] + 1) % 96,)) for request in requests]
 
     def forget(self, request_id: int) -> None:
         """Nothing is known."""
@@ -42,7 +42,7 @@ class RightOrNothing:
         return [self._draft(request) for request in requests]
 
     def _draft(self, request: DraftRequest) -> Draft:
-        request_id, start = request.row.request_id, len(request.row.generated)
+        request_id, start = request.running.request_id, len(request.running.generated)
         right = self._replies[request_id][start : start + request.num_tokens]
         if request_id == 0:
             return Draft(tuple((token + 1) % 96 for token in right))
@@ -89,4 +89,4 @@ def test_steps_run_ahead_while_drafts_rest() -> None:
     drafted = [index for index, count in enumerate(num_drafted[1]) if count]
     rests = [later - earlier - 1 for earlier, later in pairwise(drafted)]
     print(f"steps with drafts: {drafted}")
-    assert max(rests) >= SHORTEST_REST and len(drafted) < 12
+    assert max(rests) >= SHORTEST_PAUSE and len(drafted) < 12

@@ -43,8 +43,8 @@ class MostlyRight:
         return [self._draft(request) for request in requests]
 
     def _draft(self, request: DraftRequest) -> Draft:
-        request_id, start = request.row.request_id, request.row.length - len(request.row.spec.prompt)
-        start += request.row.spec.num_replayed
+        request_id, start = request.running.request_id, request.running.length - len(request.running.spec.prompt)
+        start += request.running.spec.num_replayed
         reply = self._replies[request_id % len(self._replies)]
         draw = random.Random(1000 * request_id + start)
         count = 0 if draw.random() < 0.1 else request.num_tokens

@@ -211,7 +211,7 @@ class HiddenStateDrafter(NoisyDrafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         for request in requests:
             assert request.hidden_state is not None
-            self.seen[request.row.request_id, request.row.length] = request.hidden_state.clone()
+            self.seen[request.running.request_id, request.running.length] = request.hidden_state.clone()
         return super().propose(requests)
 
 
@@ -435,7 +435,7 @@ class BrokenDrafter(NoisyDrafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = super().propose(requests)
-        if all(request.row.request_id for request in requests):
+        if all(request.running.request_id for request in requests):
             return drafts
         if isinstance(self.answer, Exception):
             raise self.answer

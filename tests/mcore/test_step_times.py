@@ -30,7 +30,7 @@ def test_a_dense_model_reads_all_its_weights() -> None:
     subject = tiny_hybrid()
     reads, sizes = reads_of(subject), subject.sizes
     output = subject.model.vocab_size * sizes.hidden_size
-    assert reads.weights == 4 * (matrices_of(subject.model) + output) and reads.products == reads.weights // 4
+    assert reads.weights == 4 * (matrices_of(subject.model) + output) and reads.macs == reads.weights // 4
     assert (reads.expert, reads.num_experts, reads.experts_hit(100)) == (0, 0, 0)
     assert reads.num_layers == len(subject.model.decoder.layer_type_list)
 
@@ -45,7 +45,7 @@ def test_a_model_with_experts_reads_those_that_its_tokens_choose() -> None:
     assert config.moe_router_topk < reads.experts_hit(3) < config.num_moe_experts
     output = subject.model.vocab_size * config.hidden_size
     dense = matrices_of(subject.model) + output
-    assert reads.weights == 4 * dense and reads.products == dense + config.moe_router_topk * reads.expert // 4
+    assert reads.weights == 4 * dense and reads.macs == dense + config.moe_router_topk * reads.expert // 4
 
 
 def test_windows_write_a_state_for_each_draft() -> None:
@@ -53,7 +53,7 @@ def test_windows_write_a_state_for_each_draft() -> None:
     window, auto, replay = (
         reads_of(subject, draft_states=form, num_speculative_tokens=3) for form in ("window", "auto", "replay")
     )
-    assert window.row == 2 * window.draft == 2 * replay.row > 0 == replay.draft
+    assert window.state == 2 * window.draft == 2 * replay.state > 0 == replay.draft
     assert auto == window  # on a CPU
 
 

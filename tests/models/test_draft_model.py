@@ -19,7 +19,7 @@ from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config,
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import MODEL_FORMS
-from tests.speculation.running_requests import row_of
+from tests.speculation.running_requests import request_of
 
 BLOCK = 16
 
@@ -55,7 +55,9 @@ def propose(
     sampling: SamplingSettings = GREEDY,
 ) -> dict[int, Draft]:
     """Return the drafts of requests with these texts."""
-    requests = [DraftRequest(row_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()]
+    requests = [
+        DraftRequest(request_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()
+    ]
     return dict(zip(texts, drafter.propose(requests), strict=True))
 
 
@@ -95,7 +97,9 @@ def test_drafts_do_not_depend_on_the_batch() -> None:
 
 def test_each_request_gets_as_many_drafts_as_it_asks_for() -> None:
     drafter = CheckedDraftModel.start(small_model())
-    requests = [DraftRequest(row_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)]
+    requests = [
+        DraftRequest(request_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)
+    ]
     assert [len(draft.tokens) for draft in drafter.propose(requests)] == [1, 2, 3, 4, 5]
 
 
@@ -118,7 +122,7 @@ def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from(setting
 def test_a_greedy_request_beside_sampled_ones_is_drafted_for_greedily() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(9)
     settings = [GREEDY, SamplingSettings(seed=3), SamplingSettings(temperature=0.0)]
-    rows = [row_of(text, request_id=i, sampling=sampling) for i, sampling in enumerate(settings)]
+    rows = [request_of(text, request_id=i, sampling=sampling) for i, sampling in enumerate(settings)]
     drafts = drafter.propose([DraftRequest(row, 3) for row in rows])
     alone = propose(CheckedDraftModel.start(small_model()), {0: text}, 3)[0]
     assert drafts[0].tokens == drafts[2].tokens == alone.tokens
@@ -341,7 +345,7 @@ def test_replayed_drafts_are_drawn_as_others(settings: dict[str, float], monkeyp
         texts = {seed: some_tokens(5 + seed, seed=seed) for seed in range(5)}
         samplings = [SamplingSettings(seed=seed, **settings) for seed in texts]
         for _ in range(2):
-            rows = [row_of(texts[seed], request_id=seed, sampling=samplings[seed]) for seed in texts]
+            rows = [request_of(texts[seed], request_id=seed, sampling=samplings[seed]) for seed in texts]
             drafts = drafter.propose([DraftRequest(row, 3) for row in rows])
             texts = {seed: [*texts[seed], *draft.tokens[:1], 2] for seed, draft in enumerate(drafts)}
             found.append([(draft.tokens, draft.distributions) for draft in drafts])
@@ -388,7 +392,7 @@ def test_the_next_turn_skips_what_was_generated() -> None:
 def test_tenants_share_nothing() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     for index, tenant in enumerate(["", "other"]):
-        drafter.propose([DraftRequest(row_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])
+        drafter.propose([DraftRequest(request_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])
     assert drafter.snapshot().counters.prompt_tokens_skipped == 0
 
 

@@ -10,7 +10,7 @@ from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSe
 from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 
 
-def row_of(
+def request_of(
     prompt: Sequence[int],
     generated: Sequence[int] = (),
     request_id: int = 0,

@@ -17,15 +17,15 @@ def test_an_estimate_is_a_chance(steps: list[tuple[int, int]], expected: float) 
     assert found.chance(expected) == pytest.approx(expected)
     for drafted, accepted in steps:
         found.note(drafted, min(drafted, accepted))
-        assert -1e-9 <= found.chance(expected) <= found.hoped(expected) <= 1 + 1e-9
+        assert -1e-9 <= found.chance(expected) <= found.optimistic_chance(expected) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.4, 0.7, 0.95])
 def test_an_estimate_comes_near_the_chance_and_follows_it(chance: float) -> None:
-    drawn, found, seen = random.Random(0), Acceptance(REQUEST_WINDOW, 2.0), []
+    rng, found, seen = random.Random(0), Acceptance(REQUEST_WINDOW, 2.0), []
     for step in range(3000):
         kept = 0
-        while kept < 4 and drawn.random() < chance:
+        while kept < 4 and rng.random() < chance:
             kept += 1
         found.note(4, kept)
         if step > 50:
@@ -38,7 +38,7 @@ def test_an_estimate_comes_near_the_chance_and_follows_it(chance: float) -> None
     assert found.chance(0.5) > 0.5
 
 
-def test_drafts_behind_a_wrong_one_count_for_nothing() -> None:
+def test_drafts_after_a_wrong_one_count_for_nothing() -> None:
     one, many, none = (Acceptance(REQUEST_WINDOW, 2.0) for _ in range(3))
     one.note(1, 0)
     many.note(8, 0)

@@ -1,4 +1,4 @@
-"""Properties of the numbers of drafts that bring most tokens a second."""
+"""Properties of the draft counts that maximize tokens per second."""
 
 import math
 from itertools import product
@@ -19,27 +19,27 @@ def brute_expected(chances: list[float], counts: list[int]) -> float:
 
 
 @given(ROWS)
-def test_expected_tokens_are_a_sum_of_chances(rows: list[tuple[float, int]]) -> None:
-    chances, counts = [min(chance, 0.999) for chance, _ in rows], [count for _, count in rows]
+def test_expected_tokens_are_a_sum_of_chances(requests: list[tuple[float, int]]) -> None:
+    chances, counts = [min(chance, 0.999) for chance, _ in requests], [count for _, count in requests]
     assert expected_tokens(np.array(chances), np.array(counts)) == pytest.approx(brute_expected(chances, counts))
 
 
 @given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
 def test_counts_keep_their_bounds_and_beat_a_plain_step(
-    rows: list[tuple[float, int]], plain: float, once: float, each: float
+    requests: list[tuple[float, int]], plain: float, once: float, each: float
 ) -> None:
-    chances, rooms = [chance for chance, _ in rows], [room for _, room in rows]
+    chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
     counts = best_counts(chances, rooms, lambda total, most: plain + once + each * total, plain)
     assert all(0 <= count <= room for count, room in zip(counts, rooms, strict=True))
     if any(counts):
         tokens = brute_expected([min(chance, 0.999) for chance in chances], counts)
         rate = tokens / (plain + once + each * sum(counts))
-        assert rate > LEAST_GAIN * len(rows) / plain
+        assert rate > LEAST_GAIN * len(requests) / plain
 
 
 @given(ROWS, st.floats(0, 1), st.floats(0, 0.5))
-def test_counts_are_nearly_the_best_of_all(rows: list[tuple[float, int]], once: float, each: float) -> None:
-    chances, rooms = [chance for chance, _ in rows], [room for _, room in rows]
+def test_counts_are_nearly_the_best_of_all(requests: list[tuple[float, int]], once: float, each: float) -> None:
+    chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
 
     def rate(counts: list[int]) -> float:
         total = sum(counts)

@@ -9,29 +9,29 @@ import torch
 from megatron_mamba_cache.speculation.draft_planner import DraftLimit, DraftPlanner, NoDrafts
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from tests.speculation.running_requests import row_of
+from tests.speculation.running_requests import request_of
 from tests.speculation.simulated_steps import DENSE_8B, NO_LIMIT, time_of
 
 VOCAB = 10
 
 
 class CountingDrafter:
-    """Proposes the request's id, as often as requested, and records what it was asked."""
+    """Proposes the request's id, as often as requested, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
         self.forgotten: list[int] = []
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self.calls.append([(request.row.request_id, request.num_tokens) for request in requests])
-        return [Draft((request.row.request_id,) * request.num_tokens) for request in requests]
+        self.calls.append([(request.running.request_id, request.num_tokens) for request in requests])
+        return [Draft((request.running.request_id,) * request.num_tokens) for request in requests]
 
     def forget(self, request_id: int) -> None:
         self.forgotten.append(request_id)
 
 
 class BrokenDrafter(CountingDrafter):
-    """Answers with fixed drafts, whatever it was asked."""
+    """Returns fixed drafts, whatever the request."""
 
     def __init__(self, answer: list[Draft]) -> None:
         super().__init__()
@@ -47,16 +47,16 @@ def planner_of(drafter: Any, max_drafts: int, vocab_size: int = VOCAB) -> DraftP
 
 
 def limits_of(*limits: int) -> list[DraftLimit]:
-    """Return rows 1, 2, ... with these limits."""
-    return [DraftLimit(row_of([0], request_id=index + 1), limit) for index, limit in enumerate(limits)]
+    """Return requests 1, 2, ... with these limits."""
+    return [DraftLimit(request_of([0], request_id=index + 1), limit) for index, limit in enumerate(limits)]
 
 
 def learn(planner: DraftPlanner, limits: list[DraftLimit]) -> None:
-    """Run steps of two rows: the drafts of the first are wrong, those of the second right."""
-    wrong, right = (entry.row for entry in limits)
+    """Run steps of two requests: the drafts of the first are wrong, those of the second right."""
+    wrong, right = (entry.request for entry in limits)
     for _ in range(20):
         for entry, draft in zip(limits, planner.plan(limits), strict=True):
-            planner.note(entry.row, len(draft.tokens), len(draft.tokens) * (entry.row is right))
+            planner.note(entry.request, len(draft.tokens), len(draft.tokens) * (entry.request is right))
         planner.note_step([wrong, right])
 
 
@@ -77,42 +77,42 @@ def test_drafter_is_left_alone_where_nothing_is_wanted() -> None:
 def test_each_request_learns_from_its_own_steps() -> None:
     planner = planner_of(CountingDrafter(), 8)
     limits = limits_of(4, 4)
-    rows = [entry.row for entry in limits]
+    requests = [entry.request for entry in limits]
     learn(planner, limits)
-    assert planner.counts(rows, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(rows, [8, 8], NO_LIMIT)[0]
+    assert planner.counts(requests, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(requests, [8, 8], NO_LIMIT)[0]
 
 
 def test_a_row_whose_drafts_were_not_asked_for_teaches_nothing() -> None:
     planner = planner_of(CountingDrafter(), 4)
     limits = limits_of(4, 0)
-    rows = [entry.row for entry in limits]
+    requests = [entry.request for entry in limits]
     for _ in range(20):
         planner.plan(limits)
-        planner.note(rows[0], 4, 4)
-        planner.note(rows[1], 0, 0)
-        planner.note_step(rows)
-        planner.note(rows[0], 0, 0)  # of a step that was not planned
-    assert planner.counts(rows, [4, 4], NO_LIMIT) == [4, 4]
+        planner.note(requests[0], 4, 4)
+        planner.note(requests[1], 0, 0)
+        planner.note_step(requests)
+        planner.note(requests[0], 0, 0)  # of a step that was not planned
+    assert planner.counts(requests, [4, 4], NO_LIMIT) == [4, 4]
 
 
 @pytest.mark.parametrize("step_fails", [False, True])
-def test_rows_rest_once_a_watched_drafter_finds_nothing(step_fails: bool) -> None:
-    """What the step before had, or one that failed before it landed, is not taken for this step's."""
+def test_drafting_pauses_when_shadow_drafts_find_nothing(step_fails: bool) -> None:
+    """Outcomes of the step before, or of a failed one, do not count for this step."""
 
     class OnceOnly(CountingDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
             self.calls.append([])
             return super().propose(requests) if len(self.calls) == 1 else [Draft()] * len(requests)
 
-    planner = DraftPlanner(OnceOnly(), 4, VOCAB, DraftPolicy(time_of(DENSE_8B), watches=True))
+    planner = DraftPlanner(OnceOnly(), 4, VOCAB, DraftPolicy(time_of(DENSE_8B), shadows=True))
     limits = limits_of(4)
-    rows = [limits[0].row]
-    for rests in (False, True):
-        assert planner.counts(rows, [4], NO_LIMIT) == [4]
-        planner.note(rows[0], len(planner.plan(limits)[0].tokens), 4 * (not rests))
-        if rests or not step_fails:
-            planner.note_step(rows)
-        assert planner.rest(rows) == rests
+    requests = [limits[0].request]
+    for stays_paused in (False, True):
+        assert planner.counts(requests, [4], NO_LIMIT) == [4]
+        planner.note(requests[0], len(planner.plan(limits)[0].tokens), 4 * (not stays_paused))
+        if stays_paused or not step_fails:
+            planner.note_step(requests)
+        assert planner.stays_paused(requests) == stays_paused
 
 
 def test_planning_again_gives_the_same_drafts() -> None:
@@ -121,17 +121,17 @@ def test_planning_again_gives_the_same_drafts() -> None:
 
 
 def test_few_proposed_drafts_are_left_out_if_the_step_is_faster_without() -> None:
-    """A captured step pads all rows to the most drafts: for those of one row it computes five times the tokens."""
+    """A captured step pads all requests to the most drafts: five times the tokens for those of one request."""
 
     class OneDraft(CountingDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
             drafts = [Draft((1, 2)), *[Draft()] * (len(requests) - 1)]
             return drafts
 
-    for num_rows, kept in ((4, 2), (200, 0)):
+    for num_requests, kept in ((4, 2), (200, 0)):
         planner = planner_of(OneDraft(), 4)
-        drafts = planner.plan(limits_of(*[4] * num_rows))
-        assert [len(draft.tokens) for draft in drafts] == [kept, *[0] * (num_rows - 1)]
+        drafts = planner.plan(limits_of(*[4] * num_requests))
+        assert [len(draft.tokens) for draft in drafts] == [kept, *[0] * (num_requests - 1)]
     planner = DraftPlanner(OneDraft(), 4, VOCAB, AllDrafts())
     assert len(planner.plan(limits_of(*[4] * 200))[0].tokens) == 2
 
@@ -146,12 +146,12 @@ def test_forgotten_request_starts_anew() -> None:
     drafter = CountingDrafter()
     planner = planner_of(drafter, 8)
     limits = limits_of(4, 4)
-    rows = [entry.row for entry in limits]
+    requests = [entry.request for entry in limits]
     learn(planner, limits)
-    before = planner.counts(rows[:1], [8], NO_LIMIT)
+    before = planner.counts(requests[:1], [8], NO_LIMIT)
     planner.forget(1)
     assert drafter.forgotten == [1]
-    assert planner.counts(rows[:1], [8], NO_LIMIT) > before
+    assert planner.counts(requests[:1], [8], NO_LIMIT) > before
 
 
 def test_note_after_forget_remembers_nothing() -> None:
@@ -160,8 +160,8 @@ def test_note_after_forget_remembers_nothing() -> None:
     for _ in range(3):
         planner.plan([entry])
         planner.forget(1)
-        planner.note(entry.row, 4, 0)
-    assert planner.counts([entry.row], [4], NO_LIMIT) == [4]
+        planner.note(entry.request, 4, 0)
+    assert planner.counts([entry.request], [4], NO_LIMIT) == [4]
 
 
 BROKEN = {
@@ -208,8 +208,8 @@ def test_no_drafts_answers_every_row_with_an_empty_draft() -> None:
     planner = NoDrafts()
     limits = limits_of(2, 3)
     assert planner.max_drafts == 0 and planner.plan(limits) == [Draft(), Draft()]
-    rows = [entry.row for entry in limits]
-    planner.note(rows[0], 0, 0)
-    planner.note_step(rows)
+    requests = [entry.request for entry in limits]
+    planner.note(requests[0], 0, 0)
+    planner.note_step(requests)
     planner.forget(1)
-    assert planner.rest(rows)
+    assert planner.stays_paused(requests)

@@ -14,19 +14,19 @@ from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation import prompt_lookup
 from megatron_mamba_cache.speculation.drafter import DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from tests.speculation.running_requests import row_of
+from tests.speculation.running_requests import request_of
 
 ALL_CANDIDATES = 1 << 20
 
 
-def drafted(drafter: PromptLookupDrafter, row: RunningRequest, num_tokens: int = 5) -> tuple[int, ...]:
-    (draft,) = drafter.propose([DraftRequest(row, num_tokens)])
+def drafted(drafter: PromptLookupDrafter, request: RunningRequest, num_tokens: int = 5) -> tuple[int, ...]:
+    (draft,) = drafter.propose([DraftRequest(request, num_tokens)])
     assert draft.distributions is None
     return draft.tokens
 
 
 def drafted_for(text: Sequence[int], num_tokens: int = 5, *, max_candidates: int = 16) -> tuple[int, ...]:
-    return drafted(PromptLookupDrafter(max_candidates=max_candidates), row_of(text), num_tokens)
+    return drafted(PromptLookupDrafter(max_candidates=max_candidates), request_of(text), num_tokens)
 
 
 def searched(text: list[int], num_tokens: int, min_match: int, max_match: int) -> tuple[int, ...]:
@@ -52,25 +52,25 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60) | st.lists(st.integ
 @given(TEXTS, st.integers(1, 9), st.integers(1, 4), st.integers(0, 5))
 def test_draft_follows_the_longest_earlier_match(text: list[int], num_tokens: int, min_match: int, more: int) -> None:
     drafter = PromptLookupDrafter(min_match, min_match + more, ALL_CANDIDATES)
-    assert drafted(drafter, row_of(text), num_tokens) == searched(text, num_tokens, min_match, min_match + more)
+    assert drafted(drafter, request_of(text), num_tokens) == searched(text, num_tokens, min_match, min_match + more)
 
 
 @given(TEXTS, st.lists(st.integers(1, 40), max_size=12), st.integers(1, 4))
 def test_growing_text_drafts_as_one_seen_at_once(text: list[int], growth: list[int], min_match: int) -> None:
     growing = PromptLookupDrafter(min_match)
-    row = row_of(text)
-    drafted(growing, row)
+    request = request_of(text)
+    drafted(growing, request)
     for num_added in growth:
-        row.generated.extend(text[(7 * row.length + step) % len(text)] for step in range(num_added))
-        assert drafted(growing, row) == drafted(PromptLookupDrafter(min_match), row)
+        request.generated.extend(text[(7 * request.length + step) % len(text)] for step in range(num_added))
+        assert drafted(growing, request) == drafted(PromptLookupDrafter(min_match), request)
 
 
 def test_text_of_many_growths_drafts_as_one_seen_at_once() -> None:
     numbers = np.random.default_rng(0).integers(0, 6, 3000).tolist()
-    growing, row = PromptLookupDrafter(4, 32, ALL_CANDIDATES), row_of(numbers[:1])
+    growing, request = PromptLookupDrafter(4, 32, ALL_CANDIDATES), request_of(numbers[:1])
     for step, token in enumerate(numbers):
-        row.generated.append(token)
-        found = drafted(growing, row)
+        request.generated.append(token)
+        found = drafted(growing, request)
         if step % 97 == 0:
             assert found == searched([numbers[0], *numbers[: step + 1]], 5, 4, 32)
 
@@ -84,7 +84,7 @@ def test_colliding_hashes_change_no_draft(text: list[int], min_match: int, more:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_lookup, "_hash_grams", hash_to_one_bit)
         drafter = PromptLookupDrafter(min_match, min_match + more, ALL_CANDIDATES)
-        assert drafted(drafter, row_of(text)) == searched(text, 5, min_match, min_match + more)
+        assert drafted(drafter, request_of(text)) == searched(text, 5, min_match, min_match + more)
 
 
 def test_match_ends_where_the_text_begins() -> None:
@@ -118,9 +118,13 @@ def test_text_whose_end_is_new_gets_no_draft(text: list[int]) -> None:
 
 
 def test_draft_requests_are_answered_in_order() -> None:
-    rows = [row_of([1, 2, 3, 1, 2], request_id=4), row_of([1], request_id=3), row_of([6, 7, 8, 9, 6, 7], request_id=8)]
+    requests = [
+        request_of([1, 2, 3, 1, 2], request_id=4),
+        request_of([1], request_id=3),
+        request_of([6, 7, 8, 9, 6, 7], request_id=8),
+    ]
     drafts = PromptLookupDrafter().propose(
-        [DraftRequest(row, length) for row, length in zip(rows, (1, 5, 2), strict=True)]
+        [DraftRequest(request, length) for request, length in zip(requests, (1, 5, 2), strict=True)]
     )
     assert [draft.tokens for draft in drafts] == [(3,), (), (8, 9)]
 
@@ -128,7 +132,7 @@ def test_draft_requests_are_answered_in_order() -> None:
 def test_forget_frees_the_index() -> None:
     drafter = PromptLookupDrafter()
     for request_id in (1, 2):
-        drafted(drafter, row_of([1, 2, 3], request_id=request_id))
+        drafted(drafter, request_of([1, 2, 3], request_id=request_id))
     indices = {request_id: weakref.ref(index) for request_id, index in drafter._indices.items()}
     drafter.forget(1)
     drafter.forget(77)
@@ -138,29 +142,29 @@ def test_forget_frees_the_index() -> None:
 @pytest.mark.parametrize("text", [[5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 9, 9, 5, 9, 9]])
 def test_other_text_under_the_same_id_is_indexed_anew(text: list[int]) -> None:
     drafter = PromptLookupDrafter()
-    drafted(drafter, row_of([1, 2, 3, 4, 1, 2, 3]))
-    assert drafted(drafter, row_of(text)) == drafted_for(text) != ()
+    drafted(drafter, request_of([1, 2, 3, 4, 1, 2, 3]))
+    assert drafted(drafter, request_of(text)) == drafted_for(text) != ()
 
 
 def test_text_that_starts_again_is_found_as_before() -> None:
     drafter = PromptLookupDrafter()
-    before = drafted(drafter, row_of([1, 2, 3], [4, 1, 2]))
+    before = drafted(drafter, request_of([1, 2, 3], [4, 1, 2]))
     drafter.forget(0)
-    assert drafted(drafter, row_of([1, 2, 3, 4], [1, 2])) == before == (3, 4, 1, 2, 3)
+    assert drafted(drafter, request_of([1, 2, 3, 4], [1, 2])) == before == (3, 4, 1, 2, 3)
 
 
 def test_long_prompts_are_indexed_quickly_in_little_memory() -> None:
-    row = row_of(np.random.default_rng(0).integers(0, 128_000, 1 << 17).tolist())
+    request = request_of(np.random.default_rng(0).integers(0, 128_000, 1 << 17).tolist())
     drafter, seconds = PromptLookupDrafter(), []
     for _ in range(5):
         drafter.forget(0)
         started = time.perf_counter()
-        drafted(drafter, row)
+        drafted(drafter, request)
         seconds.append(time.perf_counter() - started)
     index = drafter._indices[0]
     # Measured at 7 ms on an idle core; the bound leaves room for a busy machine.
     assert min(seconds) < 0.1
-    assert sum(getattr(index, name).nbytes for name in ("_text", "_previous", "_newest")) <= 20 * row.length
+    assert sum(getattr(index, name).nbytes for name in ("_text", "_previous", "_newest")) <= 20 * request.length
 
 
 @pytest.mark.parametrize(

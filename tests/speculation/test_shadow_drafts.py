@@ -1,4 +1,4 @@
-"""Properties of drafts that are compared with what a row writes by itself."""
+"""Properties of drafts that are compared with a request's own tokens."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from megatron_mamba_cache.speculation.acceptance import ShadowDrafts
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner
 from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from tests.speculation.running_requests import row_of
+from tests.speculation.running_requests import request_of
 from tests.speculation.simulated_steps import NANO_30B, NO_LIMIT, time_of
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -18,27 +18,27 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 @given(TOKENS, TOKENS, st.integers(1, 3))
 def test_a_draft_ends_once_its_outcome_is_known(draft: list[int], reply: list[int], at_once: int) -> None:
-    row, watched = row_of([5], generated=[1, 2]), ShadowDrafts()
-    assert not watched.num_tokens(row)
-    watched.watch(row, tuple(draft))
-    assert watched.num_tokens(row) == len(draft)
-    right = next((place for place, (one, other) in enumerate(zip(draft, reply, strict=False)) if one != other), None)
+    request, shadowed = request_of([5], generated=[1, 2]), ShadowDrafts()
+    assert not shadowed.num_tokens(request)
+    shadowed.start(request, tuple(draft))
+    assert shadowed.num_tokens(request) == len(draft)
+    right = next((index for index, (one, other) in enumerate(zip(draft, reply, strict=False)) if one != other), None)
     known = right is not None or len(reply) >= len(draft)
     outcomes = []
     for begin in range(0, len(reply), at_once):
-        row.generated.extend(reply[begin : begin + at_once])
-        outcomes += watched.ended([row])
+        request.generated.extend(reply[begin : begin + at_once])
+        outcomes += shadowed.ended([request])
     expected = [(0, len(draft), len(draft) if right is None else right)] if known else []
-    assert outcomes == expected and (watched.num_tokens(row) == 0) == known
+    assert outcomes == expected and (shadowed.num_tokens(request) == 0) == known
 
 
 def test_a_forgotten_request_has_no_draft() -> None:
-    row, watched = row_of([5], request_id=3), ShadowDrafts()
-    watched.watch(row, (1,))
-    watched.forget(3)
-    assert not watched.num_tokens(row)
-    row.generated.append(1)
-    assert not list(watched.ended([row]))
+    request, shadowed = request_of([5], request_id=3), ShadowDrafts()
+    shadowed.start(request, (1,))
+    shadowed.forget(3)
+    assert not shadowed.num_tokens(request)
+    request.generated.append(1)
+    assert not list(shadowed.ended([request]))
 
 
 class KnowsTheReply:
@@ -58,25 +58,23 @@ class KnowsTheReply:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_rows_that_rest_draft_again_once_what_they_write_is_proposed(
-    fails: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    drafter, row = KnowsTheReply(), row_of([5])
-    planner = DraftPlanner(drafter, 4, 10, DraftPolicy(time_of(NANO_30B), watches=True))
+def test_drafting_resumes_once_shadow_drafts_are_right(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    drafter, request = KnowsTheReply(), request_of([5])
+    planner = DraftPlanner(drafter, 4, 10, DraftPolicy(time_of(NANO_30B), shadows=True))
 
     def step(token: int) -> bool:
-        (count,) = planner.counts([row], [4], NO_LIMIT)
-        row.generated.append(token)
-        planner.note_step([row])
+        (count,) = planner.counts([request], [4], NO_LIMIT)
+        request.generated.append(token)
+        planner.note_step([request])
         return count > 0
 
     for _ in range(40):  # wrong ones, verified by steps
         planner._policy.note(0, 4, 0)
-    assert not any(step(1) for _ in range(50)) and planner.rest([row])
+    assert not any(step(1) for _ in range(50)) and planner.stays_paused([request])
     asked, drafter.fails = drafter.num_calls, fails
     assert asked >= 49
     drafted = [step(7) for _ in range(60)]
     print(f"asked {asked} and {drafter.num_calls - asked} times; steps with drafts: {sum(drafted)} of 60")
     assert any(drafted) == (not fails)
-    assert drafter.forgotten == (len(drafted) - 3 if fails else 0)  # once each time, behind the draft that was open
+    assert drafter.forgotten == (len(drafted) - 3 if fails else 0)  # once each time, after the draft that was open
     assert len(caplog.messages) == (6 if fails else 0)  # the first, second, fourth, ... time

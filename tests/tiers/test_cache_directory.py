@@ -57,7 +57,7 @@ def test_directories_are_private_and_files_too(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
 
 
-def test_files_beside_the_entries_stay(tmp_path: Path) -> None:
+def test_files_that_are_no_entries_of_this_server_stay(tmp_path: Path) -> None:
     mine = tmp_path / "thesis.txt"
     mine.write_text("mine")
     (tmp_path / "photos").mkdir()
@@ -86,7 +86,7 @@ def test_an_entry_that_comes_or_goes_changes_the_directory(tmp_path: Path) -> No
     assert directory.changed_at() is None
 
 
-def test_what_nobody_uses_leaves_when_there_is_no_room(tmp_path: Path) -> None:
+def test_unused_directories_are_removed_when_there_is_no_room(tmp_path: Path) -> None:
     old, used = opened(tmp_path), opened(tmp_path, OTHER)
     written(old.entries)
     written(used.entries, form=OTHER)

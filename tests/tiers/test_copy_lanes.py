@@ -1,4 +1,4 @@
-"""Lanes copy what they are told, in order, and a copy that raises has failed."""
+"""Lanes copy in order, and a copy that raises has failed."""
 
 import threading
 from collections.abc import Callable
@@ -24,11 +24,11 @@ def order(number: int, lane: Lane, blocks: object = (), states: object = ()) -> 
     return CopyOrder(number, lane, tuple(blocks), tuple(states))  # type: ignore[arg-type]
 
 
-places = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique_by=(lambda p: p[0], lambda p: p[1]))
+pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique_by=(lambda p: p[0], lambda p: p[1]))
 
 
-@given(places, places)
-def test_pieces_are_the_places_and_neighbours_share_one(
+@given(pairs, pairs)
+def test_pieces_cover_all_pairs_and_merge_consecutive_ones(
     blocks: list[tuple[int, int]], states: list[tuple[int, int]]
 ) -> None:
     found = list(SIZES.pieces(order(0, Lane.TO_HOST, blocks, states)))
@@ -44,12 +44,12 @@ def test_pieces_are_the_places_and_neighbours_share_one(
 
 
 def num_runs(pairs: list[tuple[int, int]]) -> int:
-    """Return how many runs of places are neighbours on both sides."""
+    """Return the number of runs of pairs that are consecutive on both sides."""
     return len(pairs) - sum(after == (before[0] + 1, before[1] + 1) for before, after in pairwise(pairs))
 
 
 @settings(deadline=None, max_examples=20)
-@given(places, places, st.sampled_from([1, 3, 7, 24, 400, 1000]))
+@given(pairs, pairs, st.sampled_from([1, 3, 7, 24, 400, 1000]))
 def test_bytes_go_to_the_host_and_back(
     blocks: list[tuple[int, int]], states: list[tuple[int, int]], part_bytes: int
 ) -> None:
@@ -59,13 +59,13 @@ def test_bytes_go_to_the_host_and_back(
 
 
 def copy_to_the_host_and_back(blocks: list[tuple[int, int]], states: list[tuple[int, int]]) -> None:
-    """Copy places, clear the device's, copy them back, and compare."""
+    """Copy units, clear the device's, copy them back, and compare."""
     device = torch.randint(256, (400,), dtype=torch.uint8).to(DEVICE)
     host, before = torch.zeros(400, dtype=torch.uint8), device.clone()
     sizes = UnitSizes(block=8, state=40)
     copies = DeviceCopies(device, host, sizes)
     lanes = CopyLanes(copies.works(), (copies.note_launched,))
-    states = [(source, target) for source, target in states if source > 2 and target > 2]  # blocks lie before them
+    states = [(source, target) for source, target in states if source > 2 and target > 2]  # blocks come first
     lanes.start([order(0, Lane.TO_HOST, blocks, states)])
     lanes.wait([0])
     device.zero_()
@@ -95,7 +95,7 @@ def test_copies_reach_over_the_ends_of_what_is_pinned(monkeypatch: pytest.Monkey
     memory = HostMemory(4, slab, unit, LeastRecentlyUsed(), block_size=16, device=torch.device(DEVICE))
     device = torch.randint(256, (memory.bytes.numel(),), dtype=torch.uint8, device=DEVICE)
     lanes = memory.copies(device, None)
-    blocks = [(place, place) for place in range(12)]
+    blocks = [(pair, pair) for pair in range(12)]
     lanes.start([order(0, Lane.TO_HOST, blocks)])
     lanes.wait([0])
     assert lanes.status(0) is CopyStatus.DONE and torch.equal(memory.bytes, device.cpu())
@@ -106,15 +106,15 @@ def test_copies_reach_over_the_ends_of_what_is_pinned(monkeypatch: pytest.Monkey
     lanes.close()
 
 
-def test_copies_of_a_lane_are_made_in_order_and_those_of_others_beside_them() -> None:
+def test_lanes_copy_in_order_and_independently_of_each_other() -> None:
     made: list[int] = []
     allowed = threading.Event()
 
-    def slow(told: CopyOrder) -> None:
+    def slow(reports: CopyOrder) -> None:
         assert allowed.wait(20)
-        made.append(told.number)
+        made.append(reports.number)
 
-    lanes = CopyLanes({Lane.TO_HOST: slow, Lane.TO_DEVICE: lambda told: made.append(told.number)})
+    lanes = CopyLanes({Lane.TO_HOST: slow, Lane.TO_DEVICE: lambda reports: made.append(reports.number)})
     lanes.start([order(0, Lane.TO_HOST), order(1, Lane.TO_HOST), order(2, Lane.TO_DEVICE)])
     lanes.wait([2])
     assert made == [2] and lanes.status(0) is lanes.status(1) is CopyStatus.UNDER_WAY
@@ -129,8 +129,8 @@ def test_copies_of_a_lane_are_made_in_order_and_those_of_others_beside_them() ->
 
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("lost"), MemoryError()])
 def test_a_copy_that_raises_has_failed_and_the_next_is_made(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    def work(told: CopyOrder) -> None:
-        if told.number == 0:
+    def work(reports: CopyOrder) -> None:
+        if reports.number == 0:
             raise error
 
     lanes = CopyLanes({Lane.TO_DISK: work})
@@ -143,7 +143,7 @@ def test_a_copy_that_raises_has_failed_and_the_next_is_made(error: Exception, ca
 
 def test_what_is_noted_before_a_copy_is_noted_when_it_is_started() -> None:
     noted: list[Callable[[], None] | int] = []
-    lanes = CopyLanes({Lane.TO_HOST: lambda told: None}, (lambda told: noted.append(told.number),))
+    lanes = CopyLanes({Lane.TO_HOST: lambda reports: None}, (lambda reports: noted.append(reports.number),))
     lanes.start([order(4, Lane.TO_HOST)])
     assert noted == [4]
     lanes.close()

@@ -67,8 +67,8 @@ def test_a_flipped_byte_anywhere_is_noticed(tmp_path: Path) -> None:
     written(tmp_path)
     path = tmp_path / file_name(NAME)
     whole = path.read_bytes()
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for index in range(len(whole)):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
         with pytest.raises(BrokenEntryError):
             read(tmp_path)
     path.write_bytes(whole)

@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def weights(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
-        f"w{place}": torch.randn(size, generator=generator).to(dtype).to(DEVICE) for place, size in enumerate(sizes)
+        f"w{index}": torch.randn(size, generator=generator).to(dtype).to(DEVICE) for index, size in enumerate(sizes)
     }
 
 
@@ -28,10 +28,10 @@ def test_any_bit_counts(size: int, data: st.DataObject) -> None:
     tensors = weights(size, 7)
     before = digest(tensors)
     octets = tensors["w0"].view(torch.uint8)
-    place, bit = data.draw(st.integers(0, octets.numel() - 1)), data.draw(st.integers(0, 7))
-    octets[place] ^= 1 << bit
+    index, bit = data.draw(st.integers(0, octets.numel() - 1)), data.draw(st.integers(0, 7))
+    octets[index] ^= 1 << bit
     assert digest(tensors) != before
-    octets[place] ^= 1 << bit
+    octets[index] ^= 1 << bit
     assert digest(tensors) == before
 
 

@@ -1,4 +1,4 @@
-"""Copies between tiers that end late, fail, and leave torn bytes: drawn from a seed."""
+"""Copies between tiers that end late, fail, and leave torn bytes, chosen by a seed."""
 
 import random
 from collections import Counter
@@ -19,7 +19,7 @@ _LATE_SHARE = 0.5
 
 
 class UnreliableCopies:
-    """`Copies` by the real works, each made whole or in part at its start, and the rest as its status is asked for.
+    """`Copies` by the real works: each copies all or a part at its start, and the rest when its status is read.
 
     A copy that fails leaves noise. The order of events depends on the seed alone.
 
@@ -47,7 +47,6 @@ class UnreliableCopies:
         self._ended: dict[int, CopyStatus] = {}
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """See `Copies`."""
         for order in orders:
             self._orders[order.number] = order
             self._polls_left[order.number] = self.rng.randrange(1, 6) if self.rng.random() < _LATE_SHARE else 0
@@ -58,7 +57,6 @@ class UnreliableCopies:
                 note(order)
 
     def status(self, number: int) -> CopyStatus:
-        """See `Copies`."""
         if self._polls_left[number]:
             self._polls_left[number] -= 1
             self.seen["copies_late"] += 1
@@ -68,12 +66,10 @@ class UnreliableCopies:
         return self._ended[number]
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """See `Copies`."""
         for number in numbers:
             self._polls_left[number] = 0
 
     def forget(self, number: int) -> None:
-        """See `Copies`."""
         del self._orders[number], self._polls_left[number], self._ended[number]
         self._failing.discard(number)
 
@@ -108,7 +104,7 @@ class _Seen:
 
     @property
     def seen(self) -> Counter[str]:
-        """What all copies met with."""
+        """Outcomes of all copies."""
         return sum((copies.seen for copies in self.made), Counter())
 
 

@@ -1,4 +1,4 @@
-"""A drafter that runs a smaller model and caches its states as an engine would."""
+"""A drafter that runs a smaller model, with its own cache."""
 
 import logging
 from collections.abc import Sequence
@@ -26,28 +26,28 @@ from ...step.graphs import capture_graphs, reason_to_capture_again
 from ...step.logits import Draws
 from ...step.step import Step
 from ...step.warmup import compile_ahead, rehearse_prefill, warm_up_prefill
-from .draft_rows import DraftRow, DraftRows
+from .held_requests import HeldRequest, HeldRequests
 
 _LOG = logging.getLogger(__name__)
 
 
 class DraftModelDrafter:
-    """Draft what a draft model would generate: its best tokens for greedy requests, else sampled as the request is.
+    """Draft what a draft model would generate: its best tokens for greedy requests, else sampled ones.
 
-    It has its own KV blocks, state slots and prefix cache, so that a shared prefix is prefilled once. A call computes
-    each request's new text in one forward; a long prompt takes several calls, and its drafts are empty until the last.
-    Every draft after the first takes one more forward of all requests together. A rejected draft costs nothing: the
-    live state holds only verified text, and drafts continue from it in a separate slot. The drafted tokens are read
-    back once per forward.
+    It has its own KV blocks, state slots and prefix cache, so a shared prefix is prefilled once. A call computes each
+    request's new text in one forward; a long prompt takes several calls, and its drafts are empty until the last. Every
+    draft after the first takes one more forward of all requests together. A rejected draft costs nothing: the live
+    state holds only verified text, and drafts continue from it in a separate slot. The drafted tokens are read back
+    once per forward.
 
     When memory is short, a request gets fewer drafts or none; it never fails for lack of memory.
 
     Args:
         model: Any MambaModel that `build_engine` accepts, with the same vocabulary as the engine's model.
-        config: Settings of the draft model's own cache; None takes the defaults. `block_size_tokens` need not be the
-            engine's. Each request with more than one draft token uses one more state.
-            With `num_cuda_graphs`, forwards are captured when the drafter is built; without, the host takes many times
-            as long to launch one as a GPU to compute it. `num_speculative_tokens` and `decode_checkpoints` are ignored.
+        config: Settings of the draft model's own cache; None for the defaults. `block_size_tokens` may differ from the
+            engine's. Each request with more than one draft token uses one more state. With `num_cuda_graphs`, forwards
+            are captured when the drafter is built; without, launching one takes the host many times as long as
+            computing it takes a GPU. `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
     Raises:
         ValueError: If the model cannot be served, has experts that expert-parallel ranks share, or the settings do not
@@ -57,7 +57,7 @@ class DraftModelDrafter:
 
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
         self._ranks = ranks = ranks_of_process()
-        # One state beside the live one: the state after the newest draft.
+        # One state more than the live one: the state after the newest draft.
         config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window")
         shape = check_served(model, ranks, config.max_sequence_length)
         check_draft_experts(shape, ranks)
@@ -65,7 +65,7 @@ class DraftModelDrafter:
         self._time = step_time_of(model, shape, self._context.cache_config, ranks)
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
-        self._rows = DraftRows(self._context)
+        self._held = HeldRequests(self._context)
         self._has_compiled = False
         self._wants_graphs = False
         self.capture()
@@ -75,13 +75,13 @@ class DraftModelDrafter:
         """Width of the distributions, padding included."""
         return self._context.shape.vocab_size
 
-    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """See `TakesTime`: a forward a draft, each of which is read before the next is launched."""
-        return num_drafts * (self._time.seconds(num_rows, 0) + self._time.device.drafts_s)
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Estimate one forward for each draft; each is read back before the next is launched."""
+        return num_drafts * (self._time.seconds(num_requests, 0) + self._time.device.drafts_s)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order; see `Drafter`.
+        """Return one draft for each request, in order.
 
         A draft is empty while the request's prompt is being prefilled, when there is no room for it, and when the text
         has not changed since the last call.
@@ -89,24 +89,24 @@ class DraftModelDrafter:
         try:
             return self._propose(requests)
         except BaseException:
-            self._rows.abort_round({request.row.request_id for request in requests})
+            self._held.abort_round({request.running.request_id for request in requests})
             raise
 
     def forget(self, request_id: int) -> None:
-        """Free what is held for a request; do nothing if it is unknown. What was published stays findable."""
-        self._rows.forget(request_id)
+        """Free what is held for a request, if it is known. What was published stays findable."""
+        self._held.forget(request_id)
 
     def warmup(self) -> None:
-        """Compile all kernels that drafting launches; to a draft model every row is a prompt."""
+        """Compile all kernels that drafting launches; a draft model only prefills."""
         self._compile_ahead()
         warm_up_prefill(self._model, self._context.runner)
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Drop everything the draft model has cached, because its weights changed; see `MambaCacheContext.flush`.
+        """Drop the draft model's cache, because its weights changed; see `MambaCacheContext.flush`.
 
-        If they have moved, CUDA graphs are dropped, and captured again before the engine's next step.
+        If the weights have moved, CUDA graphs are dropped, and captured again before the engine's next step.
         """
-        self._rows.drop_all()
+        self._held.drop_all()
         self._context.flush(weights_version)
         self.check_weights()
 
@@ -140,50 +140,50 @@ class DraftModelDrafter:
         return self._context.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
-        self._rows.check_integrity()
+        """Raise `CacheIntegrityError` unless requests, blocks and slots agree."""
+        self._held.check_integrity()
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        served = self._rows.schedule(requests)
+        served = self._held.schedule(requests)
         if not served:
             return [Draft()] * len(requests)
-        drawn = self._draw([held.row for held in served])
-        self._rows.settle(served)
-        limits = {request.row.request_id: request.num_tokens for request in requests}
+        sampled = self._sample([held.running for held in served])
+        self._held.publish(served)
+        limits = {request.running.request_id: request.num_tokens for request in requests}
         started = {}
         for index, held in enumerate(served):
-            row = held.row
-            if row.computed == row.length:
-                limit = self._rows.room_for_drafts(held, limits[row.request_id])
-                started[row.request_id] = unfinished = _UnfinishedDraft(held, limit)
-                unfinished.append(drawn, index)
+            running = held.running
+            if running.computed == running.length:
+                limit = self._held.room_for_drafts(held, limits[running.request_id])
+                started[running.request_id] = unfinished = _UnfinishedDraft(held, limit)
+                unfinished.append(sampled, index)
         while growing := [draft for draft in started.values() if len(draft.tokens) < draft.limit]:
-            drawn = self._draw([draft.held.branch(draft.tokens) for draft in growing])
+            sampled = self._sample([draft.held.branch(draft.tokens) for draft in growing])
             self._counters.decode_tokens_computed += len(growing)
             for index, draft in enumerate(growing):
-                draft.append(drawn, index)
-        self._rows.end_round(served)
-        ids = [request.row.request_id for request in requests]
+                draft.append(sampled, index)
+        self._held.end_round(served)
+        ids = [request.running.request_id for request in requests]
         return [started[request_id].finished() if request_id in started else Draft() for request_id in ids]
 
-    def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":
-        """Compute scheduled rows and draw the token after each; reading them back is the forward's only host sync."""
+    def _sample(self, requests: Sequence[RunningRequest]) -> "_SampledTokens":
+        """Compute the scheduled requests and sample the next token of each; its only host sync reads them back."""
         runner, graphs = self._context.runner, self._context.graphs
-        graph = None if graphs is None else graphs.fitting(rows)
+        graph = None if graphs is None else graphs.fitting(requests)
         if graph is None:
-            step = runner.begin(runner.lay_out(rows, purpose=DrawPurpose.DRAFT))
+            step = runner.begin(runner.lay_out(requests, purpose=DrawPurpose.DRAFT))
             output = self._model.compute_step()
         else:
-            step = runner.begin(Step.of_graph(graph, rows, ()))
+            step = runner.begin(Step.of_graph(graph, requests, ()))
             output = graph.forward()
-        settings, num_rows = step.batch.logits, len(rows)  # padding comes behind
+        settings, num_requests = step.batch.logits, len(requests)  # padding follows
         if settings.draws is Draws.BEST and graph is not None:
-            return _DrawnTokens(graph.verify(Draws.BEST)[:num_rows, 1].tolist(), None)
-        logits = runner.logits_on_all_ranks(step, output)[:num_rows]
+            return _SampledTokens(graph.verify(Draws.BEST)[:num_requests, 1].tolist(), None)
+        logits = runner.logits_on_all_ranks(step, output)[:num_requests]
         if settings.draws is Draws.BEST:
-            return _DrawnTokens(greedy_tokens(logits).tolist(), None)
+            return _SampledTokens(greedy_tokens(logits).tolist(), None)
         probabilities = token_probabilities(settings.sampling(logits))
-        return _DrawnTokens(sample_weighted(probabilities, settings.uniforms[:num_rows]).tolist(), probabilities)
+        return _SampledTokens(sample_weighted(probabilities, settings.uniforms[:num_requests]).tolist(), probabilities)
 
     def _compile_ahead(self) -> None:
         if not self._has_compiled:
@@ -192,9 +192,9 @@ class DraftModelDrafter:
 
 
 def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
-    """Raise `ValueError` if expert-parallel ranks would share a draft model's experts; all ranks of the model call it.
+    """Raise `ValueError` if expert-parallel ranks would share the draft model's experts; all ranks call it.
 
-    In each layer of experts all of them would have to meet, and each drafts when its own requests need it.
+    Each layer of experts would need all ranks at once, but each rank drafts when its own requests need it.
     """
     if num_expert_ranks() > 1 and any(ranks.gather(shape.has_experts)):
         raise ValueError(
@@ -204,27 +204,27 @@ def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _DrawnTokens:
-    """The tokens that follow the rows of a forward, and the distributions they were drawn from; None: all greedy."""
+class _SampledTokens:
+    """The next tokens of a forward's requests, and the distributions they were sampled from; None if all are greedy."""
 
     tokens: list[int]
-    probabilities: Tensor | None  # [rows, vocab] float64
+    probabilities: Tensor | None  # [requests, vocab] float64
 
 
 @dataclass(slots=True)
 class _UnfinishedDraft:
     """A draft that grows by one token per forward, up to its limit."""
 
-    held: DraftRow
+    held: HeldRequest
     limit: int
     tokens: list[int] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
 
-    def append(self, drawn: _DrawnTokens, index: int) -> None:
-        """Append the token of one row of a forward."""
-        self.tokens.append(drawn.tokens[index])
-        if drawn.probabilities is not None and not self.held.row.spec.sampling.is_greedy:
-            self.distributions.append(drawn.probabilities[index])
+    def append(self, sampled: _SampledTokens, index: int) -> None:
+        """Append the token of one request of a forward."""
+        self.tokens.append(sampled.tokens[index])
+        if sampled.probabilities is not None and not self.held.running.spec.sampling.is_greedy:
+            self.distributions.append(sampled.probabilities[index])
 
     def finished(self) -> Draft:
         """Return the draft."""

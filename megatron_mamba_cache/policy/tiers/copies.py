@@ -29,8 +29,8 @@ class CopyStatus(IntEnum):
     DONE = 2
 
 
-Places = tuple[tuple[int, int], ...]
-"""Pairs of numbers: a place to read and a place to write."""
+IndexPairs = tuple[tuple[int, int], ...]
+"""Pairs: an index to read from and an index to write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class CopyOrder:
 
     number: int
     lane: Lane
-    blocks: Places
-    states: Places
+    blocks: IndexPairs
+    states: IndexPairs
     files: tuple["EntryName", ...] = ()
 
 
@@ -121,7 +121,7 @@ class CopyLedger:
         return sum(order.lane is lane for order in self._orders.values())
 
     def begin(
-        self, lane: Lane, blocks: Places, states: Places, end: End, files: tuple[EntryName, ...] = ()
+        self, lane: Lane, blocks: IndexPairs, states: IndexPairs, end: End, files: tuple[EntryName, ...] = ()
     ) -> CopyOrder:
         """Order a copy; `end` is called once, when it has ended everywhere."""
         order = CopyOrder(self._next, lane, blocks, states, files)

@@ -1,0 +1,222 @@
+"""The requests of a draft model: which to draft next, and which to drop to make room."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CacheIntegrityError
+from ...mcore.context import MambaCacheContext
+from ...policy.admission import Refusal
+from ...policy.boundaries import prefill_chunk_end
+from ...policy.request_settings import RequestSpec
+from ...policy.requests import RunningRequest, StateCursor
+from ...speculation.drafter import DraftRequest
+
+
+@dataclass(slots=True, eq=False)
+class HeldRequest:
+    """A request that the draft model holds memory for.
+
+    Args:
+        running: To the draft model all text is a growing prompt. Its live state holds only verified tokens.
+        text: [max_sequence_length] tokens: the prompt is a view of its start, followed by the round's drafts.
+        last_requested: The last round in which drafts were requested for it.
+    """
+
+    running: RunningRequest
+    text: npt.NDArray[np.int64]
+    last_requested: int
+
+    def branch(self, drafts: Sequence[int]) -> RunningRequest:
+        """Return a request that computes the last of `drafts`, for one forward; it owns nothing.
+
+        It starts from the live state, or from the branch before it, and writes only to the draft slot; its KV follows
+        that of the text, which later overwrites it.
+        """
+        running, at = self.running, self.running.length + len(drafts)
+        self.text[at - 1] = drafts[-1]
+        return RunningRequest(
+            spec=replace(running.spec, prompt=self.text[:at]),
+            chain=running.chain,
+            epoch=running.epoch,
+            age=running.age,
+            cursor=StateCursor(running.cursor.draft_slots[0]),
+            block_ids=running.block_ids,
+            num_shared_blocks=running.num_shared_blocks,
+            computed=at - 1,
+            scheduled=1,
+            source_slot=running.cursor.live_slot if len(drafts) == 1 else None,
+        )
+
+
+class HeldRequests:
+    """The requests that a draft model holds memory for, by id.
+
+    A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
+    If a round cannot serve all draft requests, those that have waited longest come first, and among them the shortest.
+
+    Args:
+        context: The draft model's own context; it has exactly these requests.
+    """
+
+    def __init__(self, context: MambaCacheContext) -> None:
+        self._context = context
+        self._held: dict[int, HeldRequest] = {}
+        self._waits_since: dict[int, int] = {}  # request id -> round
+        self._round = 0
+
+    def schedule(self, requests: Sequence[DraftRequest]) -> list[HeldRequest]:
+        """Begin a round: schedule the new text of the given requests, within the step's token budget."""
+        self._round += 1
+        budget = self._context.cache_config.max_tokens
+        for request in requests:
+            self._waits_since.setdefault(request.running.request_id, self._round)
+            if held := self._held.get(request.running.request_id):
+                held.last_requested = self._round
+        scheduled = []
+        for request in sorted(requests, key=self._turn):
+            held = self._schedule(request.running, budget) if budget else None
+            if held is not None:
+                budget -= held.running.scheduled
+                scheduled.append(held)
+        return scheduled
+
+    def publish(self, served: Sequence[HeldRequest]) -> None:
+        """Publish and count what the forward of the scheduled requests computed."""
+        self._context.runner.publish_prompts()
+        for held in served:
+            self._context.cache.advance(held.running, held.running.scheduled)
+            self._waits_since[held.running.request_id] = self._round + 1
+
+    def room_for_drafts(self, held: HeldRequest, num_drafts: int) -> int:
+        """Take a slot and blocks for drafts, and return how many drafts, at least 1, have room.
+
+        The last draft is not fed to the model, so a single draft takes no room.
+        """
+        running = held.running
+        num_drafts = min(num_drafts, len(held.text) - running.length + 1)
+        if num_drafts == 1:
+            return 1
+        self._grow(running, running.length + num_drafts - 1)
+        num_drafts = min(num_drafts, self._capacity(running) - running.length + 1)
+        return num_drafts if num_drafts > 1 and self._context.cache.take_draft_slot(running) else 1
+
+    def end_round(self, served: Sequence[HeldRequest]) -> None:
+        """Return the slots that `room_for_drafts` took."""
+        for held in served:
+            self._context.cache.return_draft_slots(held.running)
+
+    def abort_round(self, request_ids: Collection[int]) -> None:
+        """Drop what is held for the requests of a failed round, and wait for the device."""
+        try:
+            self._context.runner.drop_failed_step()
+        finally:
+            self.drop(request_ids)
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Drop what is held for these requests; what they published stays findable."""
+        try:
+            self._context.drop_requests(request_ids)
+        finally:
+            running = self._context.rows
+            self._held = {request_id: held for request_id, held in self._held.items() if held.running in running}
+
+    def drop_all(self) -> None:
+        """Drop what is held for every request."""
+        self.drop(set(self._held))
+
+    def forget(self, request_id: int) -> None:
+        """Drop everything about a request; do nothing if it is unknown."""
+        self._waits_since.pop(request_id, None)
+        if request_id in self._held:
+            self.drop({request_id})
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless requests, blocks and slots agree, and no draft slot outlives a round."""
+        self._context.check_integrity()
+        held, running = [draft.running.request_id for draft in self._held.values()], self._context.rows
+        if sorted(held) != sorted(request.request_id for request in running):
+            raise CacheIntegrityError(f"requests {sorted(held)} are held, the context has {running}")
+        if any(request.cursor.draft_slots or request.scheduled for request in running):
+            raise CacheIntegrityError("a request keeps draft slots or scheduled tokens between rounds")
+
+    def _turn(self, request: DraftRequest) -> tuple[int, int, int]:
+        request_id = request.running.request_id
+        held = self._held.get(request_id)
+        return (
+            self._waits_since[request_id],
+            request.running.length - (held.running.computed if held else 0),
+            request_id,
+        )
+
+    def _schedule(self, target: RunningRequest, budget: int) -> HeldRequest | None:
+        """Schedule a request of the target model; None if its text is already computed, or there is no room for it."""
+        held = self._held.get(target.request_id)
+        if held is not None and not held.running.length <= target.length <= len(held.text):
+            self.drop({target.request_id})
+            held = None
+        if held is None:
+            return self._admit(target, budget)
+        running = held.running
+        if running.length < target.length:
+            held.text[running.length : target.length] = target.tokens(running.length, target.length)
+            self._context.cache.lengthen_prompt(running, held.text[: target.length])
+        if running.computed == running.length:
+            return None
+        if not self._find_blocks(running, running.length):
+            self.drop({target.request_id})
+            return None
+        rules = self._context.cache.rules
+        chunk_end = prefill_chunk_end(
+            start=running.computed,
+            prompt_len=running.length,
+            budget=budget,
+            block_size=self._context.cache.block_size,
+            align=rules.align_prefill_chunks,
+        )
+        self._context.cache.schedule_chunk(running, chunk_end)
+        return held
+
+    def _admit(self, target: RunningRequest, budget: int) -> HeldRequest | None:
+        context, length = self._context, target.length
+        max_len = context.cache_config.max_sequence_length
+        if length > min(max_len, context.max_blocks_of_a_request * context.cache.block_size):
+            return None
+        text = np.empty(max_len, np.int64)
+        text[:length] = target.tokens(0, length)
+        candidate = context.candidate(
+            RequestSpec(target.request_id, text[:length], max_len, target.spec.sampling, target.spec.tenant)
+        )
+        running = context.admit(candidate, budget)
+        while running in (Refusal.NO_ROW, Refusal.NO_BLOCKS, Refusal.NO_SLOT) and self._drop_idle():
+            running = context.admit(candidate, budget)
+        if isinstance(running, Refusal):
+            return None
+        self._held[target.request_id] = held = HeldRequest(running, text, self._round)
+        return held
+
+    def _find_blocks(self, running: RunningRequest, num_tokens: int) -> bool:
+        """Give a request blocks for `num_tokens`, dropping idle ones if needed; return True if it has enough."""
+        self._grow(running, num_tokens)
+        while self._capacity(running) < num_tokens and self._drop_idle():
+            self._grow(running, num_tokens)
+        return self._capacity(running) >= num_tokens
+
+    def _grow(self, running: RunningRequest, num_tokens: int) -> None:
+        cache = self._context.cache
+        while self._capacity(running) < num_tokens and cache.kv.num_available:
+            cache.grow(running)
+
+    def _capacity(self, running: RunningRequest) -> int:
+        return len(running.block_ids) * self._context.cache.block_size
+
+    def _drop_idle(self) -> bool:
+        """Drop the request drafted longest ago; return False if all were requested in this round."""
+        idle = [held for held in self._held.values() if held.last_requested < self._round]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda held: (held.last_requested, held.running.request_id))
+        self.drop({oldest.running.request_id})
+        return True
