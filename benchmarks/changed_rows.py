@@ -30,7 +30,7 @@ from turn_latency import rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.grammars.forms import json_grammar
-from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS
+from megatron_mamba_cache.mcore.request_spec import SPEC
 
 NUM_ROWS = 64
 NUM_STEPS = 24
@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0},
     "top-k and top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
 }
-PENALTIES = {LOGITS: {"frequency_penalty": 0.5, "presence_penalty": 0.2}}
+PENALTIES = {"logits": {"frequency_penalty": 0.5, "presence_penalty": 0.2}}
 LOG_PROBS = {"return_log_probs": True, "skip_prompt_log_probs": True}
 SCHEMA = {
     "type": "array",
@@ -92,7 +92,7 @@ class Cost:
 
 def cases(kinds: Sequence[str]) -> dict[str, Case]:
     """Return the cases of some kinds by name."""
-    grammar = {GRAMMAR: json_grammar(SCHEMA).text}
+    grammar = {"grammar": json_grammar(SCHEMA).text}
     found = {}
     for kind in kinds:
         sampling = KINDS[kind]
@@ -117,7 +117,7 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
             **case.sampling,
         )
         if case.changed is None or index < case.changed:
-            sampling.add_attributes(case.attributes)
+            sampling.add_attributes({SPEC: case.attributes})
         engine.add_request(first_id + index, prompt, sampling, seed=index)
     while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
         engine.step_modern()

@@ -39,7 +39,6 @@ BANNED_VERBS = ("do_", "maybe_")
 WITHOUT_MEGATRON = {
     "mcore": "checks the installed release",
     "mcore.mixers.caching_mixer": "is a base class next to Megatron's modules",
-    "mcore.request_spec": "reads Megatron's requests",
     "mcore.step_clock": "stands in for the events that Megatron's engine times steps with",
     "mcore.step_report": "changes Megatron's records",
 }

@@ -85,7 +85,7 @@ class ServedLoad:
         self._replies = np.random.default_rng(seed)
         self._now = 0.0
         self._rows: list[RunningRequest] = []
-        self._waiting: deque[tuple[Candidate, int | None]] = deque()  # with the age of one that ran before
+        self._waiting: deque[Candidate] = deque()
         self._visits = [_Visit(session, history=np.array(session.prefix, np.int64)) for session in sessions]
         self._replies_of = [self._reply_lengths(session) for session in sessions]
         self._arrivals = [(s.arrival_s + s.turns[0].think_s, number) for number, s in enumerate(sessions)]
@@ -121,11 +121,10 @@ class ServedLoad:
 
     def _wait(self, number: int, prompt: Text, max_len: int, num_replayed: int, age: int | None = None) -> None:
         spec = RequestSpec(number, prompt, max_len, SamplingSettings(), num_replayed=num_replayed)
-        entry = (self._cache.candidate(spec), age)
         if age is None:
-            self._waiting.append(entry)
+            self._waiting.append(Candidate(spec))
         else:
-            self._waiting.appendleft(entry)
+            self._waiting.appendleft(Candidate(spec, age))
 
     def _fill_step(self) -> None:
         budget = self._server.max_tokens - sum(not row.is_prefilling for row in self._rows)
@@ -133,26 +132,27 @@ class ServedLoad:
             if row.is_prefilling:
                 self._cache.schedule_chunk(row, min(row.computed + budget, row.spec.prompt_len))
                 budget -= row.scheduled
-        passed_over: list[tuple[Candidate, int | None]] = []
+        passed_over: list[Candidate] = []
         if any(row.is_paused for row in self._rows):
             return
         while self._waiting and len(self._rows) < self._server.max_requests and budget > 0:
-            candidate, age = self._waiting.popleft()
+            candidate = self._waiting.popleft()
             plan = self._cache.plan(candidate, budget)
             if isinstance(plan, AdmissionPlan):
-                row = self._cache.admit(candidate, plan, age)
+                is_new = candidate.age is None
+                row = self._cache.admit(candidate, plan)
                 budget -= row.scheduled
-                self._count_admission(row, age)
+                self._count_admission(row, is_new=is_new)
                 continue
-            passed_over.append((candidate, age))
+            passed_over.append(candidate)
             if plan is not Refusal.WAITS_FOR_PREFIX:
                 break
         self._waiting.extendleft(reversed(passed_over))
 
-    def _count_admission(self, row: RunningRequest, age: int | None) -> None:
+    def _count_admission(self, row: RunningRequest, *, is_new: bool) -> None:
         self._rows.append(row)
         self._observer.admitted(row)
-        if age is None:
+        if is_new:
             self.tally.requests += 1
             self.tally.prompt_tokens += row.spec.prompt_len
             self.tally.skipped_tokens += row.computed

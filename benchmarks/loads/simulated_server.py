@@ -142,7 +142,6 @@ class SimulatedServer:
         self._running = _ObservedRequests(cache, settings.max_requests, settings.max_tokens)
         self._queue: list[int] = []
         self._candidates: dict[int, Candidate] = {}
-        self._ages: dict[int, int] = {}
         self._followers: dict[int | None, list[int]] = {}
         for number, request in enumerate(requests):
             self._followers.setdefault(request.after, []).append(number)
@@ -179,23 +178,24 @@ class SimulatedServer:
             self._candidates[number] = self._candidate(number, text)
             self._queue.append(number)
 
-    def _candidate(self, number: int, text: BlockText, num_replayed: int = 0) -> Candidate:
+    def _candidate(self, number: int, text: BlockText, num_replayed: int = 0, age: int | None = None) -> Candidate:
         prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
         most = max(text.length, text.prompt_len + 1)
         spec = RequestSpec(number, prompt, most, SamplingSettings(), num_replayed=num_replayed)
-        return Candidate(spec, RecordedKeys(text, self._cache.block_size), self._cache.epoch)
+        return Candidate(spec, age, RecordedKeys(text, self._cache.block_size), self._cache.epoch)
 
     def _schedule(self) -> None:
         self._running.waiting_for_copy.clear()
-        step = self._scheduler.fill_step(self._running, self._queue, self._candidates.__getitem__, self._ages.get)
+        waiting = [self._candidates[number] for number in self._queue]
+        new = {candidate.request_id for candidate in waiting if candidate.age is None}
+        step = self._scheduler.fill_step(self._running, waiting)
         for row in step.admitted:
             number = row.request_id
             self._queue.remove(number)
-            if number not in self._ages:
+            if number in new:
                 served = self.served[number]
                 served.skipped, served.restored = row.computed, row.from_host
                 served.admitted_s = self._clock.now
-            self._ages[number] = row.age
 
     def _start_copies(self) -> None:
         if self._tier is not None:
@@ -258,7 +258,7 @@ class SimulatedServer:
             text = self._requests[row.request_id].text
             longer = BlockText(text.keys, row.length, text.length)
             num_replayed = row.spec.num_replayed + len(row.generated)
-            self._candidates[row.request_id] = self._candidate(row.request_id, longer, num_replayed)
+            self._candidates[row.request_id] = self._candidate(row.request_id, longer, num_replayed, row.age)
             self._queue.insert(0, row.request_id)
 
     def _pass_time_until(self, now: float) -> None:
@@ -278,10 +278,8 @@ class _ObservedRequests(RunningRequests):
         super().__init__(cache, max_requests, max_tokens)
         self.waiting_for_copy: list[int] = []
 
-    def admit(
-        self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()
-    ) -> RunningRequest | Refusal:
-        outcome = super().admit(candidate, budget, age, following)
+    def admit(self, candidate: Candidate, budget: int, following: Iterable[Candidate] = ()) -> RunningRequest | Refusal:
+        outcome = super().admit(candidate, budget, following)
         if outcome is Refusal.WAITS_FOR_COPY:
             self.waiting_for_copy.append(candidate.spec.request_id)
         return outcome

@@ -22,7 +22,6 @@ from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.exchange import AccessLog, write_line
 from ..server.load_record import LoadFile, LoadRecord
-from ..server.megatron_requests import RequestRules
 from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.prompts import template_of
 from ..server.running import DrainingServer
@@ -117,10 +116,9 @@ class Serving:
             serve_replica(engine, routing)
             return 0
         replica = ReplicaThread(engine, routing)
-        rules = RequestRules.of(engine.context)
-        backend = CoordinatorBackend(
-            replica.start(), rules, self.settings.end_ids, routing.access(), self.settings.tokenizer
-        )
+        rules, settings = engine.context.request_rules, self.settings
+        address = replica.start()
+        backend = CoordinatorBackend(address, rules, settings.end_ids, routing.access(), settings.tokenizer)
         status = self._serve(Server(backend, self.settings), listener)
         return status if replica.join(_JOIN_S) else 1
 

@@ -1,6 +1,7 @@
 """Megatron's inference context over a `StepRunner`: what its engine, its controller and its model call or read."""
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.kept_tokens import KeptTokens, StepTokens
 from ..policy.prefix_cache import PrefixCache
-from ..policy.request_settings import RequestSpec
+from ..policy.request_rules import RequestRules
 from ..policy.requests import Candidate, RunningRequest
 from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, settings_of_peers
 from ..ranks.digest import digest_of
@@ -43,7 +44,7 @@ from ..step.step import Step
 from ..step.step_outcome import RunnerCount, StepCounts
 from .kv_block_allocator import KVBlockAllocator
 from .megatron_settings import megatron_settings
-from .request_spec import spec_of, valid_spec_of
+from .request_spec import checked_spec_of, spec_of
 
 _OVERFLOWS = {
     Refusal.NO_ROW: RequestOverflowError,
@@ -261,13 +262,20 @@ class MambaCacheContext(DynamicInferenceContext):
         """KV blocks that one request can have at most; known while suspended too."""
         return self.block_allocator.total_count - 1
 
-    def candidate(self, spec: RequestSpec) -> Candidate:
-        """Return a request ready for `admit`."""
-        return self.cache.candidate(spec)
+    @property
+    def request_rules(self) -> RequestRules:
+        """The limits of a request."""
+        return RequestRules(
+            self.cache_config,
+            self.shape.vocab_size,
+            self.max_blocks_of_a_request,
+            scores_prompts=self.scores_prompts,
+            ranks_prompts=self.scores_prompts and self.materialize_only_last_token_logits,
+        )
 
-    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
+    def admit(self, candidate: Candidate, budget: int) -> RunningRequest | Refusal:
         """Admit a request to the next step; see `StepRequests.admit`."""
-        return self.runner.step_requests.admit(candidate, budget, age)
+        return self.runner.step_requests.admit(candidate, budget)
 
     def drop_requests(self, request_ids: Container[int]) -> None:
         """Drop rows between steps; what they published stays findable. A suspended engine has none."""
@@ -306,22 +314,17 @@ class MambaCacheContext(DynamicInferenceContext):
             raise TensorStateDeallocatedError(req.request_id)
         if any(row.request_id == req.request_id for row in self.rows):
             raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
-        spec = valid_spec_of(
-            req,
-            self.cache_config,
-            self.shape.vocab_size,
-            self.max_blocks_of_a_request,
-            self.materialize_only_last_token_logits,
-        )
         budget = self.runner.requests.prompt_budget if chunk_length is None else chunk_length
-        outcome = self.admit(self.candidate(spec), budget)
+        scores = not self.materialize_only_last_token_logits  # only the engine scores prompts apart from steps
+        spec = checked_spec_of(req, replace(self.request_rules, scores_prompts=scores, ranks_prompts=False))
+        outcome = self.admit(Candidate(spec), budget)
         if isinstance(outcome, Refusal):
             raise _OVERFLOWS.get(outcome, ContextOverflowError)(req.request_id, outcome.value)
 
     @override
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
         """Return whether there are a row, tokens in the step and KV blocks for a Megatron request."""
-        plan = self.cache.plan(self.candidate(spec_of(req)), self.runner.requests.prompt_budget)
+        plan = self.cache.plan(Candidate(spec_of(req)), self.runner.requests.prompt_budget)
         has_row = len(self.rows) < self.max_requests and not self.paused_request_count
         return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
 

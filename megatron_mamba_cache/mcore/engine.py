@@ -3,7 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
+from ..policy.request_settings import RequestSpec
 from ..policy.requests import Candidate
 from ..policy.scheduler import StepScheduler
 from ..policy.tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
@@ -25,17 +27,8 @@ from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
-from .request_spec import (
-    check_identity,
-    contradiction_in,
-    fault_of,
-    fault_of_end,
-    other_ends,
-    prompt_ids,
-    scoring_allowed,
-    spec_of,
-)
-from .request_states import DraftCounts, RequestStates, TierTokens, complete_parts, tokens_after
+from .request_spec import SpecParams, check_identity, ended_by, fault_of_end, prompt_ids, scoring_allowed, spec_of
+from .request_states import DraftCounts, RequestState, RequestStates, TierTokens, complete_parts
 from .step_clock import WallClockEvent
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
@@ -53,7 +46,8 @@ class MambaCacheEngine(SuspendableEngine):
         self.scheduler = StepScheduler()
         self._looked_at: tuple[int, ...] = ()  # the head of the queue, when copies for it began last
         self._runs_in = EngineLoop()
-        self._states = RequestStates(random_seed)
+        self._states = RequestStates()
+        self._random_seed = random_seed
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
         self._unreported: list[DynamicInferenceRequestRecord] = []  # of requests that ended in a step that raised later
@@ -84,21 +78,40 @@ class MambaCacheEngine(SuspendableEngine):
         """
         return self._runs_in.call(lambda: self._begin_request(request_id, prompt, sampling_params, seed, tenant))
 
+    def submit(self, spec: RequestSpec) -> asyncio.Future:
+        """Queue a request that the context's `request_rules` accept; returns and raises as `add_request`."""
+        if spec.request_id in self.requests:
+            raise _in_use(spec.request_id)
+        spec = ended_by(spec, self.controller.tokenizer)
+        request = DynamicInferenceRequest(request_id=spec.request_id, sampling_params=SpecParams(spec))
+        request.prompt_tokens = request.remaining_prompt_tokens = torch.from_numpy(spec.prompt)
+        return self._enter(request, spec)
+
     def _begin_request(
         self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, seed: int | None, tenant: str
     ) -> asyncio.Future:
+        """Validate a request and queue it, or fail it alone."""
         if request_id in self.requests:
-            raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
+            raise _in_use(request_id)
         check_identity(request_id, seed, tenant)
-        self._states.begin(request_id, seed, tenant)
+        request = self._new_request(request_id, prompt, sampling_params or SamplingParams())
+        tokenize = partial(self.controller.tokenize_prompt, add_BOS=False)
+        stop_words = [*map(tokenize, request.sampling_params.stop_words or ())]
+        given = {} if seed is None else {"seed": seed}
         try:
-            return self._add_request(self._new_request(request_id, prompt, sampling_params or SamplingParams()))
-        except BaseException:  # for instance an invalid prompt: leave no trace of it
-            self._states.pop(request_id, None)
-            self.requests.pop(request_id, None)
-            if request_id in self.waiting_request_ids:
-                self.waiting_request_ids.remove(request_id)
-            raise
+            spec = spec_of(
+                request,
+                stop_words=stop_words,
+                longest=self.context.max_sequence_length,
+                default_seed=(self._random_seed << 32) + request_id,
+                **(given | {"tenant": tenant} if tenant else given),
+            )
+            fault = self.context.request_rules.fault_of(spec)
+        except ValueError as error:
+            fault = str(error)
+        return (
+            self._refuse(request, fault) if fault else self._enter(request, ended_by(spec, self.controller.tokenizer))
+        )
 
     def _new_request(self, request_id: int, prompt: Any, sampling: SamplingParams) -> DynamicInferenceRequest:
         """Return Megatron's request. Its tokens stay on the host; each step sends those that it computes."""
@@ -110,37 +123,32 @@ class MambaCacheEngine(SuspendableEngine):
         request.prompt_tokens = request.remaining_prompt_tokens = torch.from_numpy(prompt_ids(token_ids))
         return request
 
-    @override
-    def _add_request(self, request: Any) -> asyncio.Future:
-        """Validate a request and put it at the end of the queue, or fail it alone; one that resumes is valid."""
-        request_id, sampling = request.request_id, request.sampling_params
-        if request_id in self.requests:
-            self.waiting_request_ids.append(request_id)
-            self.context.note_arrival()
-            return self.requests[request_id].future
-        if request_id not in self._states:
-            self._states.begin(request_id)
-        scores, only_last = self.context.scores_prompts, self.context.materialize_only_last_token_logits
-        fault = contradiction_in(sampling, not scores, ranks_prompts=scores and only_last)
+    def _enter(self, request: DynamicInferenceRequest, spec: RequestSpec) -> asyncio.Future:
+        """Queue a request that can run, unless its grammar cannot be followed."""
+        request_id, grammar = spec.request_id, spec.sampling.grammar
+        fault = self.context.grammars.fault_of(grammar) if grammar else None
+        fault = fault or fault_of_end(spec, self.controller.tokenizer)
         if fault is not None:
             return self._refuse(request, fault)
-        ends = other_ends(sampling, self.controller.tokenizer)
-        with scoring_allowed(sampling):
-            future = super()._add_request(request)
+        self._states[request_id] = RequestState(Candidate(spec))
+        try:
+            with scoring_allowed(request.sampling_params):
+                future = super()._add_request(request)
+        except BaseException:  # leave no trace of it
+            self._states.pop(request_id)
+            self.requests.pop(request_id, None)
+            raise
+        request.sampling_params.num_tokens_total = None  # Megatron has set num_tokens_to_generate from it
         self.context.note_arrival()
-        request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
-        sampling.num_tokens_total = None  # folded into num_tokens_to_generate; a request with both is refused
-        state = self._states[request_id]
-        spec = state.asked = spec_of(request, seed=state.seed, tenant=state.tenant)
-        num_blocks = self.context.max_blocks_of_a_request
-        fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
-        if fault is None and spec.sampling.grammar:
-            fault = self.context.grammars.fault_of(spec.sampling.grammar)
-            fault = fault or fault_of_end(spec, self.controller.tokenizer)
-        if fault is not None or request.status is Status.FAILED:
-            return self._refuse(request, fault or "Megatron refuses it")
         self._hint.note_prompt(spec.prompt_len)
         return future
+
+    @override
+    def _add_request(self, request: Any) -> asyncio.Future:
+        """Queue a request again; Megatron calls it when it resumes."""
+        self.waiting_request_ids.append(request.request_id)
+        self.context.note_arrival()
+        return self.requests[request.request_id].future
 
     @override
     def reset(self) -> None:
@@ -222,9 +230,7 @@ class MambaCacheEngine(SuspendableEngine):
         if runner.sharing.is_fixed or runner.early_steps.launched is not None:
             self._look_ahead()
             return
-        scheduled = runner.step_requests.schedule(
-            self.scheduler, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
-        )
+        scheduled = runner.step_requests.schedule(self.scheduler, self._candidates(self._admissible()))
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
         runner.queue.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
         for row in scheduled.admitted:
@@ -336,7 +342,7 @@ class MambaCacheEngine(SuspendableEngine):
         head = tuple(islice(self.waiting_request_ids, RESTORED_AHEAD))
         if head != self._looked_at:
             self._looked_at = head
-            self.context.runner.step_requests.look_ahead(self.scheduler, head, self._candidate_of)
+            self.context.runner.step_requests.look_ahead(self.scheduler, [*self._candidates(head)])
 
     def _is_at_rest(self) -> bool:
         """Return whether nothing but a new request can change what the next step has to compute."""
@@ -407,13 +413,8 @@ class MambaCacheEngine(SuspendableEngine):
             self.context.cache.tiers.forget(request_id)
         super()._forget(request_id)
 
-    def _candidate_of(self, request_id: int) -> Candidate:
-        state = self._states[request_id]
-        if state.candidate is None:
-            assert state.asked is not None  # it waits, so it was valid
-            generated = tokens_after(0, self.requests[request_id].record.requests)
-            state.candidate = self.context.candidate(state.asked.continued(generated))
-        return state.candidate
+    def _candidates(self, request_ids: Iterable[int]) -> Iterator[Candidate]:
+        return (self._states[request_id].candidate for request_id in request_ids)
 
     def _refuse(self, request: Any, reason: str) -> asyncio.Future:
         """Fail a request alone; the next step reports it."""
@@ -431,3 +432,7 @@ class MambaCacheEngine(SuspendableEngine):
         request.events.clear()
         request.add_event_error_nontransient(ContextOverflowError(request_id, reason, is_transient=False))
         return self.requests[request_id].future
+
+
+def _in_use(request_id: int) -> ValueError:
+    return ValueError(f"request id {request_id} is in use; give each request an id of its own")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..policy.request_settings import ScoredToken
 from ..policy.requests import RunningRequest
 from ..step.prompt_log_probs import alternatives_by_text, named_alternatives
-from .request_spec import PROMPT_SCORES, PROMPT_TOP_N
+from .request_spec import PROMPT_SCORES
 from .request_states import DraftCounts, RequestState, tokens_after
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
@@ -58,7 +58,7 @@ class Addition:
                 generated.extend(entries[num_prompt:])
                 if not request.sampling_params.skip_prompt_log_probs:
                     of_prompt.extend(entries[:num_prompt])
-        prompt_top_n = getattr(request.sampling_params, PROMPT_TOP_N, None)
+        prompt_top_n = self.state.candidate.spec.log_probs.prompt_top_n
         if self.scored and prompt_top_n is not None:
             setattr(request.sampling_params, PROMPT_SCORES, [score.cut(prompt_top_n) for score in self.scored])
 
@@ -129,8 +129,7 @@ def additions_of(
         if chosen is None and not drafts.drafted:
             continue
         request, state = entries[request_id].record.requests[-1], states[request_id]
-        assert state.asked is not None  # it ran
-        text_of = str if state.asked.log_probs.names_ids else partial(_text_of, detokenize)
+        text_of = str if state.candidate.spec.log_probs.names_ids else partial(_text_of, detokenize)
         best = None
         if index in top_n:
             best = [alternatives_by_text(ids.tolist(), values.tolist(), text_of) for values, ids in top_n[index]]

@@ -1,173 +1,124 @@
-"""Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
+"""Read what a request asks for from Megatron's parameters, once, and carry it in them between processes."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from numbers import Integral
-from struct import error as PackError
-from struct import pack_into
-from types import NoneType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
+from typing_extensions import override
 
-from ..config import CacheConfig, is_encodable
+from ..config import is_encodable
 from ..policy.logits_settings import logits_settings_of
-from ..policy.request_settings import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings
+from ..policy.request_rules import RequestRules
+from ..policy.request_settings import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings, packed_ids
 
-LOGITS, GRAMMAR = "logits_settings", "grammar"
-STOP_TOKEN_IDS, BREAKPOINTS = "stop_token_ids", "breakpoints"
-PROMPT_TOP_N, ARRIVED = "prompt_top_n", "arrived_s"
-"""Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, a grammar as
-`grammars.forms` writes it, token ids that end a request, a list of [position, keep_s] as in `PromptBreakpoint`,
-`prompt_top_n` of `LogProbSettings` and `arrived_s` of `RequestSpec`, which all ranks are given alike."""
-PROMPT_SCORES, TOP_N_BY_ID = "prompt_scores", "top_n_by_id"
-"""The attributes with the answer to `PROMPT_TOP_N`, a `ScoredToken` for each prompt token from the second on, and with
-True where `top_n_logprobs` name tokens by the digits of their ids instead of by text."""
+SPEC = "spec"
+"""Attribute of sampling parameters: fields of `RequestSpec.as_mapping`, which replace Megatron's."""
+PROMPT_SCORES = "prompt_scores"
+"""Attribute of a reply's sampling parameters: a `ScoredToken` for each prompt token from the second on, if wanted."""
 _MOST_BREAKPOINTS = 16
-_SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
 
-def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
-    """Return the spec of a DynamicInferenceRequest whose sampling parameters are complete; see `RequestSpec`."""
-    sampling = request.sampling_params
+class SpecParams(SamplingParams):
+    """Sampling parameters that carry a spec; Megatron's own fields are filled from it."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        super().__init__(
+            temperature=spec.sampling.temperature,
+            top_k=spec.sampling.top_k,
+            top_p=spec.sampling.top_p,
+            num_tokens_to_generate=spec.max_tokens,
+            termination_id=spec.sampling.termination_id,
+            return_log_probs=spec.log_probs.wanted,
+            skip_prompt_log_probs=spec.log_probs.skip_prompt,
+            top_n_logprobs=spec.log_probs.top_n,
+        )
+        self.spec = spec
+
+    @override
+    def serialize(self) -> dict[str, Any]:
+        """Return a dict that msgpack can serialize."""
+        return {**super().serialize(), SPEC: self.spec.as_mapping()}
+
+
+def spec_of(
+    request: Any,
+    *,
+    stop_words: Sequence[Sequence[int]] = (),
+    longest: int | None = None,
+    default_seed: int = 0,
+    **given: Any,
+) -> RequestSpec:
+    """Return what a DynamicInferenceRequest asks for, which `RequestRules` may still refuse.
+
+    Args:
+        stop_words: Token ids of the stop words that Megatron's parameters have as text.
+        longest: Prompt and generated tokens of a request that sets no number; None if it has to.
+        default_seed: Seed of a request that sets none.
+        given: Fields that replace those of its parameters.
+
+    Raises:
+        ValueError: If a parameter is of a wrong type or contradicts another one.
+    """
+    asked = _asked_of(request.sampling_params) | given
     prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
+    seed, end = asked.get("seed"), asked["termination_id"]
+    ends = [*stop_words, *asked.get("stop_word_ids", ()), *([end] for end in asked.get("stop_token_ids", ()))]
     return RequestSpec(
         request_id=request.request_id,
         prompt=prompt,
-        max_len=len(prompt) + sampling.num_tokens_to_generate,
+        max_len=_max_len(asked, len(prompt), longest),
         sampling=SamplingSettings(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=seed,
-            termination_id=-1 if sampling.termination_id is None else sampling.termination_id,
-            stop_words=tuple(tuple(word) for word in request.stop_word_ids or () if len(word)),
-            logits=logits_settings_of(getattr(sampling, LOGITS, None)),
-            grammar=getattr(sampling, GRAMMAR, ""),
+            temperature=asked["temperature"],
+            top_k=asked["top_k"],
+            top_p=asked["top_p"],
+            seed=default_seed if seed is None else seed,
+            termination_id=None if end is None else int(end),
+            stop_words=tuple(tuple(word) for word in ends if len(word)),
+            logits=logits_settings_of(asked.get("logits")),
+            grammar=asked.get("grammar", ""),
         ),
-        tenant=tenant,
+        tenant=asked.get("tenant", ""),
         log_probs=LogProbSettings(
-            wanted=sampling.return_log_probs,
-            skip_prompt=sampling.skip_prompt_log_probs,
-            top_n=sampling.top_n_logprobs,
-            names_ids=bool(getattr(sampling, TOP_N_BY_ID, False)),
-            prompt_top_n=getattr(sampling, PROMPT_TOP_N, None),
+            wanted=asked["return_log_probs"],
+            skip_prompt=asked["skip_prompt_log_probs"],
+            top_n=asked["top_n_logprobs"],
+            names_ids=bool(asked.get("top_n_by_id", False)),
+            prompt_top_n=asked.get("prompt_top_n"),
         ),
-        breakpoints=tuple(PromptBreakpoint(*place) for place in getattr(sampling, BREAKPOINTS, ())),
-        arrived_s=getattr(sampling, ARRIVED, 0),
+        breakpoints=tuple(PromptBreakpoint(*point) for point in asked.get("breakpoints", ())),
+        arrived_s=asked.get("arrived_s", 0),
     )
 
 
-def valid_spec_of(
-    request: Any, config: CacheConfig, vocab_size: int, num_blocks: int, only_last_logits: bool
-) -> RequestSpec:
-    """Return the spec of a DynamicInferenceRequest that bypasses the engine.
-
-    Args:
-        num_blocks, only_last_logits: See `fault_of` and `contradiction_in`.
-
-    Raises:
-        ValueError: If the engine would refuse the request, or its number of tokens to generate is not set.
-    """
+def checked_spec_of(request: Any, rules: RequestRules) -> RequestSpec:
+    """Return what a DynamicInferenceRequest that bypasses the engine asks for; raise `ValueError` if it cannot run."""
     check_identity(request.request_id, None, "")
-    fault = contradiction_in(request.sampling_params, only_last_logits)
-    if fault is None and request.sampling_params.num_tokens_to_generate is None:
-        fault = "num_tokens_to_generate is None; an int is needed"
-    if fault is None:
-        spec = spec_of(request)
-        fault = fault_of(spec, config, vocab_size, num_blocks)
+    try:
+        spec = spec_of(request, stop_words=request.stop_word_ids or ())
+        fault = rules.fault_of(spec)
+    except ValueError as error:
+        fault = str(error)
     if fault is not None:
         raise ValueError(f"request {request.request_id} cannot run: {fault}")
     return spec
 
 
-def contradiction_in(sampling: Any, only_last_logits: bool, *, ranks_prompts: bool = False) -> str | None:
-    """Return which sampling parameters are of a wrong type or contradict each other, or the engine; None if none do.
-
-    Args:
-        only_last_logits: True when the engine computes logits of each row's last token only and scores no prompts.
-        ranks_prompts: True when the engine scores prompts apart from steps, with ranks.
-    """
-    for name in ("num_tokens_to_generate", "num_tokens_total"):
-        if type(getattr(sampling, name)) not in (int, NoneType):
-            return f"{name} is {getattr(sampling, name)!r}; it must be an int or None"
-    end = sampling.termination_id
-    if end is not None and not (isinstance(end, Integral) and abs(int(end)) < 2**31):
-        return f"termination_id is {end!r}; it must be a token id, -1 for none, or None for the tokenizer's"
-    if sampling.num_tokens_to_generate is not None and sampling.num_tokens_total is not None:
-        return (
-            f"num_tokens_to_generate={sampling.num_tokens_to_generate} and num_tokens_total="
-            f"{sampling.num_tokens_total} are both set; set one of them to None"
-        )
-    try:
-        logits_settings_of(getattr(sampling, LOGITS, None))
-    except ValueError as error:
-        return str(error)
-    if not isinstance(getattr(sampling, GRAMMAR, ""), str):
-        return f"{GRAMMAR} is {getattr(sampling, GRAMMAR)!r:.200}; it must be text"
-    if not _are_breakpoints(getattr(sampling, BREAKPOINTS, ())):
-        return (
-            f"{BREAKPOINTS} is {getattr(sampling, BREAKPOINTS)!r:.200}; it must be a list of at most "
-            f"{_MOST_BREAKPOINTS} pairs of a position and seconds"
-        )
-    if not _are_natural([getattr(sampling, ARRIVED, 0)]):
-        return f"{ARRIVED} is {getattr(sampling, ARRIVED)!r:.200}; it must be whole seconds"
-    if not _are_natural(getattr(sampling, STOP_TOKEN_IDS, ())):
-        return f"{STOP_TOKEN_IDS} is {getattr(sampling, STOP_TOKEN_IDS)!r:.200}; it must be a list of token ids"
-    for name, kinds in _SAMPLING_KINDS.items():
-        value = getattr(sampling, name)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            return f"{name} is {value!r}; it must be a number of type {kinds[-1].__name__}"
-    if sampling.top_n_logprobs > 0 and not sampling.return_log_probs:
-        return f"top_n_logprobs={sampling.top_n_logprobs} needs return_log_probs=True"
-    if sampling.return_log_probs and not sampling.skip_prompt_log_probs and only_last_logits:
-        return (
-            "log-probs of the prompt are off: build the engine with scores_prompts=True or "
-            "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
-        )
-    return _fault_of_prompt_top_n(sampling, ranks_prompts)
-
-
-def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks: int) -> str | None:
-    """Return what makes a request impossible, with value, limit and setting; None for a good one.
-
-    Args:
-        num_blocks: KV blocks that one request can have at most.
-    """
-    prompt, sampling = spec.prompt, spec.sampling
-    limit, num_to_generate = config.max_sequence_length, spec.max_len - len(prompt)
-    if prompt.ndim != 1:
-        return f"the prompt has shape {prompt.shape}; one row of token ids is needed"
-    if not len(prompt):
-        return "the prompt is empty; at least 1 token is needed"
-    worst = prompt.min() if prompt.min() < 0 else prompt.max()
-    if not 0 <= worst < vocab_size:
-        return f"token {worst} in the prompt is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
-    if len(prompt) >= limit:
-        return f"the prompt has {len(prompt)} tokens, which leaves none to generate below max_sequence_length={limit}"
-    if num_to_generate < 1:
-        return f"num_tokens_to_generate is {num_to_generate}; it must be 1 or more (num_tokens_total above the prompt)"
-    if spec.max_len > limit:
-        return (
-            f"{len(prompt)} prompt tokens and {num_to_generate} to generate make {spec.max_len}, above "
-            f"max_sequence_length={limit}"
-        )
-    needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last token sampled is never computed
-    if needed > num_blocks:
-        return (
-            f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {num_blocks}; raise "
-            "--inference-dynamic-batching-buffer-size-gb"
-        )
-    fault = _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
-    if fault is None and sampling.grammar and sampling.logits.min_tokens:
-        fault = (
-            f"min_tokens is {sampling.logits.min_tokens}; a reply that follows a grammar ends where the grammar says"
-        )
-    return fault or sampling.logits.fault(vocab_size)
+def ended_by(spec: RequestSpec, tokenizer: Any) -> RequestSpec:
+    """Return a spec with the tokenizer's end tokens, unless the request sets `termination_id`."""
+    if spec.sampling.termination_id is not None:
+        return spec
+    eod, others = getattr(tokenizer, "eod", None), getattr(tokenizer, "other_end_ids", ())
+    stop_words = (*spec.sampling.stop_words, *((end,) for end in others))
+    return replace(
+        spec, sampling=replace(spec.sampling, termination_id=-1 if eod is None else eod, stop_words=stop_words)
+    )
 
 
 def check_identity(request_id: object, seed: object, tenant: object) -> None:
@@ -178,59 +129,11 @@ def check_identity(request_id: object, seed: object, tenant: object) -> None:
         raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
 
 
-def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
-    if 0 <= sampling.temperature < math.inf and 0 <= sampling.top_k < 2**31 and 0 <= sampling.top_p <= 1:
-        return None
-    return (
-        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
-        "temperature >= 0 and finite, top_k >= 0 and below 2**31, and top_p from 0 to 1"
-    )
-
-
-def _are_natural(found: Any) -> bool:
-    return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
-
-
-def _are_breakpoints(found: Any) -> bool:
-    if not isinstance(found, list | tuple) or len(found) > _MOST_BREAKPOINTS:
-        return False
-    return all(_are_natural(place) and len(place) == 2 for place in found)
-
-
-def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | None:
-    for name, count in (("top_n_logprobs", settings.top_n), (PROMPT_TOP_N, settings.prompt_top_n or 0)):
-        if not 0 <= count <= vocab_size:
-            return f"{name} is {count}; it must be from 0 to the vocabulary's {vocab_size}"
-    return None
-
-
-def _fault_of_prompt_top_n(sampling: Any, ranks_prompts: bool) -> str | None:
-    count = getattr(sampling, PROMPT_TOP_N, None)
-    if count is None:
-        return None
-    if type(count) is not int:
-        return f"{PROMPT_TOP_N} is {count!r:.200}; it must be an int or None"
-    if not sampling.return_log_probs or sampling.skip_prompt_log_probs:
-        return f"{PROMPT_TOP_N}={count} needs return_log_probs=True and skip_prompt_log_probs=False"
-    if not ranks_prompts:
-        return f"{PROMPT_TOP_N}={count} needs an engine built with scores_prompts=True and the last logits only"
-    return None
-
-
-def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
-    """Return, as stop words, what ends a request besides its tokenizer's `eod`.
-
-    These are the tokenizer's other end tokens, unless the request sets `termination_id`, and `STOP_TOKEN_IDS`.
-    """
-    end_ids = getattr(tokenizer, "other_end_ids", ()) if sampling.termination_id is None else ()
-    return [[end_id] for end_id in (*end_ids, *getattr(sampling, STOP_TOKEN_IDS, ()))]
-
-
 def fault_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
     """Return which end token of a grammar's text would not end its request; None if all do, or it has no grammar."""
     if not spec.sampling.grammar:
         return None
-    ends = {spec.sampling.termination_id, *(word[0] for word in spec.sampling.stop_words if len(word) == 1)}
+    ends = spec.sampling.end_ids
     missing = [end for end in (tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())) if end >= 0 and end not in ends]
     if not missing:
         return None
@@ -268,22 +171,6 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
     return packed_ids(tokens)
 
 
-def packed_ids(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return integers as a vector, in less than half the time that NumPy takes.
-
-    Raises:
-        OverflowError: If one has more than 64 bits.
-        TypeError: If one is no integer.
-    """
-    ids = np.empty(len(tokens), np.int64)
-    try:
-        pack_into(f"{len(tokens)}q", ids.data, 0, *tokens)
-    except PackError as error:
-        kind = OverflowError if all(isinstance(token, Integral) for token in tokens) else TypeError
-        raise kind(f"need integers of 64 bits: {error}") from error
-    return ids
-
-
 @contextmanager
 def scoring_allowed(sampling: Any) -> Iterator[None]:
     """Let the block add a request whose prompt is scored, although Megatron asserts that all logits exist."""
@@ -292,3 +179,86 @@ def scoring_allowed(sampling: Any) -> Iterator[None]:
         yield
     finally:
         sampling.skip_prompt_log_probs = skips
+
+
+def _asked_of(sampling: Any) -> dict[str, Any]:
+    """Return Megatron's fields and those of `SPEC`, each of its type."""
+    carried = getattr(sampling, SPEC, {})
+    if not isinstance(carried, Mapping) or not carried.keys() <= _CARRIED.keys():
+        raise ValueError(f"{SPEC} is {carried!r:.200}; it must be a mapping with keys of {sorted(_CARRIED)}")
+    asked = {name: getattr(sampling, name) for name in _OF_MEGATRON} | dict(carried)
+    for name, value in asked.items():
+        is_valid, needed = (_OF_MEGATRON | _CARRIED)[name]
+        if not is_valid(value):
+            raise ValueError(f"{name} is {value!r:.200}; it must be {needed}")
+    return asked
+
+
+def _max_len(asked: Mapping[str, Any], prompt_len: int, longest: int | None) -> int:
+    """Return the prompt and generated tokens that are asked for."""
+    num_tokens, total = asked["num_tokens_to_generate"], asked["num_tokens_total"]
+    if num_tokens is not None and total is not None:
+        raise ValueError(
+            f"num_tokens_to_generate={num_tokens} and num_tokens_total={total} are both set; set one of them to None"
+        )
+    if num_tokens is not None:
+        return prompt_len + int(num_tokens)
+    length = longest if total is None else total
+    if length is None:
+        raise ValueError("num_tokens_to_generate is None; an int is needed")
+    return int(length)
+
+
+_Field = tuple[Callable[[Any], bool], str]
+
+
+def _is_number(kinds: tuple[type, ...]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _is_int_or_none(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _is_end(value: Any) -> bool:
+    return value is None or (isinstance(value, Integral) and abs(int(value)) < 2**31)
+
+
+def _are_natural(found: Any) -> bool:
+    return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
+
+
+def _are_words(found: Any) -> bool:
+    return isinstance(found, list | tuple) and all(map(_are_natural, found))
+
+
+def _are_breakpoints(found: Any) -> bool:
+    return _are_words(found) and len(found) <= _MOST_BREAKPOINTS and all(len(point) == 2 for point in found)
+
+
+_COUNT: _Field = (_is_int_or_none, "an int or None")
+_FLAG: _Field = (lambda _: True, "a bool")
+_OF_MEGATRON: dict[str, _Field] = {
+    "num_tokens_to_generate": _COUNT,
+    "num_tokens_total": _COUNT,
+    "termination_id": (_is_end, "a token id, -1 for none, or None for the tokenizer's"),
+    "temperature": (_is_number((int, float)), "a number of type float"),
+    "top_p": (_is_number((int, float)), "a number of type float"),
+    "top_k": (_is_number((int,)), "a number of type int"),
+    "top_n_logprobs": (_is_number((int,)), "a number of type int"),
+    "return_log_probs": _FLAG,
+    "skip_prompt_log_probs": _FLAG,
+}
+_CARRIED: dict[str, _Field] = {
+    **{name: field for name, field in _OF_MEGATRON.items() if name != "num_tokens_total"},
+    "seed": _COUNT,
+    "tenant": (is_encodable, "Unicode text"),
+    "stop_word_ids": (_are_words, "a list of lists of token ids"),
+    "stop_token_ids": (_are_natural, "a list of token ids"),
+    "logits": (lambda _: True, "a mapping"),  # `logits_settings_of` says what is wrong
+    "grammar": (lambda found: isinstance(found, str), "text"),
+    "top_n_by_id": _FLAG,
+    "prompt_top_n": _COUNT,
+    "breakpoints": (_are_breakpoints, f"a list of at most {_MOST_BREAKPOINTS} pairs of a position and seconds"),
+    "arrived_s": (lambda found: _are_natural([found]), "whole seconds"),
+}

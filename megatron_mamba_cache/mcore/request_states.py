@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
-from ..policy.request_settings import RequestSpec
 from ..policy.requests import Candidate, RunningRequest
 
 _REMEMBERED_REQUESTS = 65_536
@@ -37,11 +36,7 @@ class TierTokens:
 class RequestState:
     """What the engine keeps of a request besides Megatron's record."""
 
-    seed: int
-    tenant: str = ""
-    asked: RequestSpec | None = None  # what the client asked for; set once, before the request is queued
-    candidate: Candidate | None = None  # made from it and the tokens generated so far; made again after an interruption
-    age: int | None = None  # order of its first admission
+    candidate: Candidate  # which waits, or waits again after an interruption
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
     tiers: TierTokens = TierTokens()  # of these
     draft_counts: DraftCounts = DraftCounts()  # over its whole life, evictions included
@@ -56,7 +51,12 @@ class RequestState:
             self.tiers = TierTokens(row.from_host, row.from_disk)
             self.admitted_at = time.monotonic()
         self.num_written_before = self.num_written
-        self.age, self.row = row.age, row
+        self.row = row
+
+    @property
+    def age(self) -> int | None:
+        """Order of its first admission; None before that."""
+        return None if self.row is None else self.row.age
 
     @property
     def num_written(self) -> int:
@@ -78,14 +78,9 @@ class _RequestCounts:
 class RequestStates(dict[int, RequestState]):
     """The states by request id."""
 
-    def __init__(self, engine_seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._engine_seed = engine_seed
         self._left: dict[int, _RequestCounts] = {}  # oldest first
-
-    def begin(self, request_id: int, seed: int | None = None, tenant: str = "") -> None:
-        """Keep the state of a request from now on; `seed` None derives one from the engine's seed and the id."""
-        self[request_id] = RequestState((self._engine_seed << 32) + request_id if seed is None else seed, tenant)
 
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""
@@ -129,7 +124,7 @@ class RequestStates(dict[int, RequestState]):
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
     """Begin another part of the record of a request that lost its row, unless the newest part has no token.
 
-    The part only collects what is generated from here on: what runs is made from `RequestState.asked`.
+    The part only collects what is generated from here on: what runs is made from its spec.
     """
     if record[-1].generated_tokens:
         record.checkpoint()

@@ -17,7 +17,7 @@ from ..step.warmup import compile_ahead, warm_up
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
-from .request_states import RequestStates, begin_next_part
+from .request_states import RequestStates, begin_next_part, tokens_after
 
 _LOG = logging.getLogger(__name__)
 LANDING_INTERVAL_S = 0.02
@@ -104,7 +104,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         for request_id in running:
             self._restart(request_id)
         for request_id in waiting:
-            self._states[request_id].candidate = None  # another epoch or version may have the same number
+            self._states[request_id].candidate.forget_keys()
         self.resume_request_ids = [*running, *waiting]
 
     @override
@@ -214,8 +214,10 @@ class SuspendableEngine(DynamicInferenceEngine):
             self.create_cuda_graphs()
 
     def _restart(self, request_id: int) -> None:
-        self._states[request_id].candidate = None
-        begin_next_part(self.requests[request_id].record)
+        record = self.requests[request_id].record
+        begin_next_part(record)
+        state = self._states[request_id]
+        state.candidate.restart(state.age, tokens_after(0, record.requests))
 
     def _forget(self, request_id: int) -> None:
         self._states.leave(request_id)

@@ -58,7 +58,7 @@ def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, ma
     """Serve one request; return how many of its prompt tokens the cache skipped."""
     prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
     spec = RequestSpec(number, prompt, text.length, SamplingSettings())
-    candidate = Candidate(spec, RecordedKeys(text, cache.block_size), cache.epoch)
+    candidate = Candidate(spec, chain=RecordedKeys(text, cache.block_size), epoch=cache.epoch)
     requests = RunningRequests(cache, max_requests=1, max_tokens=max_tokens)
     cache.look_ahead([candidate])
     make_copies()

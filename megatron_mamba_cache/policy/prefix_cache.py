@@ -86,10 +86,6 @@ class PrefixCache:
         )
         self._num_admitted = 0
 
-    def candidate(self, spec: RequestSpec) -> Candidate:
-        """Return `spec` ready for admission, with its prompt's block keys computed."""
-        return Candidate(spec, self._keys_of(spec), self.epoch)
-
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
         """Plan the admission of a candidate within `budget` tokens; changes nothing but the candidate's own notes."""
         if self.tiers.awaits(candidate.spec.request_id):
@@ -123,13 +119,10 @@ class PrefixCache:
             positions += [prompt_end - 1, prompt_end]  # an exact repeat computes its last token
         return (*parting, *(position // self.block_size * self.block_size for position in positions))
 
-    def admit(
-        self, candidate: Candidate, plan: AdmissionPlan, age: int | None = None, branches: tuple[int, ...] = ()
-    ) -> RunningRequest:
+    def admit(self, candidate: Candidate, plan: AdmissionPlan, branches: tuple[int, ...] = ()) -> RunningRequest:
         """Apply an admission plan and schedule the request's first prefill chunk.
 
         Args:
-            age: The age of a request that ran before and was evicted; None for a new one.
             branches: Boundaries of the prompt that get a state because other texts part from it there.
 
         Raises:
@@ -155,7 +148,7 @@ class PrefixCache:
                 spec=candidate.spec,
                 chain=candidate.chain,
                 epoch=candidate.epoch,
-                age=self._num_admitted if age is None else age,
+                age=self._num_admitted if candidate.age is None else candidate.age,
                 cursor=cursor,
                 block_ids=[*match.blocks, *new_blocks],
                 num_shared_blocks=len(match.blocks),
@@ -168,7 +161,7 @@ class PrefixCache:
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
             self._claim(row)
-            self._count_admission(row, candidate, is_first=age is None)
+            self._count_admission(row, candidate)
             undo.pop_all()
         self._num_admitted += 1
         return row
@@ -352,7 +345,7 @@ class PrefixCache:
 
     def _check_plan(self, candidate: Candidate, plan: AdmissionPlan) -> None:
         match = plan.match
-        for block, key in zip(match.blocks, candidate.chain.keys, strict=False):
+        for block, key in zip(match.blocks, self._view(candidate).keys, strict=False):
             if self.kv.find(key) != block:
                 raise CacheIntegrityError(f"block {block} of an admission plan is no longer cached")
         if match.skip_tokens and self.slots.slot_of(match.blocks[match.skip_tokens // self.block_size - 1]) is None:
@@ -396,8 +389,8 @@ class PrefixCache:
             self.slots.unpin(row.source_block)
             row.release_source()
 
-    def _count_admission(self, row: RunningRequest, candidate: Candidate, *, is_first: bool) -> None:
-        if is_first:
+    def _count_admission(self, row: RunningRequest, candidate: Candidate) -> None:
+        if candidate.age is None:
             awaited_copy = candidate.awaited_copy
             reason = reason_for_no_hit(row, self.block_size, enabled=self.enabled, awaited_copy=awaited_copy)
             self.counters.count_without_hit(reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from .block_hashing import KeyChain
+from .block_hashing import BlockKeyChain, KeyChain
 from .identifiers import BlockId, DraftBufferId, SlotId
 from .kept_tokens import KeptTokens
 from .request_settings import RequestSpec, ScoredToken
@@ -17,17 +17,35 @@ from .request_settings import RequestSpec, ScoredToken
 class Candidate:
     """A request that waits for admission, with the keys of its prompt's blocks.
 
-    The keys are computed once for each epoch of the cache, however often admission is tried.
+    The cache computes the keys once for each epoch, however often admission is tried.
+
+    Args:
+        age: Order of the request's first admission; None if it never ran.
     """
 
     spec: RequestSpec
-    chain: KeyChain
-    epoch: int
+    age: int | None = None
+    chain: KeyChain = field(default_factory=lambda: BlockKeyChain(bytes(32), 1))
+    epoch: int = -1  # until the keys are computed
     awaited_copy: bool = False  # of what it starts from, in this epoch
+
+    @property
+    def request_id(self) -> int:
+        """Id of the request."""
+        return self.spec.request_id
 
     def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
         """Take the keys of a new epoch, in which nothing has been awaited yet."""
         self.chain, self.epoch, self.awaited_copy = chain, epoch, False
+
+    def forget_keys(self) -> None:
+        """Have the keys computed again: another epoch may have the same number."""
+        self.epoch = -1
+
+    def restart(self, age: int | None, generated: Sequence[int]) -> None:
+        """Wait again after an interruption, with all that the request has generated."""
+        self.spec, self.age = self.spec.continued(generated), age
+        self.forget_keys()
 
 
 @dataclass(frozen=True, slots=True)

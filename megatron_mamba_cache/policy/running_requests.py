@@ -53,6 +53,11 @@ class RunningRequests:
         return len(self._rows) >= self._max_requests
 
     @property
+    def num_free(self) -> int:
+        """How many requests can join before another ends."""
+        return max(self._max_requests - len(self._rows), 0)
+
+    @property
     def rows(self) -> Sequence[RunningRequest]:
         """All rows, in order."""
         return self._rows
@@ -102,27 +107,24 @@ class RunningRequests:
         budget = self._max_tokens - counts.tokens
         return min(budget, self._max_beside - (counts.tokens - num_decoding)) if num_decoding else budget
 
-    def admit(
-        self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()
-    ) -> RunningRequest | Refusal:
+    def admit(self, candidate: Candidate, budget: int, following: Iterable[Candidate] = ()) -> RunningRequest | Refusal:
         """Admit a request with its first prefill chunk in the next step, or return why not.
 
         Args:
             budget: Tokens of this request that the step may compute.
-            age: See `PrefixCache.admit`.
             following: Requests that wait after it: where they part from its prompt, it keeps a state for them.
         """
         if self.is_full:
             return Refusal.NO_ROW
         plan = self.cache.plan(candidate, budget)
         while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._rows:  # no row will make room
-            if not self.cache.tiers.make_room(candidate.spec.request_id):
+            if not self.cache.tiers.make_room(candidate.request_id):
                 break
             plan = self.cache.plan(candidate, budget)
         if isinstance(plan, Refusal):
             self.cache.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
             return plan
-        row = self.cache.admit(candidate, plan, age, self.cache.branches(candidate, following))
+        row = self.cache.admit(candidate, plan, self.cache.branches(candidate, following))
         self._rows.append(row)
         return row
 

@@ -1,7 +1,8 @@
 """Fill a step: rows in mid-prefill first, then waiting requests in order, within the budget of tokens to compute."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from .admission import LOOK_AHEAD, Refusal
 from .requests import Candidate, RunningRequest
@@ -65,24 +66,19 @@ class StepScheduler:
         request_id, self._in_hand = self._in_hand, None
         return request_id
 
-    def fill_step(
-        self,
-        requests: RunningRequests,
-        waiting: Iterable[int],
-        candidate_of: Callable[[int], Candidate],
-        age_of: Callable[[int], int | None],
-    ) -> ScheduledStep:
-        """Schedule the next step's prefill work; decode rows take one token each by themselves."""
+    def fill_step(self, requests: RunningRequests, waiting: Iterable[Candidate]) -> ScheduledStep:
+        """Schedule the next step's prefill work; decoding requests take one token each by themselves."""
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.prompt_budget
-        queue = [] if requests.any_paused else list(waiting)
-        self.look_ahead(requests, queue, candidate_of)
-        for place, request_id in enumerate(queue):
+        most_considered = requests.num_free + MOST_PASSED_OVER + 1
+        queue = [] if requests.any_paused else list(islice(waiting, most_considered + LOOK_AHEAD))
+        self.look_ahead(requests, queue)
+        for index, candidate in enumerate(queue):
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
-            self._in_hand = request_id
-            following = self._candidates(queue[place + 1 : place + 1 + LOOK_AHEAD], request_id, candidate_of)
-            outcome = requests.admit(candidate_of(request_id), budget, age_of(request_id), following)
+            self._in_hand = candidate.request_id
+            following = self._in_turn(queue[index + 1 : index + 1 + LOOK_AHEAD], candidate.request_id)
+            outcome = requests.admit(candidate, budget, following)
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
                 budget = requests.prompt_budget
@@ -94,19 +90,15 @@ class StepScheduler:
         self._in_hand = None
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
-    def look_ahead(
-        self, requests: RunningRequests, queue: Sequence[int], candidate_of: Callable[[int], Candidate]
-    ) -> None:
-        """Bring back from the tiers below what the next requests of a queue start from; see `Tiers.look_ahead`."""
-        requests.cache.look_ahead(self._candidates(queue[:RESTORED_AHEAD], None, candidate_of))
+    def look_ahead(self, requests: RunningRequests, queue: Sequence[Candidate]) -> None:
+        """Restore from the tiers below what the next requests of a queue start from; see `Tiers.look_ahead`."""
+        requests.cache.look_ahead(self._in_turn(queue[:RESTORED_AHEAD], None))
 
-    def _candidates(
-        self, request_ids: Sequence[int], in_hand: int | None, candidate_of: Callable[[int], Candidate]
-    ) -> Iterator[Candidate]:
-        """Yield the candidates of requests, each in hand while its keys are computed."""
-        for request_id in request_ids:
-            self._in_hand = request_id
-            yield candidate_of(request_id)
+    def _in_turn(self, candidates: Sequence[Candidate], in_hand: int | None) -> Iterator[Candidate]:
+        """Yield candidates, each in hand while its keys are computed."""
+        for candidate in candidates:
+            self._in_hand = candidate.request_id
+            yield candidate
         self._in_hand = in_hand
 
     def _continue_prefills(self, requests: RunningRequests) -> RunningRequest | None:

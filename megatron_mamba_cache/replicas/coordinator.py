@@ -18,7 +18,6 @@ from megatron.core.inference.data_parallel_inference_coordinator import DataPara
 from megatron.core.inference.headers import Headers
 from typing_extensions import override
 
-from ..mcore.request_spec import ARRIVED
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
 from .front_end import pack_cancel
@@ -243,7 +242,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         except Exception as error:
             self._fail(request, f"the request cannot be read: {error}")
         else:
-            request.sampling = {**request.sampling, ARRIVED: int(time.time())}
+            request.arrive(int(time.time()))
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:

@@ -35,8 +35,8 @@ MOST_FAILED_STEPS = 16
 class ReplicaEngine(MambaCacheEngine):
     """Serves the requests of a coordinator, and reports to it where prompts can resume.
 
-    Sampling parameters carry values that Megatron's protocol has no field for: a client may add `seed` and `tenant` to
-    them, as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens`,
+    Sampling parameters carry values that Megatron's protocol has no field for: a client may add a spec, as in
+    `sampling.add_attributes({"spec": {"tenant": "red"}})`, and those of a reply have `cached_tokens`,
     `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
     """
 
@@ -182,8 +182,6 @@ class ReplicaEngine(MambaCacheEngine):
             if obeyed(self, request_id, sampling_params):
                 unanswered: asyncio.Future[Any] = self._loop.create_future()
                 return unanswered
-        seed = getattr(sampling_params, "seed", None) if seed is None else seed
-        tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
         try:
             return super().add_request(request_id, prompt, sampling_params, seed=seed, tenant=tenant)
         except Exception as error:

@@ -10,6 +10,7 @@ import msgpack
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.sampling_params import SamplingParams
 
+from ..mcore.request_spec import SPEC
 from ..policy.routing import ReplicaName
 from .front_end import CANCELS, FLUSHES
 from .wire import packed
@@ -46,7 +47,7 @@ class RequestInFlight:
     @property
     def tenant(self) -> str:
         """The tenant whose prefixes it may share."""
-        tenant = self.sampling.get("tenant", "")
+        tenant = self.sampling.get(SPEC, {}).get("tenant", "")
         return tenant if isinstance(tenant, str) else ""
 
     @property
@@ -57,6 +58,10 @@ class RequestInFlight:
             if isinstance(value, int):
                 return min(max(value - before, 0), _MOST_NEW_TOKENS)
         return 0
+
+    def arrive(self, at_s: int) -> None:
+        """Stamp the request with the second of its arrival."""
+        self.sampling = {**self.sampling, SPEC: {**self.sampling.get(SPEC, {}), "arrived_s": at_s}}
 
     def size(self) -> int:
         """Return roughly how many bytes it takes."""
@@ -160,6 +165,8 @@ def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
     for name in sampling:
         if name.startswith("_") or name in (CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
             raise ValueError(f"sampling parameter {name!r} has a name that is taken; give it another one")
+    if not isinstance(sampling.get(SPEC, {}), dict):
+        raise ValueError(f"sampling parameter {SPEC!r} is {sampling[SPEC]!r:.100}; it must be a mapping")
     try:
         SamplingParams.deserialize(dict(sampling))
     except Exception as error:

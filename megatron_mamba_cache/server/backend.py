@@ -1,63 +1,17 @@
 """The front end's interface to the engines, wherever they run."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NewType, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NewType, Protocol
 
 from ..grammars.compiler import Grammars
+from ..mcore.failure_reason import failure_reason
 from ..metrics import CacheSnapshot
-from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
-from ..policy.request_settings import PromptBreakpoint, ScoredToken
+from ..policy.request_settings import RequestSpec, ScoredToken
 
 Ticket = NewType("Ticket", int)
 
 EndReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One prompt and the sampling settings of its reply.
-
-    Args:
-        max_tokens: The most tokens to generate; at least 1.
-        temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.
-        tenant: Tenant whose prefixes it shares.
-        num_log_probs: Alternatives with log-probs for each token; 0 gives only the chosen token's, None gives none.
-        scores_prompt: Whether to return log-probs of the prompt too, which computes the whole prompt.
-        prompt_top_n: The best tokens to return in the place of each prompt token, with ranks; None for none, not even
-            its own rank. It computes the whole prompt too.
-        ignores_end: Whether to continue after the tokenizer's end tokens.
-        stop_token_ids: Further tokens that end it.
-        logits: How the model's logits are changed before a token is drawn.
-        grammar: What the reply has to follow, as `grammars.forms` writes it; "" for nothing.
-        breakpoints: Where other prompts are expected to part from this one.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    seed: int = 0
-    tenant: str = ""
-    num_log_probs: int | None = None
-    scores_prompt: bool = False
-    prompt_top_n: int | None = None
-    ignores_end: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logits: LogitsSettings = PLAIN_LOGITS
-    grammar: str = ""
-    breakpoints: tuple[PromptBreakpoint, ...] = ()
-
-    @property
-    def wants_log_probs(self) -> bool:
-        """True when the engine has to compute log-probs of any token."""
-        return self.num_log_probs is not None or self.prompt_top_n is not None
-
-    @property
-    def computes_prompt(self) -> bool:
-        """True when every token of the prompt has to be computed, cached or not."""
-        return self.scores_prompt or self.prompt_top_n is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +83,14 @@ class Backend(Protocol):
     def state(self) -> BackendState:
         """The latest state."""
 
-    def fault_of(self, request: GenerationRequest) -> str | None:
+    def fault_of(self, spec: RequestSpec) -> str | None:
         """Return why a request can never run; None if it can."""
 
-    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
-        """Queue a request; `deliver` is called in the event loop with each step's progress, the last with an `end`."""
+    def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
+        """Queue a request, which gets its id and time here.
+
+        `deliver` is called in the event loop with each step's progress, the last with an `end`.
+        """
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop a request before the next step and deliver nothing more; ignore one that has ended."""
@@ -146,3 +103,36 @@ class Backend(Protocol):
 
     async def stop(self) -> None:
         """Stop the engines."""
+
+
+@dataclass(slots=True)
+class Listener:
+    """The receiver of a request's progress.
+
+    Args:
+        end_ids: Tokens that end it before its length limit.
+        num_tokens: Generated tokens that have been delivered.
+    """
+
+    deliver: Callable[[Progress], None]
+    end_ids: frozenset[int]
+    num_tokens: int = 0
+
+    @staticmethod
+    def of(spec: RequestSpec, deliver: Callable[[Progress], None], end_ids: frozenset[int]) -> "Listener":
+        """Return the receiver of a request's progress; `end_ids` are the model's."""
+        own = end_ids if spec.sampling.termination_id is None else frozenset[int]()
+        return Listener(deliver, own.union(spec.sampling.end_ids))
+
+
+def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
+    """Return log-probs by token id, which a record names by their digits."""
+    return tuple({int(token): value for token, value in best.items()} for best in named)
+
+
+def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
+    """Return a reply's last progress with the reason of its end, taken from the newest part of its record."""
+    error = failure_reason(newest)
+    if error is not None:
+        return replace(progress, end="error", error=error)
+    return replace(progress, end="stop" if progress.tokens and progress.tokens[-1] in end_ids else "length")

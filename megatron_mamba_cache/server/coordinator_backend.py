@@ -20,15 +20,16 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
 from ..grammars.compiler import Grammars
+from ..mcore.request_spec import SpecParams
 from ..metrics import CacheSnapshot
-from ..policy.request_settings import ScoredToken
+from ..policy.request_rules import RequestRules
+from ..policy.request_settings import RequestSpec, ScoredToken
 from ..replicas.access import Access, LoopbackAccess
 from ..replicas.channels import set_heartbeats
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..replicas.progress_reports import progress_since
 from ..replicas.replica_link import COORDINATOR_SILENCE_S
-from .backend import BackendState, GenerationRequest, Progress, Ticket
-from .megatron_requests import Listener, RequestRules, by_id, ended, sampling_params
+from .backend import BackendState, Listener, Progress, Ticket, by_id, ended
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +95,14 @@ class CoordinatorBackend:
     def state(self) -> BackendState:
         return self._state
 
-    def fault_of(self, request: GenerationRequest) -> str | None:
-        return self._rules.fault_of(request)
+    def fault_of(self, spec: RequestSpec) -> str | None:
+        return self._rules.fault_of(spec)
 
-    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+    def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        params = sampling_params(request)
-        params.add_attributes({"seed": request.seed, "tenant": request.tenant, STREAMS: True})
-        self._listeners[ticket] = Listener.of(request, deliver, self._end_ids)
-        self._send(Headers.SUBMIT_REQUEST.value, ticket, list(request.prompt), params.serialize())
+        self._listeners[ticket] = Listener.of(spec, deliver, self._end_ids)
+        params = SpecParams(spec).serialize() | {STREAMS: True}
+        self._send(Headers.SUBMIT_REQUEST.value, ticket, spec.prompt.tolist(), params)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:

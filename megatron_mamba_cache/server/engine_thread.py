@@ -15,14 +15,14 @@ import torch
 
 from ..errors import CacheIntegrityError
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.request_spec import ARRIVED, PROMPT_SCORES, packed_ids
+from ..mcore.request_spec import PROMPT_SCORES
 from ..mcore.request_states import tokens_after
 from ..mcore.suspendable_engine import LANDING_INTERVAL_S
 from ..metrics import CacheSnapshot
+from ..policy.request_settings import RequestSpec
 from ..replicas.engine import MOST_FAILED_STEPS
-from .backend import BackendState, GenerationRequest, Progress, Ticket
+from .backend import BackendState, Listener, Progress, Ticket, by_id, ended
 from .errors import engine_failed
-from .megatron_requests import Listener, RequestRules, by_id, ended, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class EngineThread:
 
     def __init__(self, engine: MambaCacheEngine, end_ids: frozenset[int]) -> None:
         self._engine = engine
-        self._rules = RequestRules.of(engine.context)
+        self._rules = engine.context.request_rules
         self.max_sequence_length = self._rules.max_sequence_length
         self.grammars = engine.context.grammars
         self._end_ids = end_ids
@@ -69,12 +69,13 @@ class EngineThread:
     def state(self) -> BackendState:
         return self._state
 
-    def fault_of(self, request: GenerationRequest) -> str | None:
-        return self._rules.fault_of(request)
+    def fault_of(self, spec: RequestSpec) -> str | None:
+        return self._rules.fault_of(spec)
 
-    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+    def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         ticket = Ticket(next(self._tickets))
-        self._commands.put(lambda: self._add(ticket, request, deliver))
+        stamped = replace(spec, request_id=ticket, arrived_s=int(time.time()))
+        self._commands.put(lambda: self._add(ticket, stamped, deliver))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -205,18 +206,15 @@ class EngineThread:
             running_s=self._engine.running_seconds(request_id),
         )
 
-    def _add(self, ticket: Ticket, request: GenerationRequest, deliver: Callable[[Progress], None]) -> None:
+    def _add(self, ticket: Ticket, spec: RequestSpec, deliver: Callable[[Progress], None]) -> None:
         try:
             if self._state.failure is not None:
                 raise RuntimeError(self._state.failure)
-            sampling = sampling_params(request)
-            sampling.add_attributes({ARRIVED: int(time.time())})
-            prompt = packed_ids(request.prompt)
-            self._engine.add_request(ticket, prompt, sampling, seed=request.seed, tenant=request.tenant)
+            self._engine.submit(spec)
         except Exception as error:
             self._post([(deliver, Progress(end="error", error=str(error)))])
         else:
-            self._listeners[ticket] = Listener.of(request, deliver, self._end_ids)
+            self._listeners[ticket] = Listener.of(spec, deliver, self._end_ids)
 
     def _drop(self, ticket: Ticket) -> None:
         if self._listeners.pop(ticket, None) is not None:

@@ -126,7 +126,7 @@ class CompletionFormat(_Envelope):
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
-            "top_logprobs": [_best(token) for token in tokens] if choice.request.num_log_probs else None,
+            "top_logprobs": [_best(token) for token in tokens] if choice.num_log_probs else None,
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -216,7 +216,7 @@ def _chat_message(reply: ParsedReply, *, tells_reasoning: bool) -> dict[str, Any
 
 
 def _wants_log_probs(choice: Choice) -> bool:
-    return choice.request.num_log_probs is not None
+    return choice.num_log_probs is not None
 
 
 def _best(token: TokenInfo) -> dict[str, float] | None:

@@ -1,29 +1,25 @@
 """One HTTP request's replies, from the gate to the end of the last one."""
 
-import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ..policy.request_settings import ScoredToken
-from .backend import Backend, GenerationRequest, Progress, Ticket
+from ..policy.request_settings import RequestSpec, ScoredToken
+from .backend import Backend, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
 from .job_progress import JobTimes, Mail, TokenTimes
 from .limits import Places, QueueGate
-from .prompt_scores import Entries, PromptScoring
+from .orders import Order
+from .prompt_scores import Entries
 from .prompts import Prompt
-from .reply import EmptyReply, Piece, Reply, ReplyPrompt, ReplyReading
-from .reply_forms import ReplyForm
-from .tenants import Tenant
+from .reply import EmptyReply, Piece, Reply, ReplyPrompt
 from .usage import Usage, prompt_usage
-
-_UINT63 = 2**63
 
 
 @dataclass(slots=True)
@@ -34,15 +30,17 @@ class Choice:
         index: Among the choices of all prompts.
         ticket: Set while the engine has the request.
         echo: The prompt's echo until it is sent.
+        num_log_probs: See `Order`.
         prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
     """
 
     index: int
     prompt_index: int
-    request: GenerationRequest
+    spec: RequestSpec
     reply: Reply
     ticket: Ticket | None = None
     echo: Echo | None = None
+    num_log_probs: int | None = None
     prompt_scores: tuple[ScoredToken, ...] = ()
 
 
@@ -70,35 +68,6 @@ class JobRules:
     token_times: TokenTimes = field(default_factory=TokenTimes)
     is_draining: bool = False
     is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What an HTTP request asks for.
-
-    Args:
-        readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if it cannot.
-        num_choices: Replies to generate for each prompt.
-        plain: The request of every choice, without its prompt; each choice of a prompt has its own seed.
-        takes_all_room: Whether replies may be as long as fits after the prompt, whatever `plain` says.
-        fits_room: Whether replies are as long as fits after the prompt where `plain` says more.
-        is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
-        reading: How replies are read; None: all text is content.
-        form: What replies have to look like; None: anything.
-        scoring: What to tell of the prompts' tokens; None: nothing. The first choice of each prompt scores them.
-    """
-
-    tenant: Tenant
-    readings: tuple[Callable[[], Prompt], ...]
-    num_choices: int
-    plain: GenerationRequest
-    takes_all_room: bool
-    stops: tuple[str, ...]
-    fits_room: bool = False
-    is_empty: bool = False
-    reading: ReplyReading | None = None
-    form: ReplyForm | None = None
-    scoring: PromptScoring | None = None
 
 
 @asynccontextmanager
@@ -140,13 +109,13 @@ class Job:
             Choice(
                 prompt_index * order.num_choices + number,
                 prompt_index,
-                _numbered(request, number, order.plain.seed),
+                spec,
                 _reply(rules, order, prompt),
                 echo=prompt.echo,
+                num_log_probs=order.num_log_probs,
             )
             for prompt_index, prompt in enumerate(prompts)
-            for request in (_request(order, prompt, rules.backend.max_sequence_length),)
-            for number in range(order.num_choices)
+            for number, spec in enumerate(order.specs(prompt, rules.backend.max_sequence_length))
         ]
         self._rules = rules
         self._places = places
@@ -157,7 +126,7 @@ class Job:
     def __enter__(self) -> "Job":
         self._check()
         for choice in self.choices:
-            choice.ticket = self._rules.backend.submit(choice.request, self._listener(choice))
+            choice.ticket = self._rules.backend.submit(choice.spec, self._listener(choice))
         return self
 
     def __exit__(
@@ -197,7 +166,7 @@ class Job:
     def usage(self) -> Usage:
         """Return the counts so far."""
         firsts = {choice.prompt_index: choice for choice in reversed(self.choices)}
-        prompts = [prompt_usage(choice.request, choice.reply.latest) for choice in firsts.values()]
+        prompts = [prompt_usage(choice.spec, choice.reply.latest) for choice in firsts.values()]
         latest = [choice.reply.latest for choice in self.choices]
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
@@ -218,10 +187,13 @@ class Job:
         return self._scoring is not None
 
     def prompt_log_probs(self) -> list[Entries]:
-        """Return what is told of each prompt's tokens; like tokenizing, this takes time."""
+        """Return what is reported of each prompt's tokens; like tokenizing, this takes time."""
         assert self._scoring is not None
-        firsts = (choice for choice in self.choices if choice.request.prompt_top_n is not None)
-        return [self._scoring.entries(choice.request.prompt, choice.prompt_scores) for choice in firsts]
+        firsts = (choice for choice in self.choices if choice.spec.log_probs.prompt_top_n is not None)
+        return [
+            self._scoring.entries(self.prompts[choice.prompt_index].token_ids, choice.prompt_scores)
+            for choice in firsts
+        ]
 
     def _check(self) -> None:
         if self._rules.is_over:
@@ -229,7 +201,7 @@ class Job:
         if self._scoring is not None:
             self._scoring.check([len(prompt.token_ids) for prompt in self.prompts])
         for choice in self.choices:
-            fault = self._rules.backend.fault_of(choice.request)
+            fault = self._rules.backend.fault_of(choice.spec)
             if fault is not None:
                 if "max_sequence_length" in fault:
                     raise too_long(fault, self._rules.backend.max_sequence_length)
@@ -262,30 +234,5 @@ def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     num_echoed = 0 if prompt.echo is None else len(prompt.echo.text)
     before = ReplyPrompt(prompt.token_ids, prompt.opens_reasoning, num_echoed)
     special = frozenset(getattr(rules.tokenizer, "special_ids", ()))
-    end_ids = rules.end_ids | special.intersection(order.plain.stop_token_ids)
+    end_ids = rules.end_ids | special.intersection(order.sampling.stop_token_ids)
     return kind(rules.tokenizer, order.stops, end_ids, prompt=before, reading=order.reading)
-
-
-def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> GenerationRequest:
-    """Return the request of a prompt's choices, without their seeds."""
-    room = max(max_sequence_length - len(prompt.token_ids), 1)
-    max_tokens = min(order.plain.max_tokens, room) if order.fits_room else order.plain.max_tokens
-    return replace(
-        order.plain,
-        prompt=prompt.token_ids,
-        grammar="" if order.form is None else order.form.grammar_after(prompt),
-        breakpoints=prompt.breakpoints,
-        max_tokens=room if order.takes_all_room else max_tokens,
-    )
-
-
-def _numbered(request: GenerationRequest, number: int, seed: int) -> GenerationRequest:
-    """Return the request of one of a prompt's choices, the first of which tells of the prompt."""
-    return replace(request, seed=choice_seed(seed, number), prompt_top_n=None if number else request.prompt_top_n)
-
-
-def choice_seed(seed: int, number: int) -> int:
-    """Return the seed of a choice: the request's own for the first one, derived from it for the others."""
-    if number == 0:
-        return seed % _UINT63
-    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") % _UINT63

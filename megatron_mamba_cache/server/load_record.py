@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from ..policy.block_hashing import TokenIds
 from .job import Job
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class ServedRequest:
 
     arrived: float
     tenant: str
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     reply_len: int
 
 
@@ -75,7 +76,7 @@ class LoadFile(LoadRecord):
         """See `LoadRecord`; each choice is a request of its own."""
         arrived = time.time() - (time.monotonic() - job.times.arrived)
         for choice in job.choices:
-            request = ServedRequest(arrived, job.tenant.name, choice.request.prompt, len(choice.reply.token_ids))
+            request = ServedRequest(arrived, job.tenant.name, choice.spec.prompt, len(choice.reply.token_ids))
             self._queue.put(request)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Orders: what the requests of each route ask of the model, in one form."""
 
+import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,21 +10,83 @@ from typing import Any
 from fastapi import Request
 
 from ..models.tokenizers.token_reader import TokenReader
-from .backend import GenerationRequest
+from ..policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings, packed_ids
 from .conversation import Conversation
 from .errors import ApiError, bad_request
-from .job import Order
 from .limits import ServerLimits
 from .parsers.families import ReplySyntax
 from .prompt_scores import PromptScoring
 from .prompts import Prompt, PromptReader
 from .reply import ReplyReading, special_stops
-from .reply_forms import FormMaker
+from .reply_forms import FormMaker, ReplyForm
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
 from .tool_schemas import ChosenTools, chosen_tools
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_UINT63 = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an HTTP request asks for.
+
+    Args:
+        readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if it cannot.
+        num_choices: Replies to generate for each prompt.
+        sampling: Of every choice, without a grammar; each choice of a prompt has its own seed.
+        max_tokens: The most tokens of a reply, at least 1; None: as many as fit after the prompt.
+        fits_room: True cuts `max_tokens` to what fits after the prompt.
+        is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
+        reading: How replies are read; None: all text is content.
+        form: What replies have to look like; None: anything.
+        num_log_probs: Alternatives with log-probs for each token; 0 gives only the sampled token's, None gives none.
+        scores_prompt: True returns log-probs of the prompt too, which computes the whole prompt.
+        scoring: What to report of the prompts' tokens; None: nothing. The first choice of each prompt scores them.
+    """
+
+    tenant: Tenant
+    readings: tuple[Callable[[], Prompt], ...]
+    num_choices: int
+    sampling: SamplingSettings
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    fits_room: bool = False
+    is_empty: bool = False
+    reading: ReplyReading | None = None
+    form: ReplyForm | None = None
+    num_log_probs: int | None = None
+    scores_prompt: bool = False
+    scoring: PromptScoring | None = None
+
+    def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
+        """Yield the request of each choice of a prompt; the backend gives it its id."""
+        ids = packed_ids(prompt.token_ids)
+        room = max(max_sequence_length - len(ids), 1)
+        max_tokens = room if self.max_tokens is None else self.max_tokens
+        grammar = "" if self.form is None else self.form.grammar_after(prompt)
+        for number in range(self.num_choices):
+            yield RequestSpec(
+                request_id=0,
+                prompt=ids,
+                max_len=len(ids) + (min(max_tokens, room) if self.fits_room else max_tokens),
+                sampling=replace(self.sampling, seed=choice_seed(self.sampling.seed, number), grammar=grammar),
+                tenant=self.tenant.name,
+                log_probs=self._log_probs(number),
+                breakpoints=prompt.breakpoints,
+            )
+
+    def _log_probs(self, number: int) -> LogProbSettings:
+        """Return what the choice of this number, among those of a prompt, has to report."""
+        prompt_top_n = None if self.scoring is None or number else self.scoring.top_n
+        is_scored = prompt_top_n is not None
+        return LogProbSettings(
+            wanted=self.num_log_probs is not None or is_scored,
+            skip_prompt=not (self.scores_prompt or is_scored),
+            top_n=self.num_log_probs or 0,
+            prompt_top_n=prompt_top_n,
+            names_ids=True,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +151,7 @@ class OrderMaker:
             order = replace(order, form=self._form_maker.answer(*body.answer))
         if body.skip_special_tokens is False:
             order = replace(order, reading=ReplyReading(shown=None))
-        if body.echo and body.logprobs is not None:
-            return replace(order, plain=replace(order.plain, scores_prompt=True))
-        return order
+        return replace(order, scores_prompt=bool(body.echo) and body.logprobs is not None)
 
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
         """Return the order of a request of `/v1/chat/completions`, or of another route in its terms.
@@ -145,20 +206,13 @@ class OrderMaker:
                 f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
                 "prompt" if num_choices == 1 else "n",
             )
-        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
-        top_k = max(body.top_k or 0, 0)
-        plain = GenerationRequest(
-            prompt=(),
-            max_tokens=max_tokens or 1,
+        sampling = SamplingSettings(
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=1 if body.top_p == 0 else top_k,  # top_p 0 takes the most probable token
+            top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p 0 takes the most probable token
             top_p=body.top_p or 0.0,
-            seed=seed,
-            tenant=tenant.name,
-            num_log_probs=num_log_probs,
-            prompt_top_n=body.prompt_logprobs,
-            ignores_end=bool(body.ignore_eos),
-            stop_token_ids=self._stop_token_ids(body),
+            seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
+            termination_id=-1 if body.ignore_eos else None,
+            stop_words=tuple((token,) for token in self._stop_token_ids(body)),
             logits=body.logits,
         )
         scoring = None
@@ -168,10 +222,11 @@ class OrderMaker:
             tenant,
             readings,
             num_choices,
-            plain,
-            max_tokens is None,
+            sampling,
+            None if max_tokens is None else max_tokens or 1,
             body.stops,
             is_empty=max_tokens == 0,
+            num_log_probs=num_log_probs,
             scoring=scoring,
         )
 
@@ -194,3 +249,10 @@ class OrderMaker:
             {number: tag for tag, number in self._tag_ids.items()},
             most_calls=1 if body.parallel_tool_calls is False else None,
         )
+
+
+def choice_seed(seed: int, number: int) -> int:
+    """Return the seed of a choice: the request's own for the first one, derived from it for the others."""
+    if number == 0:
+        return seed % _UINT63
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") % _UINT63

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from .errors import ApiError, is_of_anthropic, unexpected
 from .exchange import Exchange, exchange_of
 from .formats import Event, Format
-from .job import Job, JobRules, Order, job_of
+from .job import Job, JobRules, job_of
+from .orders import Order
 from .reply import Piece
 
 logger = logging.getLogger(__name__)

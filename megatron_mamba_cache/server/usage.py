@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .backend import GenerationRequest, Progress
+from ..policy.request_settings import RequestSpec
+from .backend import Progress
 
 _HOUR_S = 3600
 
@@ -71,10 +72,10 @@ class PromptUsage:
     hour_tokens: int
 
 
-def prompt_usage(request: GenerationRequest, latest: Progress) -> PromptUsage:
+def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
     """Return the counts of a request's prompt, each token counted once however often it was computed."""
-    written = min(latest.written_tokens, len(request.prompt) - latest.cached_tokens)
-    ends = [place.position for place in request.breakpoints if place.keep_s >= _HOUR_S]
+    written = min(latest.written_tokens, spec.prompt_len - latest.cached_tokens)
+    ends = [place.position for place in spec.breakpoints if place.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
     return PromptUsage(
         cached_tokens=latest.cached_tokens,

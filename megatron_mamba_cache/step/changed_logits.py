@@ -182,8 +182,7 @@ def _bar_ends(rows: _Rows, logits: Tensor) -> None:
         sampling = row.spec.sampling
         num_barred = min(sampling.logits.min_tokens - (row.length - row.first_generated), 1 + len(row.drafts))
         if num_barred > 0:
-            ends = [*(word[0] for word in sampling.stop_words if len(word) == 1), sampling.termination_id]
-            ends = [end for end in ends if 0 <= end < logits.shape[1]]
+            ends = [end for end in sampling.end_ids if end < logits.shape[1]]
             barred += [(start + place, end) for place in range(num_barred) for end in ends]
     if barred:
         at = torch.tensor(barred).T.to(logits.device, non_blocking=True)

@@ -35,7 +35,7 @@ class RowEnds:
     def of(rows: Sequence[RunningRequest]) -> "RowEnds":
         """Return what ends the rows."""
         settings = [row.spec.sampling for row in rows]
-        ends = [(sampling.termination_id, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
+        ends = [(*sampling.end_ids, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
         end_ids = np.full((len(rows), max(map(len, ends), default=1)), -1, np.int64)
         for place, found in enumerate(ends):
             end_ids[place, : len(found)] = found

@@ -1,6 +1,6 @@
 """The requests of a runner's next step: they join, draft, wait for blocks and leave."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -45,37 +45,29 @@ class StepRequests:
     counters: CacheCounters
     counts: StepCounts = field(default_factory=StepCounts)
 
-    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
+    def admit(self, candidate: Candidate, budget: int) -> RunningRequest | Refusal:
         """Admit a request to the next step; see `RunningRequests.admit`.
 
         Raises:
             RuntimeError: If the next step runs already.
         """
         self.early_steps.refuse_requests()
-        outcome = self.running.admit(candidate, budget, age)
+        outcome = self.running.admit(candidate, budget)
         self.count()
         return outcome
 
-    def schedule(
-        self,
-        scheduler: StepScheduler,
-        waiting: Iterable[int],
-        candidate_of: Callable[[int], Candidate],
-        age_of: Callable[[int], int | None],
-    ) -> ScheduledStep:
+    def schedule(self, scheduler: StepScheduler, waiting: Iterable[Candidate]) -> ScheduledStep:
         """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
         self.early_steps.refuse_requests()
-        scheduled = scheduler.fill_step(self.running, waiting, candidate_of, age_of)
+        scheduled = scheduler.fill_step(self.running, waiting)
         self.memory.below.start()
         self.count()
         return scheduled
 
-    def look_ahead(
-        self, scheduler: StepScheduler, waiting: Sequence[int], candidate_of: Callable[[int], Candidate]
-    ) -> None:
+    def look_ahead(self, scheduler: StepScheduler, waiting: Sequence[Candidate]) -> None:
         """Begin restores for requests that cannot join the next step because it runs already; see `StepScheduler`."""
         if not self.running.any_paused:
-            scheduler.look_ahead(self.running, waiting, candidate_of)
+            scheduler.look_ahead(self.running, waiting)
             self.memory.below.start()
 
     def schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:

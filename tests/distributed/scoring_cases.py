@@ -2,12 +2,12 @@
 
 import torch
 
-from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, PROMPT_TOP_N
+from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES
 from megatron_mamba_cache.policy.request_settings import ScoredToken
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_sizes
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_sizes
 from tests.mcore.test_log_probs import assert_log_probs, oracle_log_probs
 
 
@@ -20,7 +20,7 @@ def scores(layout: Layout, most_logits: int) -> tuple[list[float], list[dict[str
         run.add(0, some_tokens(20, seed=1), 6)
         wish = {"return_log_probs": True, "skip_prompt_log_probs": False, "top_n_logprobs": 2}
         ranked = greedy(4, **wish)
-        ranked.add_attributes({PROMPT_TOP_N: 3})
+        add_fields(ranked, prompt_top_n=3)
         run.add(1, some_tokens(50), ranked)
         run.finish()
         assert_log_probs(run, 1)

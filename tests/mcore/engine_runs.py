@@ -14,7 +14,7 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
-from megatron_mamba_cache.mcore.request_spec import GRAMMAR
+from megatron_mamba_cache.mcore.request_spec import SPEC
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS
@@ -209,6 +209,12 @@ def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:
     return SamplingParams(**{"num_tokens_to_generate": num_tokens, "top_k": 1, "termination_id": -1} | settings)
 
 
+def add_fields(params: SamplingParams, **fields: Any) -> SamplingParams:
+    """Return the parameters after adding fields to the spec that they carry."""
+    params.add_attributes({SPEC: getattr(params, SPEC, {}) | fields})
+    return params
+
+
 def some_tokens(num_tokens: int, seed: int = 0) -> list[int]:
     """Return random tokens of the tiny model's vocabulary; with one seed, the shorter begins the longer."""
     rng = random.Random(seed)
@@ -278,7 +284,7 @@ class EngineRun:
         tally = OracleTally()
         for request_id in self.finished if request_ids is None else request_ids:
             prompt, generated = self.prompts[request_id], self.tokens(request_id)
-            grammar = getattr(self.finished[request_id].sampling_params, GRAMMAR, "")
+            grammar = getattr(self.finished[request_id].sampling_params, SPEC, {}).get("grammar", "")
             allowed = allowed_tokens(grammar, generated, self.subject.sizes.vocab_size) if grammar else None
             check = self.subject.oracle.check_greedy(prompt, generated, ORACLE_MARGIN, allowed)
             assert check.first_mismatch is None, (

@@ -15,7 +15,6 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
-from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR, LOGITS, STOP_TOKEN_IDS
 from megatron_mamba_cache.models.architecture import ExpertsSizes, GatedDeltaSizes
 from megatron_mamba_cache.policy import running_requests
 from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
@@ -30,6 +29,7 @@ from tests.mcore.engine_runs import (
     EngineRun,
     Hybrid,
     OracleTally,
+    add_fields,
     cache_config,
     greedy,
     tiny_hybrid,
@@ -159,8 +159,8 @@ class Arrival:
         return Asked(
             seed=request_id if self.seed is None else self.seed,
             **{name: wish[name] for name in ("temperature", "top_k", "top_p") if name in wish},
-            logits=self.attributes.get(LOGITS, {}),
-            grammar=self.attributes.get(GRAMMAR, ""),
+            logits=self.attributes.get("logits", {}),
+            grammar=self.attributes.get("grammar", ""),
             ends=tuple(word[0] for word in self.stop_words if len(word) == 1),
         )
 
@@ -174,13 +174,13 @@ class Arrival:
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
         end = single[0] if single else -1
         params = greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
-        params.add_attributes(self.attributes | ({STOP_TOKEN_IDS: single[1:]} if single[1:] else {}))
+        add_fields(params, **(self.attributes | ({"stop_token_ids": single[1:]} if single[1:] else {})))
         return params
 
     @property
     def is_greedy(self) -> bool:
         """True when its tokens are the oracle's."""
-        return "temperature" not in self.wish and LOGITS not in self.attributes
+        return "temperature" not in self.wish and "logits" not in self.attributes
 
     def assert_ends_right(self, tokens: list[int]) -> None:
         """Assert that a reply ends where it must and nowhere before."""
@@ -209,7 +209,7 @@ class Workload:
     @property
     def has_grammars(self) -> bool:
         """True when some requests have a grammar, over the vocabulary of `PieceTokenizer`."""
-        return any(GRAMMAR in arrival.attributes for arrival in self.arrivals)
+        return any("grammar" in arrival.attributes for arrival in self.arrivals)
 
     def fault_places(self, rng: random.Random) -> FaultPlaces:
         """Return where a step may fail."""
@@ -455,7 +455,7 @@ def make_workload(
         arrivals = _with_grammars(random.Random(f"{flavour.name} {seed} grammars"), arrivals)
     if changed_share:
         arrivals = tuple(
-            replace(arrival, attributes=arrival.attributes | {LOGITS: _changes(rng, arrival)})
+            replace(arrival, attributes=arrival.attributes | {"logits": _changes(rng, arrival)})
             if rng.random() < changed_share
             else arrival
             for arrival in arrivals
@@ -488,9 +488,9 @@ def with_likely_ends(work: Workload, replies: Sequence[Sequence[int]], rng: rand
     arrivals = []
     for arrival, reply in zip(work.arrivals, replies, strict=True):
         ends: tuple[tuple[int, ...], ...] = ()
-        if arrival.attributes.get(LOGITS, {}).get("min_tokens"):
+        if arrival.attributes.get("logits", {}).get("min_tokens"):
             ends = ((rng.choice(reply[1:6] or reply),),)
-        elif GRAMMAR not in arrival.attributes and rng.random() < 0.5:
+        elif "grammar" not in arrival.attributes and rng.random() < 0.5:
             place = rng.randrange(len(reply) // 2, len(reply))
             ends = (tuple(reply[max(0, place - rng.choice([0, 1])) : place + 1]),)
         if work.has_grammars:  # whose tokenizer spells texts, not token ids
@@ -586,7 +586,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
     assert run.context.runner._changes.masks._rows == {} and run.context.runner._changes._seen.is_empty
     seen["ended by a grammar"] = sum(
-        GRAMMAR in work.arrivals[request_id].attributes and run.tokens(request_id)[-1] == END
+        "grammar" in work.arrivals[request_id].attributes and run.tokens(request_id)[-1] == END
         for request_id in run.finished
     )
     seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
@@ -636,7 +636,7 @@ def _cancel_or_add_neighbour(rng: random.Random, run: EngineRun) -> bool:
         return True
     prompt = rng.choice(list(run.prompts.values()) or [[1, 2, 3]])
     params = greedy(run.context.cache_config.max_sequence_length - len(prompt))
-    params.add_attributes({LOGITS: {"presence_penalty": 1.0}})
+    add_fields(params, logits={"presence_penalty": 1.0})
     run.engine.add_request(NEIGHBOUR, prompt, params)
     return False
 
@@ -745,7 +745,7 @@ def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arr
     found: list[Arrival] = []
     for arrival in arrivals:
         grammar = json_grammar(random_schema(rng)).text if not found or rng.random() < 0.5 else ""
-        ends, attributes = (((END,),), {GRAMMAR: grammar}) if grammar else ((), {})
+        ends, attributes = (((END,),), {"grammar": grammar}) if grammar else ((), {})
         found.append(replace(arrival, stop_words=ends, attributes=attributes))
     return tuple(found)
 
@@ -753,7 +753,7 @@ def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arr
 def _changes(rng: random.Random, arrival: Arrival) -> dict[str, Any]:
     """Return changes of logits; where a grammar says when a reply ends, not the least number of tokens."""
     changes = rng.choice(_CHANGED)
-    return changes if GRAMMAR not in arrival.attributes else {**changes, "min_tokens": 0}
+    return changes if "grammar" not in arrival.attributes else {**changes, "min_tokens": 0}
 
 
 def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
@@ -761,7 +761,10 @@ def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[
     found = []
     for arrival in arrivals:
         places = [[rng.randrange(1, 1 + len(arrival.prompt)), rng.choice([0, 5, 60])] for _ in range(rng.randrange(3))]
-        stamped = {ARRIVED: 1000 + arrival.step + rng.randrange(3), BREAKPOINTS: places if rng.random() < 0.5 else []}
+        stamped = {
+            "arrived_s": 1000 + arrival.step + rng.randrange(3),
+            "breakpoints": places if rng.random() < 0.5 else [],
+        }
         found.append(replace(arrival, attributes={**arrival.attributes, **stamped}))
     return tuple(found)
 

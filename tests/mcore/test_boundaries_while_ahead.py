@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step import step_graph
 from megatron_mamba_cache.step.decode_steps import DecodeStep
-from tests.mcore.engine_runs import EngineRun, greedy, some_tokens
+from tests.mcore.engine_runs import EngineRun, add_fields, greedy, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, recapture, start
 from tests.mcore.test_warmup import rehearse_engine
@@ -151,7 +150,7 @@ def test_states_that_are_reserved_ahead_of_a_flush_are_not_published() -> None:
 def penalised() -> SamplingParams:
     """Return what a request asks for whose tokens are drawn once the ones before are read."""
     sampling = greedy(60)
-    sampling.add_attributes({LOGITS: {"presence_penalty": 1.5}})
+    add_fields(sampling, logits={"presence_penalty": 1.5})
     return sampling
 
 

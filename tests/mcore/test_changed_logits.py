@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.mcore.request_spec import LOGITS, STOP_TOKEN_IDS
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.oracle import HybridOracle
 
 NUM_TOKENS = 24
@@ -49,7 +48,7 @@ def run_with(prompt: Sequence[int], settings: dict[str, Any], **sampling: Any) -
     """Run one greedy request."""
     subject = tiny_hybrid()
     run, params = EngineRun.start(subject, cache_config(subject.sizes)), greedy(NUM_TOKENS, **sampling)
-    params.add_attributes({LOGITS: settings})
+    add_fields(params, logits=settings)
     run.run(0, list(prompt), params)
     return run
 
@@ -87,7 +86,7 @@ def test_no_request_ends_before_its_least_number_of_tokens() -> None:
     longer = run_with(prompt, {"min_tokens": first + 5}, termination_id=end).tokens(0)
     assert end not in longer[: first + 4] and longer[:first] == plain[:first] and len(longer) >= first + 5
     params = greedy(NUM_TOKENS)
-    params.add_attributes({LOGITS: {"min_tokens": first + 5}, STOP_TOKEN_IDS: [end]})
+    add_fields(params, logits={"min_tokens": first + 5}, stop_token_ids=[end])
     run = run_with(prompt, {})
     run.run(1, prompt, params)
     assert run.tokens(1) == longer
@@ -97,32 +96,32 @@ def test_stop_tokens_end_a_request() -> None:
     prompt = some_tokens(30)
     run = run_with(prompt, {})
     plain, params = run.tokens(0), greedy(NUM_TOKENS)
-    params.add_attributes({STOP_TOKEN_IDS: [plain[9], plain[5]]})
+    add_fields(params, stop_token_ids=[plain[9], plain[5]])
     run.run(1, prompt, params)
     end = min(plain.index(plain[9]), plain.index(plain[5]))
     assert run.tokens(1) == plain[: end + 1]
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({LOGITS: {"logit_bias": [[96, 1.0]]}}, "logit_bias has token 96, outside the vocabulary of 96"),
-    ({LOGITS: {"logit_bias": [[1, math.inf]]}}, "finite values"),
-    ({LOGITS: {"logit_bias": [[1, 2, 3]]}}, "the settings of logits are"),
-    ({LOGITS: {"logit_bias": "x"}}, "the settings of logits are"),
-    ({LOGITS: {"penalty": 1}}, "needed is a mapping with keys of"),
-    ({LOGITS: [1]}, "needed is a mapping with keys of"),
-    ({LOGITS: {"frequency_penalty": math.nan}}, "frequency_penalty is nan"),
-    ({LOGITS: {"repetition_penalty": 0}}, "repetition_penalty is 0.0"),
-    ({LOGITS: {"min_p": 1.5}}, "min_p=1.5"),
-    ({LOGITS: {"min_tokens": -1}}, "min_tokens=-1"),
-    ({STOP_TOKEN_IDS: "5"}, "stop_token_ids is '5'; it must be a list of token ids"),
-    ({STOP_TOKEN_IDS: [-1]}, "stop_token_ids is [-1]"),
+    ({"logits": {"logit_bias": [[96, 1.0]]}}, "logit_bias has token 96, outside the vocabulary of 96"),
+    ({"logits": {"logit_bias": [[1, math.inf]]}}, "finite values"),
+    ({"logits": {"logit_bias": [[1, 2, 3]]}}, "the settings of logits are"),
+    ({"logits": {"logit_bias": "x"}}, "the settings of logits are"),
+    ({"logits": {"penalty": 1}}, "needed is a mapping with keys of"),
+    ({"logits": [1]}, "needed is a mapping with keys of"),
+    ({"logits": {"frequency_penalty": math.nan}}, "frequency_penalty is nan"),
+    ({"logits": {"repetition_penalty": 0}}, "repetition_penalty is 0.0"),
+    ({"logits": {"min_p": 1.5}}, "min_p=1.5"),
+    ({"logits": {"min_tokens": -1}}, "min_tokens=-1"),
+    ({"stop_token_ids": "5"}, "stop_token_ids is '5'; it must be a list of token ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids is [-1]"),
 ]
 
 
 @pytest.mark.parametrize(("attributes", "words"), BAD)
 def test_what_cannot_be_honoured_fails_that_request_alone(attributes: dict[str, Any], words: str) -> None:
     run, params = run_with(some_tokens(8), {}), greedy(4)
-    params.add_attributes(attributes)
+    add_fields(params, **attributes)
     run.add(1, some_tokens(8), params)
     run.add(2, some_tokens(8), 4)
     run.finish()

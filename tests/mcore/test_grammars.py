@@ -11,10 +11,9 @@ import pytest
 
 from megatron_mamba_cache.grammars import forms, matching
 from megatron_mamba_cache.grammars.reasoning import ReasoningGrammar
-from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS, STOP_TOKEN_IDS
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.test_warmup import rehearse_engine
@@ -39,9 +38,9 @@ class Wish:
         """Return its parameters."""
         params = greedy(num_tokens, top_k=0, temperature=self.temperature, termination_id=END)
         if self.grammar:
-            params.add_attributes({GRAMMAR: self.grammar})
+            add_fields(params, grammar=self.grammar)
         if self.logits:
-            params.add_attributes({LOGITS: self.logits})
+            add_fields(params, logits=self.logits)
         return params
 
 
@@ -236,10 +235,10 @@ def test_a_grammar_needs_the_end_token_that_its_text_ends_with(end: int) -> None
     """Else the reply would repeat it up to its length."""
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
     run = EngineRun.start(subject, cache_config(subject.sizes), tokenizer=TOKENIZER)
-    grammar = {GRAMMAR: forms.json_grammar({"type": "boolean"}).text}
+    grammar = {"grammar": forms.json_grammar({"type": "boolean"}).text}
     for request_id, (own_end, stops) in enumerate([(end, []), (end, [END]), (None, [])]):
         params = greedy(20, termination_id=own_end)
-        params.add_attributes(grammar | {STOP_TOKEN_IDS: stops})
+        add_fields(params, **(grammar | {"stop_token_ids": stops}))
         run.add(request_id, [1, 2, 3], params)
     run.finish()
     reason = f"termination_id is {end}, and a reply that follows a grammar ends with token {END}"

@@ -5,24 +5,18 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import msgpack
 import pytest
+import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.grammars.forms import regex_grammar
-from megatron_mamba_cache.mcore.request_spec import (
-    ARRIVED,
-    BREAKPOINTS,
-    GRAMMAR,
-    LOGITS,
-    PROMPT_SCORES,
-    PROMPT_TOP_N,
-    STOP_TOKEN_IDS,
-    TOP_N_BY_ID,
-)
+from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, SpecParams, spec_of
 from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.step import runner as runner_module
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 
 BLOCK = 16
@@ -109,9 +103,9 @@ def everything(grammar: str = "") -> SamplingParams:
         top_n_logprobs=2,
     )
     logits = LOGITS_ASKED | ({"min_tokens": 0} if grammar else {})
-    params.add_attributes({LOGITS: logits, GRAMMAR: grammar, STOP_TOKEN_IDS: [90, 91], PROMPT_TOP_N: 1})
-    params.add_attributes({TOP_N_BY_ID: True})
-    params.add_attributes({BREAKPOINTS: [[SHARED + 3, 60], [20, 0]], ARRIVED: 1000})
+    add_fields(params, logits=logits, grammar=grammar, stop_token_ids=[90, 91], prompt_top_n=1)
+    add_fields(params, top_n_by_id=True)
+    add_fields(params, breakpoints=[[SHARED + 3, 60], [20, 0]], arrived_s=1000)
     return params
 
 
@@ -195,7 +189,7 @@ def test_a_breakpoint_and_its_time_survive(name: str, num_generated: int) -> Non
     """Flush the cache first, so that only the second prefill can have left a state."""
     run = start_run(cached_states=60)
     params = greedy(12)
-    params.add_attributes({BREAKPOINTS: [[SHARED + 3, 60], [2 * BLOCK, 0]], ARRIVED: 1000})
+    add_fields(params, breakpoints=[[SHARED + 3, 60], [2 * BLOCK, 0]], arrived_s=1000)
     run.add(ASKED, some_tokens(SHARED + 3 * BLOCK), params)
     step_until_generated(run, num_generated)
     run.engine.flush()
@@ -241,7 +235,7 @@ def test_whatever_ends_a_request_still_ends_it(name: str, num_generated: int) ->
     pair = next(place for place in range(max(num_generated, 1), 20) if is_new_pair(plain, place))
     for kind, count in (*ends.items(), ("stop word", pair + 1), ("other end", ends["stop token"])):
         params = greedy(20, stop_words=["abc"], termination_id=None if kind == "other end" else -1)
-        params.add_attributes({STOP_TOKEN_IDS: [plain[count - 1]] if kind == "stop token" else []})
+        add_fields(params, stop_token_ids=[plain[count - 1]] if kind == "stop token" else [])
         with pytest.MonkeyPatch.context() as patch:
             if kind == "stop word":
                 word = plain[count - 2 : count]
@@ -259,7 +253,7 @@ def test_whatever_ends_a_request_still_ends_it(name: str, num_generated: int) ->
 def test_a_character_whose_tokens_an_interruption_parts_is_in_the_text(name: str) -> None:
     run, tokenizer = start_run(), PieceTokenizer()
     params = greedy(40, termination_id=END)
-    params.add_attributes({GRAMMAR: regex_grammar("[ж-н]{9}").text})
+    add_fields(params, grammar=regex_grammar("[ж-н]{9}").text)
     run.add(ASKED, some_tokens(30), params)
     step_until_generated(run, 3)  # two bytes a character
     INTERRUPTIONS[name](run)
@@ -287,10 +281,24 @@ def is_new_pair(tokens: list[int], place: int) -> bool:
     return pairs.index((tokens[place - 1], tokens[place])) == place - 1
 
 
+def test_a_spec_crosses_processes_whole() -> None:
+    run = start_run()
+    params = add_fields(everything(regex_grammar("[d-z]{60,99}").text), logits=LOGITS_ASKED | {"min_tokens": 0})
+    run.add(ASKED, some_tokens(30), params, seed=5, tenant="one")
+    asked = run.engine._states[ASKED].candidate.spec
+    sent = msgpack.unpackb(msgpack.packb(SpecParams(asked).serialize()))
+    tokens = torch.tensor(some_tokens(30))
+    request = DynamicInferenceRequest(
+        request_id=ASKED, prompt_tokens=tokens, sampling_params=SamplingParams.deserialize(sent)
+    )
+    assert differences(spec_of(request), asked) == set()
+    assert defaults_in(asked) == {"sampling.logits.min_tokens", "num_replayed", "log_probs.skip_prompt"}
+
+
 def test_a_spec_that_goes_on_keeps_every_field() -> None:
     run = start_run()
     run.add(ASKED, some_tokens(30), everything(), seed=5, tenant="one")
-    asked = run.engine._states[ASKED].asked
+    asked = run.engine._states[ASKED].candidate.spec
     assert asked is not None and asked.continued([]) is asked
     once, twice = asked.continued([4, 5]), asked.continued([4, 5, 6])
     assert list(twice.prompt) == [*some_tokens(30), 4, 5, 6] and twice.num_replayed == 3 and once.num_replayed == 2

@@ -11,6 +11,7 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy import scheduler
 from megatron_mamba_cache.policy.admission import AdmissionPlan
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.policy.requests import Candidate
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 
 BLOCK = 16
@@ -145,7 +146,7 @@ def test_state_that_a_request_starts_from_is_not_evicted_in_that_step() -> None:
 
 def _plan(run: EngineRun, prompt: Sequence[int]) -> tuple[Any, AdmissionPlan]:
     spec = RequestSpec(9, np.array(prompt, np.int64), len(prompt) + 4, SamplingSettings())
-    candidate = run.context.candidate(spec)
+    candidate = Candidate(spec)
     plan = run.context.cache.plan(candidate, budget=64)
     assert isinstance(plan, AdmissionPlan) and plan.match.skip_tokens == 48
     return candidate, plan

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, PROMPT_TOP_N, TOP_N_BY_ID
+from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES
 from megatron_mamba_cache.step import prompt_log_probs
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.test_log_probs import _assert_top_n, assert_log_probs, oracle_log_probs
 
@@ -48,7 +48,7 @@ def test_prompt_log_probs_are_the_oracles_whatever_the_chunks(
 def test_ranks_count_the_more_probable_tokens(top_n: int, prompt_top_n: int, max_tokens: int) -> None:
     run = start_run(max_tokens=max_tokens)
     ranked = greedy(5, **SCORED, top_n_logprobs=top_n)
-    ranked.add_attributes({PROMPT_TOP_N: prompt_top_n})
+    add_fields(ranked, prompt_top_n=prompt_top_n)
     run.add(0, some_tokens(30, seed=1), greedy(5, **SCORED, top_n_logprobs=3))
     run.add(1, some_tokens(40), ranked)
     run.finish()
@@ -68,7 +68,7 @@ def test_tokens_with_the_same_text_are_all_among_the_best(monkeypatch: pytest.Mo
     run = start_run()
     monkeypatch.setattr(run.engine.controller.tokenizer, "detokenize", lambda tokens, **_: "x" * len(tokens))
     by_id = greedy(3, **SCORED, top_n_logprobs=4)
-    by_id.add_attributes({TOP_N_BY_ID: True})
+    add_fields(by_id, top_n_by_id=True)
     run.add(0, some_tokens(30), greedy(3, **SCORED, top_n_logprobs=4))
     run.add(1, some_tokens(30), by_id)
     run.finish()
@@ -93,7 +93,7 @@ def test_tokens_with_the_same_text_are_all_among_the_best(monkeypatch: pytest.Mo
 def test_ranks_that_cannot_be_told_are_refused(count: Any, settings: dict[str, Any], words: str) -> None:
     run = start_run()
     ranked = greedy(2, **settings)
-    ranked.add_attributes({PROMPT_TOP_N: count})
+    add_fields(ranked, prompt_top_n=count)
     run.add(0, some_tokens(5), ranked)
     run.finish()
     assert words in str(run.finished[0].events[0].payload)
@@ -103,7 +103,7 @@ def test_an_engine_that_keeps_all_logits_tells_no_ranks() -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes), materialize_only_last_token_logits=False)
     ranked = greedy(2, **SCORED)
-    ranked.add_attributes({PROMPT_TOP_N: 0})
+    add_fields(ranked, prompt_top_n=0)
     run.add(0, some_tokens(5), ranked)
     run.finish()
     assert "scores_prompts=True" in str(run.finished[0].events[0].payload)

@@ -17,15 +17,15 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.mcore.step_clock import WallClockEvent
 from megatron_mamba_cache.policy.kept_tokens import StepTokens
+from megatron_mamba_cache.policy.requests import Candidate
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import early_step
 from megatron_mamba_cache.step.step import Step
 from megatron_mamba_cache.step.step_graph import StepGraph
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, GATED_DELTA_MODELS, MODELS, make_workload, run_workload, undisturbed
@@ -68,7 +68,7 @@ def start(
 def penalised(num_tokens: int) -> SamplingParams:
     """Return parameters of a request that draws from logits that depend on its text."""
     sampling = SamplingParams(num_tokens_to_generate=num_tokens, temperature=1.0, termination_id=-1)
-    sampling.add_attributes({LOGITS: {"presence_penalty": 0.5}})
+    add_fields(sampling, logits={"presence_penalty": 0.5})
     return sampling
 
 
@@ -171,12 +171,12 @@ def test_sampled_rows_run_ahead_and_draw_the_same_tokens(settings: dict[str, Any
 
 
 ASKED: dict[str, dict[str, Any]] = {
-    "penalties": {LOGITS: {"presence_penalty": 2.5, "repetition_penalty": 1.3}},
-    "biases and a least length": {LOGITS: {"logit_bias": [[7, 3.0], [11, -2.0]], "min_tokens": 30}},
+    "penalties": {"logits": {"presence_penalty": 2.5, "repetition_penalty": 1.3}},
+    "biases and a least length": {"logits": {"logit_bias": [[7, 3.0], [11, -2.0]], "min_tokens": 30}},
     "log-probs": {"return_log_probs": True, "skip_prompt_log_probs": True},
     "best log-probs": {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 3},
     "penalties and log-probs": {
-        LOGITS: {"frequency_penalty": 0.7},
+        "logits": {"frequency_penalty": 0.7},
         "return_log_probs": True,
         "skip_prompt_log_probs": True,
     },
@@ -199,7 +199,7 @@ def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], ar
         run, num_ahead, num_steps = start_sampled(run_ahead=may_be_ahead), 0, 0
         for request_id, drawn in ((8, {}), (9, SAMPLED["both"] if are_others_sampled else {})):
             sampling = greedy(60, **drawn)
-            sampling.add_attributes(asked)
+            add_fields(sampling, **asked)
             run.add(request_id, some_tokens(20, seed=request_id), sampling, seed=request_id)
         while len(run.context.rows) < 7 or any(row.is_prefilling for row in run.context.rows):
             run.step()
@@ -235,7 +235,7 @@ def test_what_a_row_asks_for_changes_its_tokens() -> None:
     for asked in ({}, *ASKED.values()):
         run = start(1, 20)
         sampling = greedy(60)
-        sampling.add_attributes(asked)
+        add_fields(sampling, **asked)
         run.run(8, some_tokens(20, seed=8), sampling)
         texts.add(tuple(run.tokens(8)))
     assert len(texts) == 4  # log-probs change nothing
@@ -328,7 +328,7 @@ def test_nothing_is_scheduled_while_a_step_runs() -> None:
     step_until_ahead(run)
     runner, scheduler = run.context.runner, run.engine.scheduler
     with pytest.raises(RuntimeError, match="runs already"):
-        runner.step_requests.schedule(scheduler, (), run.engine._candidate_of, lambda _: None)
+        runner.step_requests.schedule(scheduler, ())
     assert is_ahead(run)
     run.finish()
     run.assert_exact()
@@ -562,7 +562,7 @@ def test_a_launched_step_lets_go_of_graphs_that_are_captured_again() -> None:
 def test_no_row_joins_a_launched_step() -> None:
     run = start()
     step_until_ahead(run)
-    candidate = run.context.candidate(run.context.rows[0].spec)
+    candidate = Candidate(run.context.rows[0].spec)
     with pytest.raises(RuntimeError, match="run_ahead=False"):
         run.context.admit(candidate, 100)
     run.finish()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_mamba_cache.mcore.request_spec import LOGITS
-from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 
 NUM_TOKENS = 30
@@ -33,7 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def sampled(name: str) -> SamplingParams:
     """Return parameters of a request that draws its tokens."""
     params = SamplingParams(**SETTINGS[name], num_tokens_to_generate=NUM_TOKENS, termination_id=-1)
-    params.add_attributes({LOGITS: CHANGES.get(name, {})})
+    add_fields(params, logits=CHANGES.get(name, {}))
     return params
 
 

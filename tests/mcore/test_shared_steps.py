@@ -18,18 +18,17 @@ from megatron.core.inference.engines import dynamic_engine
 
 from megatron_mamba_cache import build
 from megatron_mamba_cache.mcore import engine_loop
-from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
-from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, Hybrid, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.step.test_shared_steps import Meeting
 
 NUM_REQUESTS = 7
 ASKED: list[dict[str, Any]] = [
     {},
-    {LOGITS: {"logit_bias": [[5, 1e-30]]}},  # which changes no token
+    {"logits": {"logit_bias": [[5, 1e-30]]}},  # which changes no token
     {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2},
 ]
 
@@ -107,7 +106,7 @@ def serve(
         due = [(count, step) for step_due, count in arrivals.items() if step_due == step]
         for (num_prompt, num_tokens), request_id in due:
             sampling = greedy(num_tokens)
-            sampling.add_attributes(ASKED[request_id % len(ASKED)] if asks else {})
+            add_fields(sampling, **(ASKED[request_id % len(ASKED)] if asks else {}))
             run.add(request_id, some_tokens(num_prompt, seed=request_id), sampling)
         is_busy = bool(run.engine.requests) or any(step_due > step for step_due in arrivals)
         if not run.engine.owes_step and not meeting.greatest([is_busy])[0]:

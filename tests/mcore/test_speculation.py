@@ -9,7 +9,6 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.recurrences.batches import AlignBatch
 from megatron_mamba_cache.recurrences.interface import DraftStorage, LiveState
@@ -18,7 +17,15 @@ from megatron_mamba_cache.recurrences.window import WindowStorage
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import runner as runner_module
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, with_one_budget
+from tests.mcore.engine_runs import (
+    EngineRun,
+    add_fields,
+    cache_config,
+    greedy,
+    some_tokens,
+    tiny_hybrid,
+    with_one_budget,
+)
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 
@@ -183,7 +190,7 @@ def test_sampled_tokens_are_those_without_drafts(
     num_drafts: int, accuracy: float, changes: dict[str, Any], top_k: int
 ) -> None:
     sampling = SamplingParams(temperature=1.1, top_k=top_k, top_p=0.95, num_tokens_to_generate=30, termination_id=-1)
-    sampling.add_attributes({LOGITS: changes})
+    add_fields(sampling, logits=changes)
 
     def sampled(run: EngineRun) -> dict[int, list[int]]:
         for request_id in range(4):

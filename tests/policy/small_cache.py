@@ -16,7 +16,7 @@ from megatron_mamba_cache.policy.places import FixedPlaces
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
-from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from tests.policy.split_space import SplitSpace
 
@@ -79,19 +79,26 @@ def request(
 
 def outcome(cache: PrefixCache, prompt: list[int], *, budget: int = ENOUGH, **settings: object) -> object:
     """Return the plan of a prompt's admission, or why it is refused."""
-    return cache.plan(cache.candidate(request(99, prompt, **settings)), budget)  # type: ignore[arg-type]
+    return cache.plan(candidate_of(cache, request(99, prompt, **settings)), budget)  # type: ignore[arg-type]
+
+
+def candidate_of(cache: PrefixCache, spec: RequestSpec) -> Candidate:
+    """Return a waiting request whose keys the cache has computed."""
+    candidate = Candidate(spec)
+    cache.branches(candidate, ())
+    return candidate
 
 
 def planned(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> AdmissionPlan:
     """Return the plan of an admission that is not refused."""
-    plan = cache.plan(cache.candidate(spec), budget)
+    plan = cache.plan(candidate_of(cache, spec), budget)
     assert isinstance(plan, AdmissionPlan), plan
     return plan
 
 
 def admit(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> RunningRequest:
     """Admit a request that is not refused; its first prefill chunk is scheduled."""
-    return cache.admit(cache.candidate(spec), planned(cache, spec, budget))
+    return cache.admit(candidate_of(cache, spec), planned(cache, spec, budget))
 
 
 def run_step(cache: PrefixCache, rows: Sequence[RunningRequest], token: int = 0) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.policy.admission import LOOK_AHEAD, MOST_BRANCH_POINTS, PromptView, branch_points, num_common
-from megatron_mamba_cache.policy.block_hashing import block_keys
+from megatron_mamba_cache.policy.block_hashing import KeyChain, block_keys
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.policy.requests import Candidate
@@ -66,13 +66,12 @@ class Queue:
     def candidate(self, request_id: int) -> Candidate:
         if request_id not in self._candidates:
             spec = next(spec for spec in self.waiting if spec.request_id == request_id)
-            self._candidates[request_id] = self.cache.candidate(spec)
+            self._candidates[request_id] = Candidate(spec)
         return self._candidates[request_id]
 
     def step(self) -> int:
         """Run a step and return the prompt tokens that it computes; requests that have been prefilled leave."""
-        ids = [spec.request_id for spec in self.waiting]
-        filled = self._scheduler.fill_step(self.rows, ids, self.candidate, lambda _: None)
+        filled = self._scheduler.fill_step(self.rows, [self.candidate(spec.request_id) for spec in self.waiting])
         admitted = {row.request_id for row in filled.admitted}
         self.waiting = [spec for spec in self.waiting if spec.request_id not in admitted]
         computed = sum(row.scheduled for row in self.rows)
@@ -128,31 +127,26 @@ def test_without_room_for_a_state_no_request_waits() -> None:
     assert queue.cache.counters.states_skipped_no_room and not queue.cache.counters.admissions_deferred
 
 
+class UnreadablePrompt(Candidate):
+    """A request whose keys cannot be computed."""
+
+    def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
+        raise MemoryError
+
+
 def test_a_prompt_whose_keys_cannot_be_computed_is_to_blame_itself() -> None:
     queue = Queue(small_cache(100, 40), burst(3, 2 * BLOCK, 1))
     scheduler = StepScheduler()
-
-    def candidate_of(request_id: int) -> Candidate:
-        if request_id == 2:
-            raise MemoryError
-        return queue.candidate(request_id)
-
     with pytest.raises(MemoryError):
-        scheduler.fill_step(queue.rows, [0, 1, 2], candidate_of, lambda _: None)
+        scheduler.fill_step(queue.rows, [queue.candidate(0), queue.candidate(1), UnreadablePrompt(queue.waiting[2])])
     assert scheduler.take_in_hand() == 2
     assert not queue.rows
 
 
 def test_a_long_queue_is_not_searched_to_its_end() -> None:
     queue = Queue(small_cache(1000, 400), burst(LOOK_AHEAD + 10, 0, BLOCK + 1))
-    seen: list[int] = []
-    scheduler = StepScheduler()
-
-    def candidate_of(request_id: int) -> Candidate:
-        seen.append(request_id)
-        return queue.candidate(request_id)
-
-    ids = [spec.request_id for spec in queue.waiting]
+    waiting = [queue.candidate(spec.request_id) for spec in queue.waiting]
     queue.rows = RunningRequests(queue.cache, 1, ENOUGH)
-    scheduler.fill_step(queue.rows, ids, candidate_of, lambda _: None)
+    StepScheduler().fill_step(queue.rows, waiting)
+    seen = [candidate.request_id for candidate in waiting if candidate.chain.keys]
     assert max(seen) == LOOK_AHEAD

@@ -10,6 +10,7 @@ from tests.policy.small_cache import (
     ENOUGH,
     NewCache,
     admit,
+    candidate_of,
     drop_states,
     frozen,
     prefill,
@@ -27,7 +28,7 @@ def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
     cache = small_cache(num_blocks=9, num_slots=4)
     serve(cache, request(0, [*A, *B, 9]))
     admit(cache, request(1, [*A, *B, *C, 5]))
-    candidate = cache.candidate(request(2, prompt))
+    candidate = candidate_of(cache, request(2, prompt))
     before = frozen(cache)
     cache.plan(candidate, budget)
     assert frozen(cache) == before
@@ -35,13 +36,13 @@ def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
 
 def test_plan_after_a_flush_refreshes_stale_keys_and_nothing_else(new_cache: NewCache) -> None:
     cache = new_cache()
-    candidate = cache.candidate(request(0, [*A, *B, 9]))
+    candidate = candidate_of(cache, request(0, [*A, *B, 9]))
     cache.flush()
     before = frozen(cache)
     cache.plan(candidate, ENOUGH)
     assert frozen(cache) == before
     assert candidate.epoch == cache.epoch
-    assert candidate.chain.keys == cache.candidate(candidate.spec).chain.keys
+    assert candidate.chain.keys == candidate_of(cache, candidate.spec).chain.keys
 
 
 def remove_the_state(cache: PrefixCache) -> None:
@@ -73,7 +74,7 @@ def remove_the_free_slots(cache: PrefixCache) -> None:
 def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: NewCache, remove: object) -> None:
     cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
-    candidate = cache.candidate(request(1, [*A, *B, 8]))
+    candidate = candidate_of(cache, request(1, [*A, *B, 8]))
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and plan.match.skip_tokens == 2 * BLOCK
     remove(cache)  # type: ignore[operator]
@@ -86,7 +87,7 @@ def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: New
 def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, request(0, [*A, *B, 9]))
-    candidate = cache.candidate(request(1, [*A, *B, 8]))
+    candidate = candidate_of(cache, request(1, [*A, *B, 8]))
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and len(plan.match.blocks) == 2
     serve(cache, request(2, [*C, *C, *C, *C]))

@@ -5,6 +5,7 @@ import pytest
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.admission import Refusal
 from megatron_mamba_cache.policy.identifiers import BlockId
+from megatron_mamba_cache.policy.requests import Candidate
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import (
@@ -134,9 +135,9 @@ def test_age_counts_admissions_and_survives_a_readmission(new_cache: NewCache) -
     rows = [prefill(cache, request(index, [index])) for index in range(3)]
     assert [row.age for row in rows] == [0, 1, 2]
     cache.release(rows[0])
-    again = cache.candidate(request(0, [0, 0]))
+    again = Candidate(request(0, [0, 0]), age=rows[0].age)
     plan = planned(cache, again.spec)
-    assert cache.admit(again, plan, age=rows[0].age).age == 0
+    assert cache.admit(again, plan).age == 0
 
 
 def test_counters_say_what_was_matched_and_what_was_skipped(new_cache: NewCache) -> None:

@@ -10,7 +10,7 @@ from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.request_settings import PromptBreakpoint, RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
-from tests.policy.small_cache import BLOCK, admit, planned, small_cache
+from tests.policy.small_cache import BLOCK, admit, candidate_of, planned, small_cache
 
 BLOCKS = [BlockId(number) for number in range(4)]
 CALLS = st.lists(
@@ -63,7 +63,9 @@ def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *places:
 
 def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
     """Prefill a request and let it go."""
-    row = cache.admit(cache.candidate(spec), planned(cache, spec), branches=cache.branches(cache.candidate(spec), ()))
+    row = cache.admit(
+        candidate_of(cache, spec), planned(cache, spec), branches=cache.branches(candidate_of(cache, spec), ())
+    )
     while row.is_prefilling:
         cache.publish(row, row.scheduled)
         cache.advance(row, row.scheduled)

@@ -170,7 +170,6 @@ class TieredWorkload:
         )
         self.requests = RunningRequests(self.cache, MAX_ROWS, 64)
         self.queue: dict[int, Candidate] = {}
-        self.ages: dict[int, int] = {}
         self.texts: list[list[int]] = [[1]]
         self.scheduler = StepScheduler()
         self.num_requests = 0
@@ -205,9 +204,8 @@ class TieredWorkload:
             if row.length >= MAX_LEN:
                 self.end(row)
         for row in self.requests.grow(4).evicted:
-            self.ages[row.request_id] = row.age
             waiting, self.queue = self.queue, {}
-            self._queue(row.request_id, self._tokens(row))
+            self._queue(row.request_id, self._tokens(row), row.age)
             self.queue.update(waiting)
         self.tier.start()
 
@@ -248,11 +246,11 @@ class TieredWorkload:
         for pools in (self.cache.pools, self.below):
             assert pools.kv.num_free == pools.kv.num_blocks and pools.slots.num_free == pools.slots.num_slots
 
-    def _queue(self, request_id: int, prompt: Sequence[int]) -> None:
-        self.queue[request_id] = self.cache.candidate(request(request_id, prompt, max_len=MAX_LEN))
+    def _queue(self, request_id: int, prompt: Sequence[int], age: int | None = None) -> None:
+        self.queue[request_id] = Candidate(request(request_id, prompt, max_len=MAX_LEN), age)
 
     def _schedule(self) -> None:
-        step = self.scheduler.fill_step(self.requests, list(self.queue), self.queue.__getitem__, self.ages.get)
+        step = self.scheduler.fill_step(self.requests, list(self.queue.values()))
         for row in step.admitted:
             del self.queue[row.request_id]
             if row.source_slot is not None:

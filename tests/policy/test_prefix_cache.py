@@ -10,6 +10,7 @@ from tests.policy.small_cache import (
     NewCache,
     admit,
     cached_states,
+    candidate_of,
     decode,
     drop_states,
     planned,
@@ -176,7 +177,7 @@ def test_disabled_cache_registers_nothing(new_cache: NewCache) -> None:
 def test_nothing_cached_is_found_after_a_flush(new_cache: NewCache, weights_version: str | None) -> None:
     cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
-    candidate = cache.candidate(request(1, [*A, *B, 9]))
+    candidate = candidate_of(cache, request(1, [*A, *B, 9]))
     cache.flush(weights_version)
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and plan.match.blocks == ()

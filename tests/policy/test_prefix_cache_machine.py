@@ -25,7 +25,7 @@ from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
-from tests.policy.small_cache import BLOCK, frozen, request, small_cache
+from tests.policy.small_cache import BLOCK, candidate_of, frozen, request, small_cache
 
 MAX_ROWS = 3
 NUM_BLOCKS = 9  # where they do not share slabs with the slots
@@ -167,7 +167,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prefix = text[: max(longest - data.draw(st.sampled_from([0, 0, 1, 2, 5, 9])), 0)]
         prompt = (*prefix, *tail) or (1,)
         spec = request(self.num_requests, prompt, max_len=MAX_LEN, tenant=tenant, may_skip=may_skip)
-        candidate = self.cache.candidate(spec)
+        candidate = candidate_of(self.cache, spec)
         before = frozen(self.cache)
         plan = self.cache.plan(candidate, budget)
         assert frozen(self.cache) == before

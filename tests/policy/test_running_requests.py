@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_mamba_cache.policy.admission import Refusal
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.running_requests import RowCounts, RunningRequests
-from tests.policy.small_cache import ENOUGH, request, run_step, small_cache
+from tests.policy.small_cache import ENOUGH, candidate_of, request, run_step, small_cache
 
 MAX_REQUESTS = 3
 MAX_TOKENS = 10
@@ -29,7 +29,7 @@ class RunningRequestsMachine(RuleBasedStateMachine):
     def admit(self, prompt: list[int]) -> None:
         before, budget = list(self.requests), self.requests.prompt_budget
         self.num_seen += 1
-        candidate = self.requests.cache.candidate(request(self.num_seen, prompt, max_len=MAX_LEN))
+        candidate = candidate_of(self.requests.cache, request(self.num_seen, prompt, max_len=MAX_LEN))
         outcome = self.requests.admit(candidate, budget)
         assert (outcome is Refusal.NO_ROW) == (len(before) == MAX_REQUESTS)
         if isinstance(outcome, Refusal):
@@ -95,16 +95,16 @@ def running(num_rows: int) -> RunningRequests:
 
 
 def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Refusal:
-    return requests.admit(requests.cache.candidate(request(request_id, [request_id] * 4)), requests.budget)
+    return requests.admit(candidate_of(requests.cache, request(request_id, [request_id] * 4)), requests.budget)
 
 
 def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None:
     requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_beside=8)
-    first = requests.admit(requests.cache.candidate(request(0, [1] * 20)), requests.prompt_budget)
+    first = requests.admit(candidate_of(requests.cache, request(0, [1] * 20)), requests.prompt_budget)
     assert isinstance(first, RunningRequest) and first.scheduled == 20  # no row decodes yet
     run_step(requests.cache, [first])
     assert requests.prompt_budget == 8 < requests.budget
-    second = requests.admit(requests.cache.candidate(request(1, [2] * 20)), requests.prompt_budget)
+    second = requests.admit(candidate_of(requests.cache, request(1, [2] * 20)), requests.prompt_budget)
     assert isinstance(second, RunningRequest) and second.scheduled == 8
     assert requests.prompt_budget == 0 < requests.budget
 
@@ -121,10 +121,10 @@ def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room()
 def test_only_requests_that_wait_for_a_prefix_count_as_deferred() -> None:
     requests = RunningRequests(small_cache(), max_requests=8, max_tokens=ENOUGH)
     counters, prompt = requests.cache.counters, [1] * 9
-    assert isinstance(requests.admit(requests.cache.candidate(request(0, prompt)), ENOUGH), RunningRequest)
-    assert requests.admit(requests.cache.candidate(request(1, [2])), 0) is Refusal.NO_TOKENS
+    assert isinstance(requests.admit(candidate_of(requests.cache, request(0, prompt)), ENOUGH), RunningRequest)
+    assert requests.admit(candidate_of(requests.cache, request(1, [2])), 0) is Refusal.NO_TOKENS
     assert counters.admissions_deferred == 0
-    assert requests.admit(requests.cache.candidate(request(2, prompt)), ENOUGH) is Refusal.WAITS_FOR_PREFIX
+    assert requests.admit(candidate_of(requests.cache, request(2, prompt)), ENOUGH) is Refusal.WAITS_FOR_PREFIX
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 

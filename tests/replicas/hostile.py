@@ -12,7 +12,7 @@ from megatron.core.inference.headers import Headers
 from megatron_mamba_cache.replicas.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, WATCH
 from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, Hello, pack_hello
 
-SAMPLING = {"num_tokens_to_generate": 4, "top_k": 1, "tenant": "red", "seed": 7}
+SAMPLING = {"num_tokens_to_generate": 4, "top_k": 1, "spec": {"tenant": "red", "seed": 7}}
 VALID: list[bytes] = [
     *(msgpack.packb([header.value]) for header in (Headers.CONNECT, Headers.PAUSE_ACK, Headers.STOP_ACK)),
     *(msgpack.packb([Headers.SUBMIT_REQUEST.value, 0, prompt, SAMPLING]) for prompt in ([1, 2, 3], "1 2")),

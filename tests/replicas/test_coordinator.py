@@ -45,8 +45,8 @@ def test_prompts_of_text_and_of_tenants_are_named_as_their_replica_does(service:
     client = service.client()
     client.submit(0, " ".join(map(str, TOKENS)))
     assert second.receive()[2] == " ".join(map(str, TOKENS))
-    client.submit(1, TOKENS, tenant="red")
-    assert third.receive()[3]["tenant"] == "red"
+    client.submit(1, TOKENS, spec={"tenant": "red"})
+    assert third.receive()[3]["spec"]["tenant"] == "red"
 
 
 def test_keys_of_an_old_salt_attract_no_request(service: Service) -> None:

@@ -20,6 +20,7 @@ UNREADABLE: list[dict[str, Any]] = [
     {"return_prompt_top_n_logprobs": True, "skip_prompt_log_probs": True},
     {"__class__": 3},
     {"serialize": 1},
+    {"spec": 5},
 ]
 
 

@@ -91,7 +91,7 @@ class Agent:
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Return the tokens of all prompts so far."""
-        return [request.prompt for request in self.server.backend.asked]
+        return [tuple(request.prompt.tolist()) for request in self.server.backend.asked]
 
     def tokens(self, text: str) -> list[int]:
         """Return tokens of a text that the tokenizer would not give: one for each byte."""

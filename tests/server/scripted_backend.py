@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_mamba_cache.grammars.compiler import Grammars
-from megatron_mamba_cache.server.backend import BackendState, GenerationRequest, Progress, Ticket
+from megatron_mamba_cache.policy.request_settings import RequestSpec
+from megatron_mamba_cache.server.backend import BackendState, Progress, Ticket
 
 
 class ScriptedBackend:
@@ -23,7 +24,7 @@ class ScriptedBackend:
         self.grammars = Grammars(0 if tokenizer is None else tokenizer.vocab_size)
         self.grammars.read(tokenizer)
         self.state = state or BackendState(is_ready=True)
-        self.asked: list[GenerationRequest] = []
+        self.asked: list[RequestSpec] = []
         self.running: dict[Ticket, Callable[[Progress], None]] = {}
         self.flushed: list[str | None] = []
         self._tickets = itertools.count()
@@ -32,12 +33,12 @@ class ScriptedBackend:
         """Remember the event loop."""
         self._loop = asyncio.get_running_loop()
 
-    def fault_of(self, request: GenerationRequest) -> str | None:
+    def fault_of(self, request: RequestSpec) -> str | None:
         """Find no fault but that of length."""
         total = len(request.prompt) + request.max_tokens
         return None if total <= self.max_sequence_length else f"{total} tokens are more than max_sequence_length"
 
-    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+    def submit(self, request: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         """Keep the request."""
         ticket = Ticket(next(self._tickets))
         self.asked.append(request)

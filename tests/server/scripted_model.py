@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.grammars.forms import choice_grammar
+from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.server.app import Server
-from megatron_mamba_cache.server.backend import GenerationRequest, Progress, Ticket
+from megatron_mamba_cache.server.backend import Progress, Ticket
 from tests.server.family_templates import FAMILIES
 from tests.server.running_server import made_server
 
@@ -34,12 +35,12 @@ class ScriptedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+    def submit(self, request: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         """See `Backend`."""
-        reply = scripted_reply(self._tokenizer.detokenize(list(request.prompt), skip_special_tokens=False))
+        reply = scripted_reply(self._tokenizer.detokenize(request.prompt.tolist(), skip_special_tokens=False))
         if reply is not None:
-            self._check(reply, request.grammar)
-            request = replace(request, grammar=choice_grammar([reply]).text)
+            self._check(reply, request.sampling.grammar)
+            request = replace(request, sampling=replace(request.sampling, grammar=choice_grammar([reply]).text))
         return self._backend.submit(request, deliver)
 
     def _check(self, reply: str, grammar: str) -> None:

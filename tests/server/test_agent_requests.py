@@ -215,7 +215,7 @@ def test_functions_may_be_flat_or_nested(agent: Agent, path: str, tool: dict[str
     for choice in ("auto", {"type": "function", "name": "get_weather"}, {"type": "function", "function": FUNCTION}):
         own = prompt_after(agent, path, tools=[OWN[path]], tool_choice="auto")
         assert prompt_after(agent, path, tools=[tool], tool_choice=choice) == own
-        form = agent.server.backend.asked[-1].grammar
+        form = agent.server.backend.asked[-1].sampling.grammar
         assert bool(form) == (choice != "auto")
 
 
@@ -241,7 +241,7 @@ def test_only_allowed_tools_may_be_called_and_the_prompt_shows_all(agent: Agent,
     ):
         choice = allowed(mode, *names, is_nested=is_nested)
         assert prompt_after(agent, path, tools=tools, tool_choice=choice) == plain
-        grammar = agent.server.backend.asked[-1].grammar
+        grammar = agent.server.backend.asked[-1].sampling.grammar
         assert bool(grammar) == is_held
         if grammar:
             assert "get_time" in grammar and "get_weather" not in grammar

@@ -116,10 +116,10 @@ def test_a_breakpoint_is_right_behind_what_is_marked(agent: Agent, name: str) ->
         reply = httpx.post(agent.server.listening.url + path, json=body | limit, timeout=60)
     assert reply.status_code == 200, reply.text
     asked = agent.server.backend.asked[-1]
-    prompt = agent.tokenizer.detokenize(asked.prompt, skip_special_tokens=False)
+    prompt = agent.tokenizer.detokenize(asked.prompt.tolist(), skip_special_tokens=False)
     assert len(asked.breakpoints) == len(wanted)
     for place, (before, behind, keep_s) in zip(asked.breakpoints, wanted, strict=True):
         marked = prompt.index(before + behind) + len(before)
-        found = len(agent.tokenizer.detokenize(asked.prompt[: place.position], skip_special_tokens=False))
+        found = len(agent.tokenizer.detokenize(asked.prompt[: place.position].tolist(), skip_special_tokens=False))
         assert abs(found - marked) <= NEAR, prompt[:found]
         assert place.keep_s == keep_s

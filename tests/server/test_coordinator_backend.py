@@ -10,9 +10,9 @@ import zmq.asyncio
 
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
+from megatron_mamba_cache.policy.request_rules import RequestRules
 from megatron_mamba_cache.replicas.front_end import STATES
 from megatron_mamba_cache.server.coordinator_backend import CoordinatorBackend
-from megatron_mamba_cache.server.megatron_requests import RequestRules
 
 CACHE = CacheSnapshot(CacheCounters(), {}, {}).as_dict()
 

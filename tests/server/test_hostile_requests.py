@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from megatron_mamba_cache.server.backend import Progress
-from megatron_mamba_cache.server.job import Job, Order
+from megatron_mamba_cache.server.job import Job
+from megatron_mamba_cache.server.orders import Order
 from megatron_mamba_cache.server.prompts import Prompt
 from megatron_mamba_cache.server.responses import JobResponse
 from tests.server.running_server import RED, RunningServer, resident_mib

@@ -62,7 +62,7 @@ def test_appended_runs_are_one_load_in_order_of_arrival(tmp_path: Path) -> None:
     for prompt in ([7] * 64, [8] * 130):
         record = LoadFile(path, 256)
         record.start()
-        choice = SimpleNamespace(request=SimpleNamespace(prompt=tuple(prompt)), reply=SimpleNamespace(token_ids=[1, 2]))
+        choice = SimpleNamespace(spec=SimpleNamespace(prompt=tuple(prompt)), reply=SimpleNamespace(token_ids=[1, 2]))
         job = SimpleNamespace(times=SimpleNamespace(arrived=0.0), tenant=SimpleNamespace(name="a"), choices=[choice])
         record.note(job)  # type: ignore[arg-type]
         record.close()

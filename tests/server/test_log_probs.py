@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,19 +13,20 @@ from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
 from megatron_mamba_cache.models.tokenizers.token_reader import token_bytes
-from megatron_mamba_cache.server.backend import GenerationRequest, Progress
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat, StreamSettings, _best
 from megatron_mamba_cache.server.job import Choice
 from megatron_mamba_cache.server.reply import Reply, TokenInfo
 
 SHIPPED = load_tokenizer(SHIPPED_MODEL, 2048)
 TEXTS = st.text(alphabet=st.sampled_from("ab é€😀\n"), min_size=1, max_size=20)
-REQUEST = GenerationRequest((1,), 100, num_log_probs=1)
+REQUEST = RequestSpec(0, np.array([1]), 101, SamplingSettings())
 
 
 def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[dict[str, Any]]]:
     """Return a reply's text and the log-probs of all its events."""
-    choice = Choice(0, 0, REQUEST, Reply(tokenizer))
+    choice = Choice(0, 0, REQUEST, Reply(tokenizer), num_log_probs=1)
     form = kind("m", StreamSettings())
     (letter,) = tokenizer.tokenize("a")
     events = []

@@ -92,7 +92,7 @@ def prompt_text(agent: TagAgent) -> str:
 def allows(agent: TagAgent, reply: Any) -> bool:
     """Return whether the grammar of the last request allows a whole reply."""
     backend = agent.server.backend
-    matcher, tokens = backend.grammars.matcher(backend.asked[-1].grammar), agent.tokens(reply)
+    matcher, tokens = backend.grammars.matcher(backend.asked[-1].sampling.grammar), agent.tokens(reply)
     return bool(matcher.validate_tokens([*tokens, agent.tokenizer.eod]) == len(tokens) + 1)
 
 

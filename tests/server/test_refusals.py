@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.server.backend import GenerationRequest
-from megatron_mamba_cache.server.megatron_requests import RequestRules
+from megatron_mamba_cache.policy.request_rules import RequestRules
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from tests.server.front_end import FrontEnd, front_end
 
 
@@ -155,6 +156,6 @@ def test_no_top_log_probs_are_asked_for_by_zero(server: FrontEnd) -> None:
 @pytest.mark.parametrize("token", [-1, 100, 2**31, 2**63, -(2**63) - 1, 2**70, 1.5])
 def test_a_token_outside_the_vocabulary_is_named_however_large(token: Any) -> None:
     rules = RequestRules(CacheConfig(), vocab_size=100, num_blocks=100)
-    fault = rules.fault_of(GenerationRequest((5, token, 6), 4))
+    fault = rules.fault_of(RequestSpec(0, np.array([5, token, 6], dtype=object), 7, SamplingSettings()))
     assert fault is not None and fault.startswith(f"token {token} in the prompt is outside the vocabulary of 100")
-    assert rules.fault_of(GenerationRequest((0, 99), 4)) is None
+    assert rules.fault_of(RequestSpec(0, np.array([0, 99]), 6, SamplingSettings())) is None

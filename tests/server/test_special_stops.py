@@ -45,7 +45,7 @@ class StoppingAgent(Agent):
         from tests.server.front_end import wait_until
 
         wait_until(lambda: self.server.backend.running or refused.is_set())
-        stops = () if refused.is_set() else self.server.backend.asked[-1].stop_token_ids
+        stops = () if refused.is_set() else self.server.backend.asked[-1].sampling.stop_token_ids
         for token in () if refused.is_set() else self.tokens(reply):
             is_last = token in stops
             self.server.backend.deliver(Progress(tokens=(token,), end="stop" if is_last else None))
@@ -73,7 +73,7 @@ def test_a_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, 
     found = agent.ask(f"the dog{name} and the fox", messages=ASKED, tools=[], stop=stop, extra_body=extra)
     assert found.message.content == "the dog" and found.finish_reason == "stop"
     is_special = name != NOT_SPECIAL[0]
-    stops = agent.server.backend.asked[-1].stop_token_ids
+    stops = agent.server.backend.asked[-1].sampling.stop_token_ids
     assert stops == ((agent.tokenizer.id_of(name),) if is_special else ())
     deltas, reason = agent.ask_streamed(f"the dog{name} and", messages=ASKED, tools=[], stop=stop, extra_body=extra)
     assert "".join(delta.content or "" for delta in deltas) == "the dog" and reason == "stop"
@@ -82,7 +82,7 @@ def test_a_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, 
 def test_stops_by_id_and_by_name_are_the_same(agent: StoppingAgent) -> None:
     number = agent.tokenizer.id_of(TURN_END)
     agent.ask("x", messages=ASKED, tools=[], stop=[TURN_END, END], extra_body={"stop_token_ids": [number, 5]})
-    assert agent.server.backend.asked[-1].stop_token_ids == (number, 5, agent.tokenizer.id_of(END))
+    assert agent.server.backend.asked[-1].sampling.stop_token_ids == (number, 5, agent.tokenizer.id_of(END))
 
 
 def test_the_special_token_is_no_part_of_the_reply_that_the_next_turn_continues(agent: StoppingAgent) -> None:

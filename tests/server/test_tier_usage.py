@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
-from megatron_mamba_cache.server.backend import GenerationRequest, Progress
+from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
+from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.usage import prompt_usage
 from tests.server.front_end import FrontEnd, wait_until
 from tests.server.running_server import RunningServer, running_server
@@ -71,7 +73,7 @@ def test_with_several_choices_each_prompt_counts_once(scripted: FrontEnd) -> Non
 
 
 def test_what_was_written_is_not_counted_as_cached() -> None:
-    request = GenerationRequest(prompt=tuple(range(8)), max_tokens=1)
+    request = RequestSpec(0, np.arange(8), 9, SamplingSettings())
     latest = Progress(cached_tokens=6, cached_tokens_from_host=4, cached_tokens_from_disk=2, written_tokens=9)
     found = prompt_usage(request, latest)
     assert (found.cached_tokens, found.cached_tokens_from_host, found.cached_tokens_from_disk) == (6, 4, 2)

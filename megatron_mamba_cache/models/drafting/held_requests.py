@@ -11,7 +11,7 @@ from ...mcore.context import MambaCacheContext
 from ...policy.admission import Refusal
 from ...policy.boundaries import prefill_chunk_end
 from ...policy.request_settings import RequestSpec
-from ...policy.requests import RunningRequest, StateCursor
+from ...policy.requests import Candidate, RunningRequest, StateCursor
 from ...speculation.drafter import DraftRequest
 
 
@@ -186,7 +186,7 @@ class HeldRequests:
             return None
         text = np.empty(max_len, np.int64)
         text[:length] = target.tokens(0, length)
-        candidate = context.candidate(
+        candidate = Candidate(
             RequestSpec(target.request_id, text[:length], max_len, target.spec.sampling, target.spec.tenant)
         )
         running = context.admit(candidate, budget)

@@ -87,7 +87,7 @@ class MessagesFormat:
 
     def _end(self, job: Job) -> dict[str, Any]:
         """Return why the reply ended."""
-        reply, fitting = job.choices[0].reply, job.choices[0].request.max_tokens
+        reply, fitting = job.choices[0].reply, job.choices[0].spec.max_tokens
         if reply.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
         reason = _REASONS.get(reply.finish_reason or "", "end_turn")

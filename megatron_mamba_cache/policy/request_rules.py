@@ -1,0 +1,112 @@
+"""The limits of an engine, and whether a request is within them."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CacheConfig
+from .request_settings import LogProbSettings, RequestSpec, SamplingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """Decides if an engine can ever run a request.
+
+    Args:
+        num_blocks: KV blocks that one request can have at most.
+        scores_prompts: True when log-probs of prompts can be computed.
+        ranks_prompts: True when ranks of prompt tokens can be computed too.
+    """
+
+    config: CacheConfig
+    vocab_size: int
+    num_blocks: int
+    scores_prompts: bool = False
+    ranks_prompts: bool = False
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The most prompt and generated tokens of a request; the last one needs no KV block."""
+        return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
+
+    def fault_of(self, spec: RequestSpec) -> str | None:
+        """Return why a request can never run, with value, limit and setting; None if it can."""
+        sampling = spec.sampling
+        fault = self._fault_of_prompt(spec.prompt) or self._fault_of_length(spec)
+        fault = fault or _fault_of_sampling(sampling) or self._fault_of_log_probs(spec.log_probs)
+        if fault is None and sampling.grammar and sampling.logits.min_tokens:
+            least = sampling.logits.min_tokens
+            fault = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar says"
+        return fault or sampling.logits.fault(self.vocab_size)
+
+    def _fault_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:
+        if prompt.ndim != 1:
+            return f"the prompt has shape {prompt.shape}; one row of token ids is needed"
+        if not len(prompt):
+            return "the prompt is empty; at least 1 token is needed"
+        worst = prompt.min() if prompt.min() < 0 else prompt.max()
+        if prompt.dtype != np.int64:
+            worst = unfit_token(prompt.tolist()) or worst
+        if isinstance(worst, float) or not 0 <= worst < self.vocab_size:
+            last = self.vocab_size - 1
+            return f"token {worst} in the prompt is outside the vocabulary of {self.vocab_size} (0 to {last})"
+        return None
+
+    def _fault_of_length(self, spec: RequestSpec) -> str | None:
+        config, prompt_len, num_to_generate = self.config, spec.prompt_len, spec.max_tokens
+        limit = config.max_sequence_length
+        if prompt_len >= limit:
+            return (
+                f"the prompt has {prompt_len} tokens, which leaves none to generate below max_sequence_length={limit}"
+            )
+        if num_to_generate < 1:
+            return (
+                f"num_tokens_to_generate is {num_to_generate}; it must be 1 or more (num_tokens_total above the prompt)"
+            )
+        tokens = f"{prompt_len} prompt tokens and {num_to_generate} to generate"
+        if spec.max_len > limit:
+            return f"{tokens} make {spec.max_len}, above max_sequence_length={limit}"
+        needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last token sampled is never computed
+        if needed > self.num_blocks:
+            return (
+                f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {self.num_blocks}; raise "
+                "--inference-dynamic-batching-buffer-size-gb"
+            )
+        return None
+
+    def _fault_of_log_probs(self, settings: LogProbSettings) -> str | None:
+        prompt_top_n = settings.prompt_top_n
+        if settings.top_n > 0 and not settings.wanted:
+            return f"top_n_logprobs={settings.top_n} needs return_log_probs=True"
+        if settings.of_prompt and not self.scores_prompts:
+            return (
+                "log-probs of the prompt are off: build the engine with scores_prompts=True or "
+                "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
+            )
+        if prompt_top_n is not None and not settings.of_prompt:
+            return f"prompt_top_n={prompt_top_n} needs return_log_probs=True and skip_prompt_log_probs=False"
+        if prompt_top_n is not None and not self.ranks_prompts:
+            return (
+                f"prompt_top_n={prompt_top_n} needs an engine built with scores_prompts=True and the last logits only"
+            )
+        for name, count in (("top_n_logprobs", settings.top_n), ("prompt_top_n", prompt_top_n or 0)):
+            if not 0 <= count <= self.vocab_size:
+                return f"{name} is {count}; it must be from 0 to the vocabulary's {self.vocab_size}"
+        return None
+
+
+def unfit_token(tokens: Iterable[object]) -> object | None:
+    """Return the first token that is not a 64-bit integer; None if all are."""
+    return next((token for token in tokens if not (isinstance(token, int) and -(2**63) <= token < 2**63)), None)
+
+
+def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
+    if 0 <= sampling.temperature < math.inf and 0 <= sampling.top_k < 2**31 and 0 <= sampling.top_p <= 1:
+        return None
+    return (
+        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
+        "temperature >= 0 and finite, top_k >= 0 and below 2**31, and top_p from 0 to 1"
+    )
