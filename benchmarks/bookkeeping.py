@@ -1,6 +1,6 @@
 """What does the cache's bookkeeping cost, and does the cost grow with the size of the pools?
 
-    PYTHONPATH=. python benchmarks/bookkeeping.py [--json] [--output benchmarks/results/bookkeeping.md]
+    PYTHONPATH=. python benchmarks/bookkeeping.py [--json] [--output FILE.md]
 
 Pure Python on one CPU core: no GPU and no Megatron. Each figure is a median, the lowest of three rounds: other work on
 a shared machine can only add time.
@@ -29,7 +29,7 @@ from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slabs import SlabSpace
 
-COMMAND = "PYTHONPATH=. python benchmarks/bookkeeping.py --output benchmarks/results/bookkeeping.md"
+COMMAND = "PYTHONPATH=. python benchmarks/bookkeeping.py"
 PROMPT_TOKENS = 131_072
 CHAIN_DEPTH = 32
 BLOCK_SIZE = 256

@@ -29,7 +29,7 @@ from loads.working_set import WorkingSetObserver
 from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 
-COMMAND = "PYTHONPATH=. python benchmarks/hit_rates.py --output benchmarks/results/hit_rates.md"
+COMMAND = "PYTHONPATH=. python benchmarks/hit_rates.py"
 SIZES = MODELS["8b"]
 SERVER = Server()
 UNLIMITED = 60_000

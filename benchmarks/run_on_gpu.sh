@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Run every test and benchmark on a machine with a GPU and write the tables to a folder.
-# Usage: [ONLY='NAME ...'] benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results)
+# Usage: [ONLY='NAME ...'] benchmarks/run_on_gpu.sh FOLDER
 set -uo pipefail
 cd "$(dirname "$0")/.."
-results=${1:-benchmarks/results}
+results=${1:?name a folder for the tables; the pages of benchmarks/results are written by hand}
 mkdir -p "$results"
 failed=0
 most_lines=200 # of a section's output
@@ -48,48 +48,48 @@ section state_kernel_tilings "State and convolution kernels with other tile size
     python3 benchmarks/state_kernels.py --sweep
 section experts "Layers of experts against the card's limits" \
     python3 benchmarks/experts.py --json "$results/experts.json"
-section slot_copies "Whole-slot copies and clears against a memcpy of the same bytes" \
+section slot_copies "Whole-slot copies against a memcpy of the same bytes" \
     python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
 section attention "Attention backends, KV append and gated norm" \
     python3 benchmarks/attention.py --json "$results/attention.json"
 section kernels "Each kernel, its floor and its peers" python3 benchmarks/kernels.py --json "$results/kernels.json"
 section engine_8b "The whole engine with an 8B NemotronH: logits, tokens and speed" \
     python3 benchmarks/engine_8b.py --json "$results/engine_8b.json"
-section ssd_scan "Prefill scan beside mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
+section ssd_scan "Prefill scan next to mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
 section delta_kernels "Gated DeltaNet's kernels next to fla-core's and FlashInfer's" \
     python3 benchmarks/delta_kernels.py --json "$results/delta_kernels.json"
 section delta_tilings "Gated DeltaNet's kernels in every tiling" python3 benchmarks/delta_kernels.py --sweep
-section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_scan.py --sweep
-section step_cost "What a decode step costs, and what drafts give at best" \
+section ssd_scan_tilings "Prefill scan in every tiling" python3 benchmarks/ssd_scan.py --sweep
+section step_cost "Decode steps, and what drafts give at best" \
     python3 benchmarks/step_cost.py --json "$results/step_cost.json"
-section host_work "What the host does in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
-section changed_rows "What sampled rows, grammars, penalties and log-probs cost a decode step" \
+section host_work "The host's work in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
+section changed_rows "Sampling, grammars, penalties and log-probs in a decode step" \
     python3 benchmarks/changed_rows.py --json "$results/changed_rows.json"
-section sampling "How long it takes to draw tokens" python3 benchmarks/sampling.py --json "$results/sampling.json"
-section parallel_decode "Decoding by cards that share a model" \
+section sampling "Sampling by itself" python3 benchmarks/sampling.py --json "$results/sampling.json"
+section parallel_decode "Decoding on GPUs that share a model" \
     python3 benchmarks/parallel_decode.py --prompt-blocks 1 16 --json "$results/parallel_decode.json"
 section tests_on_cards "Tests of ranks on as many GPUs" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
 section chat "A chat of many users" python3 benchmarks/chat.py --json "$results/chat.json"
-section dense_gemms "Dense products by the number of tokens" \
+section dense_gemms "Dense matmuls by the number of tokens" \
     python3 benchmarks/dense_gemms.py --json "$results/dense_gemms.json"
 section draft_model "A model that drafts for another" python3 benchmarks/draft_model.py \
     --shape granite-small --draft-shape granite-tiny --state-gb 4 --kv-gb 2 --json "$results/draft_model.json"
 section draft_chances "Drafts that are right more or less often" \
     python3 benchmarks/draft_chances.py --json "$results/draft_chances.json"
-section mixed_steps "Next turns beside rows that decode" \
+section mixed_steps "Next turns alongside requests that decode" \
     python3 benchmarks/mixed_steps.py --json "$results/mixed_steps.json"
-section many_prompts "Many turns at once beside rows that decode" python3 benchmarks/mixed_steps.py \
+section many_prompts "Many turns at once alongside requests that decode" python3 benchmarks/mixed_steps.py \
     --prompts 8 --lengths 100 200 300 400 500 --json "$results/many_prompts.json"
 section long_context "Long contexts" python3 benchmarks/long_context.py --json "$results/long_context.json"
-section host_tier "Sessions that come back from the host" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
-section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \
+section host_tier "Sessions restored from the host" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
+section turn_latency "First tokens of later turns, and throughput where nothing hits" \
     python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
 section turns_by_length "First tokens by the number of new tokens" python3 benchmarks/turn_latency.py \
     --new-tokens 300 370 440 500 560 620 700 800 880 1000 1500 --json "$results/turns_by_length.json"
 section serving "Conversations by the wall clock, served in every mode" \
     python3 benchmarks/serving.py --time-scale 0.6 --sessions 120 --max-seconds 90 --json "$results/serving.json"
-section server_defaults "The sizes that serve takes by itself, and its speed with them" \
+section server_defaults "The sizes that serve chooses, and its speed with them" \
     python3 benchmarks/server_defaults.py --card-gib 0 40 --json "$results/server_defaults.json"
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
 exit $failed
