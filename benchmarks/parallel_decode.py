@@ -34,7 +34,7 @@ from step_cost import LIMITS, NUM_STEPS, NUM_WARMING, timed_step
 from turn_latency import some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
-from megatron_mamba_cache.mcore.process_groups import initialize_several_processes
+from megatron_mamba_cache.mcore.model_ranks import initialize_several_processes
 
 SHARED = ("tensors", "experts", "both")
 

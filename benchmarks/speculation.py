@@ -26,14 +26,14 @@ from time import perf_counter, process_time
 from typing import Any
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.command_line.arguments import select_device
 from megatron_mamba_cache.command_line.built_in_prompts import editing_lines
 from megatron_mamba_cache.command_line.commands import EDITING, GREEDY
-from megatron_mamba_cache.command_line.machine import select_device
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL, ModelDirectory, ModelFormat
 from megatron_mamba_cache.command_line.prompts import PromptLine
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
 from megatron_mamba_cache.command_line.sizing import default_settings
-from megatron_mamba_cache.command_line.usage_error import UsageError
 
 NUM_DRAFTS = 4
 REPLY_TOKENS = 64

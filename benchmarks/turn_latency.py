@@ -50,7 +50,7 @@ from measuring.machine import describe_machine
 from measuring.model_floors import step_bytes
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
-from megatron_mamba_cache.mcore.failure_reason import failure_reason
+from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.planning.recorded_load import read_load
 
 FULL, NO_ROOM = "full", "full, no room"

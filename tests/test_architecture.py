@@ -39,8 +39,6 @@ BANNED_VERBS = ("do_", "maybe_")
 WITHOUT_MEGATRON = {
     "mcore": "checks the installed release",
     "mcore.mixers.caching_mixer": "is a base class next to Megatron's modules",
-    "mcore.step_clock": "stands in for the events that Megatron's engine times steps with",
-    "mcore.step_report": "changes Megatron's records",
 }
 """Modules of mcore that import nothing of Megatron, and why they are there."""
 OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}
@@ -488,7 +486,6 @@ PLANTED = {
     ),
     "web_package_in_command_line": ({"command_line/serve": "import uvicorn"}, "outside of the server"),
     "mcore_without_megatron": ({"mcore/sizes": "import torch"}, "imports nothing of megatron"),
-    "stale_reason": ({"mcore/step_clock": "import megatron.core"}, "drop its reason"),
     "attribute_set_from_outside": ({"step/run": "def f(context):\n    context.rows = ()"}, "sets context.rows"),
     "attribute_of_a_part_set": ({"step/run": "def f(a):\n    a.runner.counts += 1"}, "sets a.runner.counts"),
     "attribute_set_by_name": (

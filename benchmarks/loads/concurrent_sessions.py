@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from megatron_mamba_cache.planning.block_texts import BlockText
+from megatron_mamba_cache.planning.plan import BlockText
 from megatron_mamba_cache.planning.recorded_load import SESSIONS_START_WITHIN_S, RecordedLoad, RecordedRequest
 from megatron_mamba_cache.policy.identifiers import BlockKey
 

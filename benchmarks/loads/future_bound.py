@@ -23,7 +23,7 @@ whole states only, where in a text a cache takes states, slabs, and the blocks o
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_mamba_cache.planning.block_texts import BlockText
+from megatron_mamba_cache.planning.plan import BlockText
 from megatron_mamba_cache.policy.identifiers import BlockKey
 
 

@@ -12,7 +12,7 @@ from loads.conversation_load import Conversation
 from loads.serving_engine import send
 from measuring.gpu_time import GpuTime, GpuTimer, NoGpuTimer
 
-from megatron_mamba_cache.mcore.failure_reason import failure_reason
+from megatron_mamba_cache.mcore.step_report import failure_reason
 
 
 class LoadClock:

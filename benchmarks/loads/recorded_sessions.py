@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 from loads.conversation_load import Conversation, Tokens, Turn
 
-from megatron_mamba_cache.planning.block_texts import block_texts
+from megatron_mamba_cache.planning.plan import block_texts
 from megatron_mamba_cache.planning.recorded_load import ContentId, RecordedLoad, RecordedRequest
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loads.sized_cache import BLOCK_SIZE
 
-from megatron_mamba_cache.planning.block_texts import BlockText, block_texts
+from megatron_mamba_cache.planning.plan import BlockText, block_texts
 from megatron_mamba_cache.planning.recorded_load import read_load
 from megatron_mamba_cache.policy.identifiers import BlockKey
 

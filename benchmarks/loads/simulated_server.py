@@ -12,7 +12,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from megatron_mamba_cache.planning.block_texts import BlockText, RecordedKeys, block_texts
+from megatron_mamba_cache.planning.plan import BlockText, RecordedKeys, block_texts
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad
 from megatron_mamba_cache.policy.admission import Refusal
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache

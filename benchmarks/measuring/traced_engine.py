@@ -11,7 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache.mcore.failure_reason import failure_reason
+from megatron_mamba_cache.mcore.step_report import failure_reason
 
 
 @dataclass(slots=True)

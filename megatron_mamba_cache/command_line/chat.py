@@ -13,8 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from .chat_client import DEFAULT_URL, ChatClient, ChatError, Message, Turn
-from .flag_sources import variable_of
-from .usage_error import UsageError
+from .flag_sources import UsageError, variable_of
 
 _HELP = r"/clear forgets the conversation, /quit ends; \n is a line break; Ctrl-C ends a reply"
 _SERVING = re.compile(r"^serving .* on (http://\S+)$")

@@ -11,7 +11,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from .usage_error import UsageError
+from .flag_sources import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:5000"
 _CONNECT_S = 600.0  # a first reply may wait for kernels to compile

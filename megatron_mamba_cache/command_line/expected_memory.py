@@ -9,8 +9,7 @@ import torch
 
 from ..config import CacheConfig
 from ..errors import CacheBudgetError, CacheError
-from ..mcore.model_ranks import ranks_of_process
-from ..mcore.process_groups import initialize_single_process
+from ..mcore.model_ranks import initialize_single_process, ranks_of_process
 from ..models.checkpoints import hugging_face, megatron_checkpoint
 from ..models.drafting.draft_model import check_draft_experts
 from ..models.shard_shape import rank_shape
@@ -18,10 +17,10 @@ from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
 from ..recurrences.model_shape import HybridModelShape
 from .arguments import cache_config, model_share, name_flag
+from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory, fills_card
 from .quiet import own_warnings_hidden
 from .sizing import DRAFTER_SHARE, DRAFTER_STATES
-from .usage_error import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}

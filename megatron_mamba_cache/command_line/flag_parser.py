@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 import configargparse
 from typing_extensions import override
 
-from .flag_sources import PREFIX, SetFlag, SettableFlags, Value, first_name, variable_of
-from .suggestions import unknown_flag
-from .usage_error import UsageError
+from .flag_sources import PREFIX, SetFlag, SettableFlags, UsageError, Value, first_name, unknown_flag, variable_of
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 

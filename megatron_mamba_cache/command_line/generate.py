@@ -3,11 +3,10 @@
 import sys
 from argparse import Namespace
 
-from .arguments import check_generate_arguments, with_sampling
+from .arguments import check_generate_arguments, check_tiers, select_device, with_sampling
 from .built_in_prompts import built_in_lines, editing_lines
 from .commands import EDITING, GREEDY
 from .launch import Launch
-from .machine import check_tiers, select_device
 from .model_choice import chosen_directory, require_token_ids
 from .prompts import read_prompts
 from .quiet import hide_stacks_of_signals, quiet_libraries

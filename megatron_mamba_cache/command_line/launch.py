@@ -5,8 +5,8 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .flag_sources import UsageError
 from .prompts import PromptLine
-from .usage_error import UsageError
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 

@@ -10,10 +10,9 @@ from contextlib import suppress
 from .arguments import as_typed, command_parser
 from .commands import print_completion
 from .flag_parser import FlagParser, flags_of, placed
-from .flag_sources import SetFlag, misspelled_variables
+from .flag_sources import SetFlag, UsageError, misspelled_variables
 from .launch import Launch
 from .quiet import quiet_libraries
-from .usage_error import UsageError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

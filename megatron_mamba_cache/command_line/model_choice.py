@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..models.tokenizers.hugging_face_tokenizer import has_tokenizer
+from .flag_sources import UsageError
 from .prompts import PromptLine
-from .usage_error import UsageError
 
 if TYPE_CHECKING:
     from ..models.architecture import HybridArchitecture

@@ -10,9 +10,9 @@ from ..planning.caches import CacheSizes
 from ..planning.plan import ReplayedLoad, plan
 from ..planning.recorded_load import read_load
 from .commands import DEFAULT_GB
+from .flag_sources import UsageError
 from .model_choice import described_shape
 from .quiet import quiet_libraries
-from .usage_error import UsageError
 
 
 def print_plan(arguments: Namespace) -> int:

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from typing_extensions import override
 
-from ..mcore.model_ranks import expert_peers_of_process
-from ..mcore.process_groups import initialize_several_processes
+from ..mcore.model_ranks import expert_peers_of_process, initialize_several_processes
+from .flag_sources import UsageError
 from .launch import Launch, deal_lines
 from .prompts import PromptLine
 from .results import RunResult, together
-from .usage_error import UsageError
 
 Made = TypeVar("Made")
 

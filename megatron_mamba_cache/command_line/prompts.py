@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .usage_error import UsageError
+from .flag_sources import UsageError
 
 _KEYS = {"prompt", "prompt_tokens", "num_tokens_to_generate", "session"}
 

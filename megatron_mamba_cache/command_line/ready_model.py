@@ -23,9 +23,9 @@ from ..models.tokenizers.image_tokens import image_tokens_of
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import PromptLookupDrafter
 from .expected_memory import DTYPES, Settings, dtype_of_weights, errors_of_settings
+from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
 from .sizing import DRAFTER_SHARE
-from .usage_error import UsageError
 
 _DRAFT_FLAG = "--draft-hf-model"
 _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}

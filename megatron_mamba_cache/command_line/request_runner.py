@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.failure_reason import failure_reason
 from ..mcore.request_states import tokens_after
+from ..mcore.step_report import failure_reason
 from ..models.tokenizers.image_tokens import image_fault
 from ..server.text_stream import text_after
 from .prompts import PromptLine

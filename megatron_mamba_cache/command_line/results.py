@@ -7,8 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ..metrics import CacheSnapshot
+from .flag_sources import UsageError
 from .prompts import PromptLine
-from .usage_error import UsageError
 
 _TOTALS = (
     *("prompt_tokens", "cached_tokens", "cached_tokens_from_host", "cached_tokens_from_disk", "computed_tokens"),

@@ -6,13 +6,12 @@ from argparse import Namespace
 from contextlib import closing
 
 from ..installation import MissingExtraError, require_extra
-from .arguments import check_engine_arguments
+from .arguments import check_engine_arguments, check_tiers, select_device
+from .flag_sources import UsageError
 from .launch import Launch
-from .machine import check_tiers, select_device
 from .model_choice import chosen_directory
 from .quiet import hide_stacks_of_signals, quiet_libraries
 from .server_arguments import api_keys_of, check_server_arguments, routing_settings
-from .usage_error import UsageError
 
 
 def serve(arguments: Namespace) -> int:

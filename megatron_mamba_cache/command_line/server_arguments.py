@@ -11,8 +11,8 @@ from ..replicas.settings import RoutingSettings
 from ..server.limits import ServerLimits
 from ..server.parsers.families import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from ..server.tenants import ApiKeys
+from .flag_sources import UsageError
 from .launch import Launch
-from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
 _MIB = 2**20

@@ -30,6 +30,7 @@ from ..server.traces import ExportedTraces, Traces
 from .arguments import cache_config, model_share
 from .cache_flags import given_budget, given_settings
 from .expected_memory import check_memory
+from .flag_sources import UsageError
 from .model_choice import ModelDirectory, fills_card
 from .ready_model import drafter_maker, engine_for, ready_model
 from .server_arguments import server_limits
@@ -41,7 +42,6 @@ from .sizing import (
     default_draft_settings,
     default_settings,
 )
-from .usage_error import UsageError
 
 _JOIN_S = 60.0
 

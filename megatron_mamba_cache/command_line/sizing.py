@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
 from ..recurrences.slab_shape import SlabShape
-from .usage_error import UsageError
+from .flag_sources import UsageError
 
 if TYPE_CHECKING:
     from ..ranks.group import Ranks

@@ -7,10 +7,10 @@ from ..public_names import lazy_names
 
 if TYPE_CHECKING:
     from .local_spec import local_hybrid_spec
-    from .process_groups import initialize_single_process
+    from .model_ranks import initialize_single_process
 
 _HOMES = {
-    "initialize_single_process": "process_groups",
+    "initialize_single_process": "model_ranks",
     "local_hybrid_spec": "local_spec",
 }
 

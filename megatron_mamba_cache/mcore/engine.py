@@ -25,11 +25,11 @@ from ..ranks.agreement import known_to_any
 from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
 from .controller import MambaCacheController
+from .cpu import WallClockEvent
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
 from .request_spec import SpecParams, check_identity, ended_by, fault_of_end, prompt_ids, scoring_allowed, spec_of
 from .request_states import DraftCounts, RequestState, RequestStates, TierTokens, complete_parts
-from .step_clock import WallClockEvent
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
 

@@ -22,8 +22,7 @@ from ..kernels.experts.shared_gemm import shared_gemm, takes_shared_gemm
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .expert_settings import check_megatrons_experts, checked_routing
-from .feed_forward import fused_activation
-from .linear import product
+from .feed_forward import fused_activation, product
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
 

@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 
 from ..kernels.experts.routing_rule import RoutingRule
-from .supported_settings import require_settings
+from .megatron_settings import require_settings
 
 _OF_EXPERTS = {"moe_shared_expert_overlap": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0}
 _OF_ROUTERS = {

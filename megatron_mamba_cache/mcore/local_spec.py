@@ -24,11 +24,10 @@ from ..kernels.experts.routing_rule import RoutingRule
 from .between_layers import LayerNorm, ResidualAdd, link_layers
 from .expert_layer import ExpertLayer, MixtureOfExperts
 from .expert_settings import checked_routing
-from .feed_forward import DenseLayer, SharedFeedForward
-from .linear import OneTokenColumnLinear, OneTokenRowLinear
+from .feed_forward import DenseLayer, OneTokenColumnLinear, OneTokenRowLinear, SharedFeedForward
+from .megatron_settings import check_settings
 from .mixers.gated_delta import GatedDeltaMixer
 from .specs import with_mamba_cache
-from .supported_settings import check_settings
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron reads it without Transformer Engine too, but only its import defines it

@@ -1,12 +1,40 @@
 """Arguments for Megatron's own context, which `MambaCacheContext` extends, and what its engine sets of it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
+from megatron.core.transformer import TransformerConfig
 
 from ..config import CacheConfig
 from ..recurrences.model_shape import HybridModelShape
+
+_SUPPORTED: Mapping[str, Any] = {
+    # Attention over the paged cache is computed by kernels that know none of these.
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "multi_latent_attention": False,
+    # Megatron's forward asks a context of its own for what these need.
+    "flash_decode": False,
+    "fp8": None,
+    "fp4": None,
+    # It cuts a step, which has tokens of several requests, and adds a bias once for each part.
+    "mlp_chunks_for_prefill": 1,
+}
+
+
+def check_settings(config: TransformerConfig) -> None:
+    """Raise `ValueError` naming the setting if no model that is configured so can be served."""
+    require_settings(config, _SUPPORTED)
+
+
+def require_settings(config: TransformerConfig, supported: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless each of these settings has its one supported value."""
+    for name, value in supported.items():
+        if (found := getattr(config, name)) != value:
+            raise ValueError(f"{name} is {found!r}; only {value!r} is supported")
+
 
 SET_BY_MEGATRON = frozenset({"chunked_prefill_request_id", "has_explicit_chunked_prefill_req"})
 """The attributes of a context that Megatron's engine sets, and ours in its place; only the context sets any other."""

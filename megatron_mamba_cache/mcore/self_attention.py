@@ -16,7 +16,7 @@ from ..kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from ..kernels.attention.kv_append import append_kv
 from ..kernels.attention.output_gate import gate_output
 from .between_layers import LayerRMSNorm
-from .supported_settings import check_settings
+from .megatron_settings import check_settings
 
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The tables of Megatron's angles, by dtype. A graph that reads one keeps the angles; see `HybridInferenceWrapper`."""

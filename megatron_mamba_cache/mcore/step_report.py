@@ -3,9 +3,19 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron.core.inference.inference_request import Status
+
 from ..policy.requests import RunningRequest
 from .generated_tokens import Addition, RecordMark, additions_of, complete_texts, is_reported, take_back
 from .request_states import RequestState
+
+
+def failure_reason(request: Any) -> str | None:
+    """Return why a request failed; None if it did not."""
+    if request.status is not Status.FAILED:
+        return None
+    errors = [event.payload for event in request.events if event.payload is not None]
+    return str(getattr(errors[-1], "message", None) or errors[-1]) if errors else "failed without a reason"
 
 
 class StepReport:

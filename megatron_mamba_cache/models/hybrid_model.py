@@ -1,5 +1,7 @@
 """Build this rank's part of the Megatron model that an architecture describes."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -7,12 +9,72 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
-from ..mcore.process_groups import initialize_single_process
+from ..mcore.model_ranks import initialize_single_process
 from .architecture import ACTIVATIONS, ExpertsSizes, GatedDeltaSizes, HybridArchitecture, MambaSizes, check_architecture
-from .memory_errors import largest_sizes_named
 from .rank_shard import RankShard, check_ranks, stage_lengths
+
+_TRANSFERS = (Tensor.to, Tensor.cuda, Tensor.cpu)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Let the block make tensors on the meta device, whatever device it asks for."""
+    with torch.device("meta"), _OnMeta():
+        yield
+
+
+class _OnMeta(TorchFunctionMode):
+    """Takes the meta device in the place of one that is named, and moves no tensor to another."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _TRANSFERS:
+            dtype = next((value for value in (*args[1:], *named.values()) if isinstance(value, torch.dtype)), None)
+            return args[0] if dtype is None else args[0].type(dtype)
+        if named.get("device") is not None:
+            named["device"] = "meta"
+        return func(*args, **named)
+
+
+_SIZES_SHOWN = 4
+
+
+@contextmanager
+def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
+    """Turn torch's allocation errors, which name no setting, into one that names the model's largest sizes.
+
+    Args:
+        fields: Fields of an architecture; integers, also in nested mappings, are sizes.
+
+    Raises:
+        MemoryError: If the block fails to allocate.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        sizes = sorted(_sizes("", fields), key=lambda size: size[1], reverse=True)
+        largest = ", ".join(f"{name}={size}" for name, size in sizes[:_SIZES_SHOWN])
+        raise MemoryError(f"the weights do not fit in memory; the model's largest sizes are {largest}") from error
+
+
+def _sizes(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(f"{prefix}{name}.", value)
+        elif type(value) is int:
+            yield f"{prefix}{name}", value
 
 
 def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:

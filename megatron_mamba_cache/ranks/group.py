@@ -5,12 +5,146 @@ a step; and whether drafting failed, where there are drafts. Every method is col
 order.
 """
 
+import builtins
+import importlib
+import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from .raised_error import RaisedError
+_PACKAGE = __name__.partition(".")[0]
+_MOST_CAUSES = 8
+
+
+class _Content(NamedTuple):
+    """The parts that an error is rebuilt from: the arguments of its builtin base class, and its attributes."""
+
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedError:
+    """An error that one rank raised.
+
+    Args:
+        module, name: Of its type.
+        message: Its text.
+        content: Pickled, see `_Content`; None where the other ranks cannot rebuild the error.
+        cause: The error that it was raised from.
+    """
+
+    module: str
+    name: str
+    message: str
+    content: bytes | None
+    cause: "RaisedError | None" = None
+
+    @staticmethod
+    def of(error: BaseException, most_causes: int = _MOST_CAUSES) -> "RaisedError":
+        """Return an error as plain values, which can be pickled whatever the error holds."""
+        kind, message = type(error), _text_of(error)
+        cause = None
+        if error.__cause__ is not None and most_causes:
+            cause = RaisedError.of(error.__cause__, most_causes - 1)
+        return RaisedError(kind.__module__, kind.__qualname__, message, _content_of(error, message), cause)
+
+    def rebuilt(self) -> Exception | None:
+        """Return an equal error of the same type, made without its constructor; None if this rank cannot make it."""
+        error = None
+        with suppress(Exception):  # whatever another rank's type or attributes raise here
+            if self.content is not None:
+                error = _rebuilt(_type_of(self.module, self.name), pickle.loads(self.content))
+        if not isinstance(error, Exception) or _text_of(error) != self.message:
+            return None
+        return self._with_cause(error)
+
+    def renamed(self) -> RuntimeError:
+        """Return a `RuntimeError` that names the type, which each rank can raise."""
+        name = self.name if self.module == builtins.__name__ else f"{self.module}.{self.name}"
+        error = RuntimeError(f"{name}: {self.message}" if self.message else name)
+        self._with_cause(error)
+        return error
+
+    def _with_cause(self, error: Exception) -> Exception:
+        if self.cause is not None:
+            error.__cause__ = self.cause.rebuilt() or self.cause.renamed()
+        return error
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def _type_of(module: str, name: str) -> type:
+    """Return a type of this package or a builtin one.
+
+    Raises:
+        LookupError, ImportError, AttributeError: If there is none of this name.
+    """
+    if module.partition(".")[0] not in (_PACKAGE, builtins.__name__):
+        raise LookupError(f"{module}.{name} is of another package")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _content_of(error: BaseException, message: str) -> bytes | None:
+    """Return what an error is rebuilt from, without attributes that cannot be pickled; None if it cannot be."""
+    with suppress(Exception):
+        kind = _type_of(type(error).__module__, type(error).__qualname__)
+        reduced: tuple[Any, ...] = tuple(_builtin_base(kind).__reduce__(error))  # (type, args) or (type, args, state)
+        args, state = reduced[1], reduced[2] if len(reduced) > 2 else {}
+        attributes = {name: value for name, value in state.items() if _is_picklable(value)}
+        for tried in (args, (message,)):
+            packed = _packed(tried)
+            if kind is type(error) and _is_picklable(packed):
+                content = pickle.dumps(_Content(packed, attributes))
+                if str(_rebuilt(kind, pickle.loads(content))) == message:
+                    return content
+    return None
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _rebuilt(kind: type, content: _Content) -> BaseException:
+    """Return an error of a type whose own constructor is not called: its arguments are not those of the base class."""
+    base, args = _builtin_base(kind), _unpacked(content.args)
+    error: BaseException = base.__new__(kind, *args)
+    base.__init__(error, *args)
+    error.__setstate__(content.attributes)
+    return error
+
+
+def _packed(value: Any) -> Any:
+    """Return an argument with errors in it, as a group has, as plain values."""
+    if isinstance(value, BaseException):
+        return RaisedError.of(value)
+    return type(value)(map(_packed, value)) if type(value) in (list, tuple) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, RaisedError):
+        return value.rebuilt() or value.renamed()
+    return type(value)(map(_unpacked, value)) if type(value) in (list, tuple) else value
+
+
+def _builtin_base(kind: type) -> type[BaseException]:
+    return next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
+
 
 Result = TypeVar("Result")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NewType, Protocol
 
 from ..grammars.compiler import Grammars
-from ..mcore.failure_reason import failure_reason
+from ..mcore.step_report import failure_reason
 from ..metrics import CacheSnapshot
 from ..policy.request_settings import RequestSpec, ScoredToken
 

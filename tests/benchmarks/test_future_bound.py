@@ -7,8 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_mamba_cache.planning.block_texts import BlockText
-from megatron_mamba_cache.planning.plan import replay
+from megatron_mamba_cache.planning.plan import BlockText, replay
 from megatron_mamba_cache.policy.identifiers import BlockKey
 from tests.command_line.command_runs import REPOSITORY
 

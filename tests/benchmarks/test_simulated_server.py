@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.loads.simulated_server import ServedRequest, ServerSettings, SimulatedServer, TimedRequest
 from benchmarks.loads.timed_copies import Clock, CopyRates, TimedCopies
-from megatron_mamba_cache.planning.block_texts import BlockText
 from megatron_mamba_cache.planning.caches import CacheSizes, TieredCache, empty_cache, tiered_cache
+from megatron_mamba_cache.planning.plan import BlockText
 from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.tiers.copies import Lane

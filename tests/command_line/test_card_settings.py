@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line import sizing as settings_of_cards
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.serving import expert_width
 from megatron_mamba_cache.command_line.sizing import DRAFTER_SHARE, DRAFTER_STATES, Card
-from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.command_line.arguments import command_parser
-from megatron_mamba_cache.command_line.flag_sources import variable_of
+from megatron_mamba_cache.command_line.flag_sources import VLLM_FLAGS, variable_of
 from megatron_mamba_cache.command_line.main import main
-from megatron_mamba_cache.command_line.suggestions import VLLM_FLAGS
 from tests.command_line.command_runs import run_process
 
 KINDS: dict[str, tuple[str, Any, tuple[list[str], str, str], tuple[Any, Any, Any]]] = {

@@ -5,9 +5,9 @@ from argparse import Namespace
 import pytest
 
 from megatron_mamba_cache.command_line import main as main_module
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.launch import Launch, deal_lines
 from megatron_mamba_cache.command_line.prompts import PromptLine
-from megatron_mamba_cache.command_line.usage_error import UsageError
 
 
 def sizes(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Namespace:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line.built_in_prompts import built_in_lines, editing_lines
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.prompts import PromptLine, parse_line, read_prompts
-from megatron_mamba_cache.command_line.usage_error import UsageError
 
 TEXT = st.text(st.characters(codec="utf-8"))
 PROMPTS = st.fixed_dictionaries({"prompt": TEXT}) | st.fixed_dictionaries({"prompt_tokens": st.lists(st.integers())})

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.command_line.arguments import check_engine_arguments, command_parser
-from megatron_mamba_cache.command_line.machine import check_tiers
+from megatron_mamba_cache.command_line.arguments import check_engine_arguments, check_tiers, command_parser
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.command_line.report import summary_line
 from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
-from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.command_line.command_runs import run_here, run_process

@@ -5,10 +5,10 @@ from argparse import Namespace
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.launch import Launch
 from megatron_mamba_cache.command_line.processes import SeveralProcesses
 from megatron_mamba_cache.command_line.ready_model import ready_model
-from megatron_mamba_cache.command_line.usage_error import UsageError
 from tests.distributed.rank_process import has_devices
 
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.command_line.cache_flags import FLAGS
-from megatron_mamba_cache.command_line.suggestions import VLLM_FLAGS
+from megatron_mamba_cache.command_line.flag_sources import VLLM_FLAGS
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from tests.docs.blocks import REPOSITORY, pages
 

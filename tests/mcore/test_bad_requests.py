@@ -14,8 +14,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_mamba_cache import CacheConfig, build_engine, mcore, with_mamba_cache
 from megatron_mamba_cache.errors import CacheCapacityError
-from megatron_mamba_cache.mcore.failure_reason import failure_reason
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
+from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from megatron_mamba_cache.step import memory as cache_memory
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, tiny_sizes

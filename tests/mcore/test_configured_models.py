@@ -22,7 +22,7 @@ from megatron_mamba_cache import CacheConfig, build_engine, with_mamba_cache
 from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.expert_settings import routing_rule
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
-from megatron_mamba_cache.mcore.process_groups import initialize_single_process
+from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
 
 PATTERN = "MEM*"
 GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_topk": 4}

@@ -9,7 +9,7 @@ from megatron.core.inference.contexts.dynamic_context import TensorStateDealloca
 from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.mcore.failure_reason import failure_reason
+from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy import block_growth
 from megatron_mamba_cache.policy.failed_steps import FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache

@@ -17,7 +17,7 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.mcore.step_clock import WallClockEvent
+from megatron_mamba_cache.mcore.cpu import WallClockEvent
 from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.policy.requests import Candidate
 from megatron_mamba_cache.speculation.drafter import Drafter

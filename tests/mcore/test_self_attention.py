@@ -18,7 +18,7 @@ from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 from megatron_mamba_cache.mcore import self_attention
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
-from megatron_mamba_cache.mcore.process_groups import initialize_single_process
+from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention, rotation_table
 from tests.kernels.packed_batches import same_bits
 

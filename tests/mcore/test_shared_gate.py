@@ -14,7 +14,7 @@ from megatron_mamba_cache.kernels.experts import routed_experts, shared_gemm
 from megatron_mamba_cache.mcore import expert_layer, stacked_experts
 from megatron_mamba_cache.mcore.expert_layer import MixtureOfExperts
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
-from megatron_mamba_cache.mcore.process_groups import initialize_single_process
+from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
 
 
 def gated_layer(dtype: torch.dtype = torch.float32, **settings: Any) -> MixtureOfExperts:

@@ -34,7 +34,7 @@ def _stock_context() -> Any:
     from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
-    from megatron_mamba_cache.mcore.process_groups import initialize_single_process
+    from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
 
     initialize_single_process()
     return DynamicInferenceContext(

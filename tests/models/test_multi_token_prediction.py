@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
-from megatron_mamba_cache.models.checkpoints.multi_token_prediction import mtp_names
+from megatron_mamba_cache.models.checkpoints.stored_names import mtp_names
 from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
 from tests.models.tensor_parallel_worker import assert_same_weights
 from tests.models.test_training_checkpoints import DENSE

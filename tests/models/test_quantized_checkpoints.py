@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_mamba_cache.models.checkpoints import safetensors_files
+from megatron_mamba_cache.models.checkpoints import checkpoint_tensors
+from megatron_mamba_cache.models.checkpoints.checkpoint_tensors import SafetensorsFiles
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face, read_sizes
-from megatron_mamba_cache.models.checkpoints.safetensors_files import SafetensorsFiles
 from tests.models.checkpoint_edits import copy_of, tensors_of, write_tensors
 from tests.models.quantized_kinds import KEPT, KINDS
 from tests.models.quantized_writer import Kind, fp8, quantize, read_stored, write_files, write_plain
@@ -164,7 +164,7 @@ def test_nothing_but_one_weight_is_alive_when_the_next_is_read(
     num_weights = len(quantize(directory, KINDS["modelopt NVFP4"], num_shards=4))
     alive: weakref.WeakSet = weakref.WeakSet()
     counts: list[int] = []
-    opened = safetensors_files._opened
-    monkeypatch.setattr(safetensors_files, "_opened", lambda path: CountingFile(opened(path), alive, counts))
+    opened = checkpoint_tensors._opened
+    monkeypatch.setattr(checkpoint_tensors, "_opened", lambda path: CountingFile(opened(path), alive, counts))
     load_hugging_face(directory)
     assert max(counts) <= 2 and counts.count(0) >= num_weights  # codes, and scales of theirs

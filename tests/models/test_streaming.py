@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.models.checkpoints import safetensors_files
+from megatron_mamba_cache.models.checkpoints import checkpoint_tensors
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import tensors_of
 from tests.models.tiny_checkpoints import tiny_checkpoint
@@ -50,7 +50,7 @@ def test_no_other_tensor_is_alive_when_one_is_read(name: str, tmp_path: Path, mo
     assert len(list(tmp_path.glob("*.safetensors"))) >= 3
     alive: weakref.WeakSet = weakref.WeakSet()
     counts: list[int] = []
-    opened = safetensors_files._opened
-    monkeypatch.setattr(safetensors_files, "_opened", lambda path: CountingFile(opened(path), alive, counts))
+    opened = checkpoint_tensors._opened
+    monkeypatch.setattr(checkpoint_tensors, "_opened", lambda path: CountingFile(opened(path), alive, counts))
     load_hugging_face(tmp_path, torch.float32)
     assert counts == [0] * num_tensors

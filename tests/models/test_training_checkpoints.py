@@ -26,11 +26,10 @@ from megatron_mamba_cache.models.architecture import (
 )
 from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE, write_architecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
-from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
+from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy, is_training_state
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel
 from megatron_mamba_cache.models.checkpoints.megatron_arguments import architecture_of
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
-from megatron_mamba_cache.models.checkpoints.tensor_names import is_training_state
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
 from tests.models.training_checkpoints import ITERATION, arguments_of, random_model, write_training_checkpoint

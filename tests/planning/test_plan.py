@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from megatron_mamba_cache.planning.block_texts import block_texts
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
-from megatron_mamba_cache.planning.plan import CopiesAtOnce, plan, replay
+from megatron_mamba_cache.planning.plan import CopiesAtOnce, block_texts, plan, replay
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
 from tests.policy.split_space import SplitSpace

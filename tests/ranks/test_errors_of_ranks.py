@@ -13,7 +13,7 @@ import pytest
 
 from megatron_mamba_cache import errors
 from megatron_mamba_cache.command_line.expected_memory import errors_of_settings
-from megatron_mamba_cache.command_line.usage_error import UsageError
+from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.errors import CacheBudgetError, CacheCapacityError, HostBudgetError
 from megatron_mamba_cache.installation import MissingExtraError
 from megatron_mamba_cache.ranks.group import OneRank, on_all_ranks

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megatron_mamba_cache.command_line.arguments import command_parser
-from megatron_mamba_cache.command_line.machine import select_device
+from megatron_mamba_cache.command_line.arguments import command_parser, select_device
 from megatron_mamba_cache.command_line.model_choice import chosen_directory
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
 from megatron_mamba_cache.command_line.server_arguments import api_keys_of

@@ -18,8 +18,7 @@ from ..rank_shard import EMBEDDINGS, RankShard
 from .checkpoint_family import CheckpointFamily
 from .checkpoint_tensors import CheckpointTensors
 from .loading_progress import loading_progress
-from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_left_out
-from .stored_names import StoredTensors
+from .stored_names import StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
 
 _NAMES_SHOWN = 8
 _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]

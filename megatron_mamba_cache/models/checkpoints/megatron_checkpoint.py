@@ -20,19 +20,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ...mcore.stacked_experts import STACKED_PARAMETERS
 from ..architecture import HybridArchitecture
-from ..hybrid_model import build_hybrid_model
+from ..hybrid_model import build_hybrid_model, without_memory
 from ..rank_shard import EMBEDDINGS, OUTPUT, RankShard
-from ..without_memory import without_memory
 from .architecture_file import write_architecture
-from .checkpoint_architecture import DescribedModel, trained_architecture, written_architecture
-from .checkpoint_iterations import weights_directory
-from .checkpoint_writer import InProcessSaveStrategy
-from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
+from .checkpoint_architecture import DescribedModel, trained_architecture, weights_directory, written_architecture
+from .checkpoint_writer import InProcessSaveStrategy, is_training_state, take_fused_names
+from .common_state import COMMON_FILE, CommonState, NoCommonState, check_tensor_index, read_common_state
 from .hugging_face import LoadedModel, listed, naming_source
 from .loading_progress import loading_progress
-from .multi_token_prediction import mtp_names, warn_of_left_out
-from .tensor_index import check_tensor_index
-from .tensor_names import is_training_state, take_fused_names
+from .stored_names import mtp_names, warn_of_left_out
 
 PORTION_BYTES = 2 * 2**30
 """Bytes of a checkpoint that are read between two reports of progress."""

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..checkpoints.json_file import read_json_object
-from .chat_templates import ChatTemplates
-from .end_tokens import end_ids_of
+from .chat_templates import ChatTemplates, end_ids_of
 from .image_tokens import image_tokens_of
 from .text_codec import JsonCodec, Span, TextCodec, TransformersCodec, auto_tokenizer
 from .token_reader import token_bytes
