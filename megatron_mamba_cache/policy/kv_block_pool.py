@@ -283,9 +283,8 @@ class KVBlockPool:
             raise CacheIntegrityError(f"need a registered, referenced parent of block {block}, found block {parent}")
 
     def _check_counts(self) -> None:
-        blocks = [BlockId(block) for block in range(self.num_blocks)]
-        referenced = sum(1 for block in blocks if self._refs[block])
-        cached = sum(1 for block in blocks if not self._refs[block] and block in self._tree)
+        referenced = len(self._refs) - self._refs.count(0)
+        cached = sum(1 for block in self._tree.blocks() if not self._refs[block])
         if (referenced, cached) != (self._num_referenced, self._num_cached):
             raise CacheIntegrityError(
                 f"referenced {referenced} and cached {cached} != {self._num_referenced} and {self._num_cached} counted"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,3 +23,9 @@ def allowed_tokens(grammar: str, generated: Sequence[int], vocab_size: int) -> T
         assert rows[-1][token], (generated, token)
         matcher.consume_token(token)
     return torch.stack(rows)
+
+
+def tokens_of_mask(mask: bytes, vocab_size: int) -> list[int]:
+    """Return the tokens that a bit mask allows, in order."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits[:vocab_size])]

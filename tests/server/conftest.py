@@ -1,8 +1,9 @@
 """One server of the shipped model for all tests that do not need settings of their own."""
 
 import importlib.util
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +12,36 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "anthropic", "openai", "httpx", "transformers", "schemathesis")
 collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in NEEDED) else []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def schemas_made_once() -> Iterator[None]:
+    """Make the OpenAPI schema of the same endpoints once for all servers; each takes most of its start-up for it."""
+    if collect_ignore_glob:
+        yield
+        return
+    from fastapi import applications
+
+    make, made = applications.get_openapi, dict[tuple[str, ...], dict[str, Any]]()
+
+    def schema(*, routes: Sequence[Any], **settings: Any) -> dict[str, Any]:
+        endpoints = (settings["title"], *_endpoints(routes))
+        if endpoints not in made:
+            made[endpoints] = make(routes=routes, **settings)
+        return deepcopy(made[endpoints])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(applications, "get_openapi", schema)
+        yield
+
+
+def _endpoints(routes: Sequence[Any]) -> Iterator[str]:
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is not None:
+            yield from _endpoints(included.routes)
+        elif hasattr(route, "endpoint"):
+            yield f"{route.path} {route.endpoint.__module__}.{route.endpoint.__qualname__}"
 
 
 @pytest.fixture(scope="session")

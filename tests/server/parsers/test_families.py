@@ -30,6 +30,7 @@ from megatron_mamba_cache.server.parsers.parts import (
     assembled,
     merged,
 )
+from tests.grammars.allowed_tokens import tokens_of_mask
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 
 TOKENIZER = PieceTokenizer()
@@ -578,8 +579,7 @@ def test_random_replies_with_strict_tools_call_them_by_their_schema(form: str) -
                 begun = TOKENIZER.tokenize("\n" * bool(tokens) + MARKED_CALLS[form].marker)
                 count = matcher.try_consume_tokens(begun)
                 tokens += begun[:count]
-            mask = matcher.compute_bitmask()
-            allowed = [token for token in range(TOKENIZER.vocab_size) if mask[token // 8] >> token % 8 & 1]
+            allowed = tokens_of_mask(matcher.compute_bitmask(), TOKENIZER.vocab_size)
             assert allowed, TOKENIZER.detokenize(tokens)
             tokens.append(END if END in allowed and rng.random() < 0.02 else rng.choice(allowed))
             assert matcher.consume_token(tokens[-1])

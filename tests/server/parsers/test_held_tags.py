@@ -15,6 +15,7 @@ from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL
 from megatron_mamba_cache.server.prompts import Prompt
 from megatron_mamba_cache.server.reply_forms import FormMaker
 from megatron_mamba_cache.server.tool_schemas import chosen_tools
+from tests.grammars.allowed_tokens import tokens_of_mask
 from tests.server.parsers.tagged_replies import KINDS, Tag, reply_of_tokens, tagged_tokenizer, tokens_of
 
 SCHEMA: dict[str, Any] = {
@@ -44,8 +45,7 @@ def random_tokens(
     while len(tokens) < 300 and tokens[-1:] != [tokenizer.eod]:
         if rng.random() < 0.6:
             tokens += (word := rng.choice(words))[: matcher.try_consume_tokens(word)]
-        mask = matcher.compute_bitmask()
-        allowed = [token for token in range(tokenizer.vocab_size) if mask[token // 8] >> token % 8 & 1]
+        allowed = tokens_of_mask(matcher.compute_bitmask(), tokenizer.vocab_size)
         assert allowed, tokenizer.detokenize(tokens)
         tokens.append(tokenizer.eod if tokenizer.eod in allowed and rng.random() < 0.06 else rng.choice(allowed))
         assert matcher.consume_token(tokens[-1])
