@@ -33,7 +33,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The flags of a field: Megatron's name first, then a short alias."""
 
 _SWITCHES = {
-    "adaptive_drafts": "draft only where it pays, or in every step (default: where it pays)",
+    "adaptive_drafts": "draft only if it raises throughput, or in every step (default: only if)",
     "prefix_caching": "reuse cached prefixes, or compute every prompt from its start (default: reuse)",
 }
 
@@ -47,25 +47,25 @@ def add_cache_arguments(parser: Any) -> None:
 
     add("block_size_tokens", "tokens in a KV block", type=int, metavar="N")
     add("cache_gb", "GiB for KV blocks and states together", type=float, metavar="G")
-    add("host_cache_gb", "GiB of the host's memory for what has no room on the device", type=float, metavar="G")
-    add("disk_cache_dir", "directory for prefixes that outlive the process", metavar="DIR")
-    add("disk_cache_gb", "GiB that each rank may keep there (default: 100)", type=float, metavar="G")
-    add("buffer_size_gb", "Megatron's GiB for KV blocks: a part of --cache-gb", type=float, metavar="G")
-    add("prefix_caching_mamba_gb", "Megatron's GiB for states: the rest of --cache-gb", type=float, metavar="G")
-    add("num_cuda_graphs", "numbers of rows that have CUDA graphs; 0 is none", type=int, metavar="N")
-    add("max_tokens", "tokens that a step computes at most", type=int, metavar="N")
-    beside = "prompt tokens of a step in which requests decode at most (default: as many as fit)"
+    add("host_cache_gb", "GiB of host memory for prefixes offloaded from the device", type=float, metavar="G")
+    add("disk_cache_dir", "directory for prefixes that persist after the process", metavar="DIR")
+    add("disk_cache_gb", "GiB for each rank in --disk-cache-dir (default: 100)", type=float, metavar="G")
+    add("buffer_size_gb", "Megatron's GiB for KV blocks, added to --cache-gb", type=float, metavar="G")
+    add("prefix_caching_mamba_gb", "Megatron's GiB for states, added to --cache-gb", type=float, metavar="G")
+    add("num_cuda_graphs", "number of batch sizes captured as CUDA graphs; 0 is none", type=int, metavar="N")
+    add("max_tokens", "maximum tokens computed in a step", type=int, metavar="N")
+    beside = "maximum prompt tokens in a step in which requests decode (default: as many as fit)"
     add("max_prompt_tokens_beside_decode", beside, type=int, metavar="N")
-    add("max_sequence_length", "prompt and generated tokens of a request at most", type=int, metavar="N")
-    add("eviction", "what makes room (default: cost)", choices=rules["eviction"])
-    kept = "block boundaries inside a reply that keep a state: the newest, all or none (default: rolling)"
+    add("max_sequence_length", "maximum prompt and generated tokens of a request", type=int, metavar="N")
+    add("eviction", "eviction by expected savings, or least recently used (default: cost)", choices=rules["eviction"])
+    kept = "block boundaries inside a reply whose states are kept: the newest, all or none (default: rolling)"
     add("decode_checkpoints", kept, choices=rules["decode_checkpoints"])
-    add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
-    kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
+    add("num_speculative_tokens", "maximum drafts that a step verifies per request, 0 to 8", type=int, metavar="K")
+    kept_states = "how a decode step keeps states: replay from a ring of inputs, or one state per token (default: auto)"
     add("draft_states", kept_states, choices=rules["draft_states"])
-    stored = "how cached states are stored: as live ones, or quantized to 8 bits (default: live)"
+    stored = "format of cached states: like live states, or quantized to 8 bits (default: live)"
     add("cached_state_dtype", stored, choices=rules["cached_state_dtype"])
-    add("attention_backend", "what computes attention (default: auto)", choices=rules["attention_backend"])
+    add("attention_backend", "library that computes attention (default: auto)", choices=rules["attention_backend"])
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action=BooleanOptionalAction, help=text)
 

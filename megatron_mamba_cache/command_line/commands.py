@@ -25,27 +25,27 @@ _COMPLETION_IN_WORDS = (
 )
 
 _SAMPLING_IN_WORDS = (
-    f"With no flag of temperature, top-k and top-p, the built-in editing sessions are sampled with temperature "
-    f"{EDITING['temperature']} and top-k {EDITING['top_k']}, and everything else is greedy."
+    f"Without --temperature, --top-k and --top-p, the built-in editing sessions are sampled with temperature "
+    f"{EDITING['temperature']} and top-k {EDITING['top_k']}; everything else is greedy."
 )
 
 _PROCESSES_IN_WORDS = (
-    "Started by torchrun, processes share a model, and those that are left hold others like it: sessions, and lines "
-    "without one, are dealt out to these in turn. The first process prints and writes for all. Memory flags count for "
-    "each process."
+    "Under torchrun, these flags set how many processes share a model; the other processes are replicas. Sessions, and "
+    "lines without one, are assigned to replicas in turn. The first process prints and writes for all. Memory flags "
+    "apply to each process."
 )
 
 _REPLICAS_IN_WORDS = (
-    "Started by torchrun, processes share a model, and those that are left are replicas behind a coordinator; the "
-    "first process serves. Memory flags count for each process."
+    "Under torchrun, these flags set how many processes share a model; the other processes are replicas, to which a "
+    "coordinator routes requests. The first process serves HTTP. Memory flags apply to each process."
 )
 
 DRAFTERS = ("prompt-lookup", "draft-model")
 DEFAULT_GB = (10.0, 20.0, 40.0, 80.0)
 
 _SOURCES_IN_WORDS = (
-    f"Each flag may be set by an environment variable too, as --max-model-len by {variable_of('--max-model-len')}, or "
-    "in the file of --config. The command line overrides the environment, which overrides the file."
+    f"Each flag can also be set by an environment variable, such as {variable_of('--max-model-len')} for "
+    "--max-model-len, or in the --config file. The command line overrides the environment, which overrides the file."
 )
 
 
@@ -77,10 +77,10 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     prompts.add_argument(
         "--prompts",
         metavar="FILE.jsonl",
-        help='an object a line: {"prompt": str} or {"prompt_tokens": [int]}, optional "num_tokens_to_generate", '
-        '"session" (lines of one session run one after another)',
+        help='one JSON object per line: {"prompt": str} or {"prompt_tokens": [int]}, optionally with '
+        '"num_tokens_to_generate" and "session" (lines of one session run one after another)',
     )
-    prompts.add_argument("--output-path", metavar="FILE.json", help="write requests and a summary there")
+    prompts.add_argument("--output-path", metavar="FILE.json", help="file for results and a summary")
     _add_sampling_arguments(parser.add_argument_group("sampling", _SAMPLING_IN_WORDS))
     _add_engine_arguments(parser, _PROCESSES_IN_WORDS)
 
@@ -93,52 +93,58 @@ def _add_serve_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_doctor_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(*MODEL_FLAGS, metavar="DIR", help="also say what this model needs; its weights are not read")
+    parser.add_argument(*MODEL_FLAGS, metavar="DIR", help="also show what this model needs; reads no weights")
 
 
 def _add_chat_arguments(parser: ArgumentParser) -> None:
     _add_directory_arguments(parser)
     _add_machine_arguments(parser)
     add = parser.add_argument_group("chat").add_argument
-    add("--url", help=f"server to talk to (default: {DEFAULT_URL}, unless a flag names a model to start one for)")
-    add("--api-key", metavar="KEY", help="of the server (default: none)")
-    add("--system", metavar="TEXT", help="instructions in front of the conversation")
-    add("--max-tokens", type=int, metavar="N", help="of a reply (default: 512)", default=512)
-    add("--temperature", type=float, metavar="T", help="default: the server's")
-    add("--seed", type=int, metavar="S", help="of the sampling (default: any)")
-    add("--say", action="append", metavar="TEXT", help="a turn, instead of typing; may be given several times")
+    add("--url", help=f"the server's URL (default: {DEFAULT_URL}, or a new server if a flag names a model)")
+    add("--api-key", metavar="KEY", help="the server's API key (default: none)")
+    add("--system", metavar="TEXT", help="instructions before the conversation")
+    add("--max-tokens", type=int, metavar="N", help="maximum tokens of a reply (default: 512)", default=512)
+    add("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
+    add("--seed", type=int, metavar="S", help="seed for sampling (default: random)")
+    add("--say", action="append", metavar="TEXT", help="text of a turn, instead of typing it; may be repeated")
 
 
 def _add_completion_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="whose script is printed")
+    parser.add_argument("shell", choices=SHELLS, help="shell to print the script for")
 
 
 def _add_plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded load, .jsonl or .jsonl.gz")
-    model = parser.add_argument_group("model", "Either a model, or the two sizes; all ranks together.")
+    model = parser.add_argument_group("model", "Give either a model or both sizes. Sizes are totals over all ranks.")
     model.add_argument(
-        "--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its configuration is read"
+        "--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its config.json is read"
     )
-    model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="keys and values of all attention layers")
-    model.add_argument("--state-bytes", type=int, metavar="N", help="a state of all recurrent layers")
+    model.add_argument(
+        "--kv-bytes-per-token", type=int, metavar="N", help="bytes of keys and values of all attention layers"
+    )
+    model.add_argument("--state-bytes", type=int, metavar="N", help="bytes of a state of all recurrent layers")
     cache = parser.add_argument_group("cache")
     cache.add_argument(
         "--cached-state-dtype",
         choices=CacheConfig.RULES["cached_state_dtype"],
         default="live",
-        help="with --model: cached states in float32, as live ones, or quantized to 8 bits (default: live)",
+        help="with --model, format of cached states: float32 (live) or quantized to 8 bits (default: live)",
     )
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
-    cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"GiB of the cache (default: {sizes})")
+    cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
     cache.add_argument(
         "--host-cache-gb",
         type=float,
         nargs="+",
         metavar="G",
-        help="GiB of the host's memory below it, each with each --cache-gb; 0: none (default: 0)",
+        help="sizes of the host tier in GiB, each combined with each --cache-gb; 0: none (default: 0)",
     )
     cache.add_argument(
-        "--block-size", type=int, default=CacheConfig().block_size_tokens, metavar="N", help="tokens (default: 256)"
+        "--block-size",
+        type=int,
+        default=CacheConfig().block_size_tokens,
+        metavar="N",
+        help="tokens in a KV block (default: 256)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -146,24 +152,24 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 def add_common_arguments(parser: FlagParser) -> None:
     """Add the flags that all commands have."""
     group = parser.add_argument_group("settings", _SOURCES_IN_WORDS)
-    level = "least severity of log messages; debug shows those of megatron-core and torch too (default: warning)"
+    level = "lowest level of log messages; debug includes those of megatron-core and torch (default: warning)"
     group.add_argument("--log-level", choices=LEVELS, default="warning", help=level)
     parser.add_config_argument(group)
 
 
 def _add_model_arguments(parser: ArgumentParser) -> None:
     model = _add_directory_arguments(parser)
-    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
+    model.add_argument("--random-model", action="store_true", help="build a small model with random weights")
 
 
 def _add_directory_arguments(parser: ArgumentParser) -> Any:
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument(*MODEL_FLAGS, metavar="NAME_OR_DIR", help="Hugging Face directory, or a hub name: OWNER/NAME")
+    model.add_argument(*MODEL_FLAGS, metavar="NAME_OR_DIR", help="Hugging Face directory or hub name (OWNER/NAME)")
     model.add_argument(
         "--load",
         metavar="DIR",
-        help="Megatron distributed checkpoint directory (torch_dist), written by this package or by Megatron-LM's "
-        "training: of one iteration, or of the run, whose latest is taken",
+        help="directory of a Megatron distributed checkpoint (torch_dist), written by this package or by Megatron-LM: "
+        "of one iteration, or of a run, whose latest iteration is loaded",
     )
     return model
 
@@ -173,54 +179,56 @@ def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> No
     _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     add_cache_arguments(cache)  # type: ignore[arg-type]
-    drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")
-    drafts.add_argument("--drafter", choices=DRAFTERS, help="what proposes tokens (default: prompt-lookup)")
+    drafts = parser.add_argument_group("speculative decoding", "These flags need --num-speculative-tokens above 0.")
+    drafts.add_argument("--drafter", choices=DRAFTERS, help="source of drafts (default: prompt-lookup)")
     drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
 
 
 def _add_machine_arguments(parser: ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    device = "device to run on (default: auto, a GPU if there is one)"
+    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     machine.add_argument(
         "--dtype",
         choices=("fp32", "bf16"),
-        help="of the weights (default: on a GPU that of the checkpoint, on a CPU and for the built-in models fp32)",
+        help="precision of the weights (default: the checkpoint's on a GPU; fp32 on a CPU and for built-in models)",
     )
 
 
 def _add_parallel_arguments(group: object) -> None:
     add = group.add_argument  # type: ignore[attr-defined]
-    for kind, shared in (("tensor", "layers"), ("pipeline", "depth"), ("expert", "experts")):
-        flag, text = f"--{kind}-model-parallel-size", f"processes that share a model's {shared} (default: 1)"
+    for kind, shared in (("tensor", "each layer"), ("pipeline", "the layers"), ("expert", "the experts")):
+        flag, text = f"--{kind}-model-parallel-size", f"number of processes that split {shared} (default: 1)"
         add(flag, type=int, default=1, metavar="N", help=text)
 
 
 def _add_sampling_arguments(group: object) -> None:
     add = group.add_argument  # type: ignore[attr-defined]
-    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="where a line says none (default: 64)")
-    add("--temperature", type=float, metavar="T", help="default: 1.0; 0 is greedy")
-    add("--top-k", type=int, metavar="K", help="default: 1, which is greedy; 0 is off")
-    add("--top-p", type=float, metavar="P", help="default: 0, which is off")
-    add("--seed", type=int, default=0, metavar="S", help="of the sampling (default: 0)")
+    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="for lines without it (default: 64)")
+    add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: 1.0)")
+    add("--top-k", type=int, metavar="K", help="sample from the K best tokens; 1 is greedy, 0 is off (default: 1)")
+    top_p = "sample from the most probable tokens that sum up to P; 0 is off (default: 0)"
+    add("--top-p", type=float, metavar="P", help=top_p)
+    add("--seed", type=int, default=0, metavar="S", help="seed for sampling (default: 0)")
 
 
 COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
     "generate": (
         "generate text for prompts",
-        "Generate text for prompts. Without --prompts: for built-in ones, then once more without the cache, to "
-        "compare. Without a model: with the small one of Python source that ships.",
+        "Generate text for prompts. Without --prompts, run built-in ones with and without the cache, and compare. "
+        "The default model is the small model of Python source that ships with the package.",
         _add_generate_arguments,
     ),
     "serve": (
         "serve OpenAI's API over HTTP",
-        "Serve OpenAI's completions and chat completions over HTTP, with the prefix cache. The model may be the first "
-        "word: mamba-cache serve NAME_OR_DIR. Without one: the small model of Python source that ships.",
+        "Serve OpenAI's and Anthropic's APIs over HTTP, with the prefix cache. The model may be the first argument: "
+        "mamba-cache serve NAME_OR_DIR. The default is the small model of Python source that ships with the package.",
         _add_serve_arguments,
     ),
     "chat": (
         "chat in the terminal with a server",
-        "Chat in the terminal with a server of OpenAI's API. Each turn shows its cached prompt tokens and the time to "
-        "its first token. With a model and no --url: with a server that is started here, and ends with the chat.",
+        "Chat in the terminal with a server that has OpenAI's API. Each turn shows its cached prompt tokens and the "
+        "time to its first token. With a model and no --url, the command starts a server and stops it after the chat.",
         _add_chat_arguments,
     ),
     "completion": (
@@ -235,7 +243,7 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
     ),
     "plan": (
         "print what caches of several sizes would save on a recorded load",
-        "Replay a recorded load through the cache's policy, without a model and a GPU, and print the prompt tokens "
+        "Replay a recorded load through the cache's policy, without a model or a GPU, and print the prompt tokens "
         "that a cache of each size would have skipped.",
         _add_plan_arguments,
     ),

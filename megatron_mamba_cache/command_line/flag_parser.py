@@ -50,7 +50,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
             metavar="FILE.yaml",
             is_config_file_arg=True,
             env_var=variable_of("--config"),
-            help="a line for each flag, such as max-model-len: 8192",
+            help="file with one flag per line, such as max-model-len: 8192",
         )
 
     @property

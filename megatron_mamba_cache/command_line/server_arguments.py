@@ -27,14 +27,14 @@ _FLAGS_OF_LIMITS = {
     "response_bytes": "--responses-mb",
 }
 _CORS_IN_WORDS = (
-    "whose pages may call the API from a browser, such as https://chat.example; * for all; may be given several times "
+    "origin whose pages may call the API from a browser, such as https://chat.example; * for all; may be repeated "
     "(default: none)"
 )
 
 CARD_IN_WORDS = (
-    "For a model that --hf-model or --load names, KV blocks and cached states fill a GPU where no flag says "
-    "otherwise: blocks of at least 256 tokens, sequences as long as the model reads, up to 256 requests at once, CUDA "
-    "graphs for 9 numbers of rows."
+    "With --hf-model or --load on a GPU, the defaults are: KV blocks and states fill the free memory, blocks have at "
+    "least 256 tokens, sequences are as long as the model allows, up to 256 requests run at once, and 9 batch sizes "
+    "are captured as CUDA graphs."
 )
 
 
@@ -42,21 +42,21 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     """Add the flags that `check_server_arguments` reads."""
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=5000, help="0 takes a free one (default: 5000)")
-    names = "what clients may call the model; replies have the first name (default: its directory's name)"
+    add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
+    names = "model names for clients; replies have the first one (default: the directory's name)"
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
     add(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="may be given several times; each has prefixes of its own. Without one everybody is served",
+        help="API key; may be repeated, and keys share no prefixes. Without a key, everyone is served",
     )
-    add("--admin-api-key", action="append", default=[], metavar="KEY", help="alone reads metrics and flushes, if given")
+    add("--admin-api-key", action="append", default=[], metavar="KEY", help="only this key reads metrics and flushes")
     add(
         "--api-key-file",
         metavar="FILE",
-        help="API keys, one a line, KEY or NAME: KEY; other users cannot see them, unlike flags; logs show the name",
+        help="API keys, one per line, KEY or NAME: KEY; hidden from other users, unlike flags; logs show the name",
     )
     add("--admin-api-key-file", metavar="FILE", help="the same for admin keys")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
@@ -64,12 +64,12 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         "--access-log",
         choices=("text", "json", "off"),
         default="text",
-        help="a line on stdout for each request that has ended, but for probes (default: text)",
+        help="write a line to stdout for each completed request except probes (default: text)",
     )
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="send OpenTelemetry traces there, such as http://localhost:4318/v1/traces; needs the extra otel",
+        help="URL for OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs the extra otel",
     )
     add(
         "--enable-tokenizer-info-endpoint",
@@ -79,7 +79,7 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     add(
         "--record-load",
         metavar="FILE",
-        help="append a line for each served request: times, lengths and salted hashes, no texts; plan --trace reads it",
+        help="append a line for each served request: times, lengths and salted hashes, no text; for plan --trace",
     )
     _add_parsers(parser)
     _add_memory_arguments(parser)
@@ -87,11 +87,11 @@ def add_server_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_parsers(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("replies to messages", "The model's chat template says both.").add_argument
+    add = parser.add_argument_group("reply formats", "By default they follow from the chat template.").add_argument
     names = (AUTO, NONE, *TOOL_CALL_PARSERS)
-    add("--tool-call-parser", choices=names, default=AUTO, help="how the model calls tools (default: auto)")
+    add("--tool-call-parser", choices=names, default=AUTO, help="format of the model's tool calls (default: auto)")
     names = (AUTO, NONE, *REASONING_PARSERS)
-    add("--reasoning-parser", choices=names, default=AUTO, help="how it marks its reasoning (default: auto)")
+    add("--reasoning-parser", choices=names, default=AUTO, help="format of its reasoning (default: auto)")
 
 
 def _add_memory_arguments(parser: ArgumentParser) -> None:
@@ -101,41 +101,41 @@ def _add_memory_arguments(parser: ArgumentParser) -> None:
         type=float,
         default=0.9,
         metavar="F",
-        help="of what is free once the weights are loaded, for KV blocks and states (default: 0.9)",
+        help="fraction of the memory free after loading the weights, for KV blocks and states (default: 0.9)",
     )
 
 
 def _add_limits(parser: ArgumentParser) -> None:
     limits = parser.add_argument_group(
-        "limits", "What exceeds a limit is refused: with status 429 and the seconds to wait where waiting helps."
+        "limits", "Requests beyond a limit are refused. If waiting helps, the status is 429, with the seconds to wait."
     )
     limits.add_argument(
         "--max-running-requests",
         type=int,
         metavar="N",
-        help="that the engine runs at once (default: 16; on a GPU what fits, up to 256)",
+        help="maximum concurrently running requests (default: 16; on a GPU as many as fit, up to 256)",
     )
-    limits.add_argument("--max-queued-requests", type=int, default=1024, metavar="N", help="that wait (default: 1024)")
-    limits.add_argument(
-        "--max-choices", type=int, default=1024, metavar="N", help="of one request, prompts times n (default: 1024)"
-    )
-    limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help="MiB of a request (default: 4)")
-    limits.add_argument(
-        "--drain-seconds", type=float, default=25.0, metavar="S", help="for what runs at a SIGTERM (default: 25)"
-    )
+    queued = "maximum queued requests (default: 1024)"
+    limits.add_argument("--max-queued-requests", type=int, default=1024, metavar="N", help=queued)
+    choices = "maximum choices of one request, prompts times n (default: 1024)"
+    limits.add_argument("--max-choices", type=int, default=1024, metavar="N", help=choices)
+    body = "maximum size of a request body in MiB (default: 4)"
+    limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help=body)
+    drain = "seconds that accepted requests have to finish after SIGTERM (default: 25)"
+    limits.add_argument("--drain-seconds", type=float, default=25.0, metavar="S", help=drain)
     limits.add_argument(
         "--transcript-mb",
         type=float,
         default=16.0,
         metavar="M",
-        help="MiB for each API key's exact tokens of earlier turns (default: 16; 0 is off)",
+        help="MiB per API key for the exact tokens of earlier turns (default: 16; 0 is off)",
     )
     limits.add_argument(
         "--responses-mb",
         type=float,
         default=16.0,
         metavar="M",
-        help="MiB for each API key's latest /v1/responses (default: 16; 0 is off)",
+        help="MiB per API key for stored /v1/responses (default: 16; 0 is off)",
     )
 
 
@@ -218,19 +218,19 @@ def _check_origin(origin: str) -> None:
 def add_coordinator_arguments(parser: ArgumentParser) -> None:
     """Add the flags that `routing_settings` reads."""
     group = parser.add_argument_group(
-        "several processes", "Without these flags the coordinator of the processes listens on loopback only."
+        "coordinator", "Without these flags the coordinator of several processes listens on loopback only."
     )
     access = group.add_mutually_exclusive_group()
     access.add_argument(
         "--coordinator-key-file",
         metavar="FILE",
-        help="64 hexadecimal digits that the processes of all hosts share; make it with: "
+        help="file of 64 hexadecimal digits, shared by the processes of all hosts; create it with: "
         "(umask 077; openssl rand -hex 32 > FILE)",
     )
     access.add_argument(
         "--insecure-coordinator",
         action="store_true",
-        help="listen to other hosts without a key: whatever reaches the port is served, and may stop the engines",
+        help="listen to other hosts without a key: any client that reaches the port can stop the engines",
     )
 
 

@@ -48,10 +48,10 @@ DRAFTER_STATES: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "
 """A request's states in a draft model's own cache: the live one, and the one after its newest draft."""
 
 DEFAULTS_IN_WORDS = (
-    f"Without flags, a block is the smallest multiple of the recurrence's chunk from {_LEAST_BLOCK} tokens on, and "
+    f"By default a block is the smallest multiple of the recurrence's chunk with at least {_LEAST_BLOCK} tokens, and "
     f"memory is sized from the model: KV blocks for {_MAX_REQUESTS} requests of full length and {_CACHED_STATES} "
-    f"states, at most 1 GiB of each, though never less than {_LEAST_REQUESTS} requests and {_LEAST_STATES} states, "
-    "besides the states of running requests. "
+    f"states, at most 1 GiB of each but at least {_LEAST_REQUESTS} requests and {_LEAST_STATES} states, in addition to "
+    "the states of running requests. "
     f"A request may be as long as the model allows, up to {_MAX_LENGTH} tokens."
 )
 
