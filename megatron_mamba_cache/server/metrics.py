@@ -25,57 +25,57 @@ _RATIO = 1.05  # of a bucket's upper bound to its lower one
 _LEAST = 1e-6
 
 COUNTER_TEXTS = {
-    "requests_admitted": "Times that a request was given a row of the batch, again after an eviction included",
-    "prompt_tokens_matched": "Prompt tokens whose KV was found in the cache, with a state to resume from or not",
+    "requests_admitted": "Admissions of requests to the running batch, including those after an eviction",
+    "prompt_tokens_matched": "Prompt tokens whose KV was cached, with or without a state to resume from",
     "prompt_tokens_skipped": "Prompt tokens that were not computed because a cached state was restored",
-    "prefill_tokens_computed": "Prompt tokens that were computed, those computed again after an eviction included",
-    "decode_tokens_computed": "Tokens computed by decode steps, drafts included",
-    "decode_rows": "Rows of all decode steps, one for each request and step",
-    "draft_tokens": "Draft tokens that were verified",
-    "accepted_tokens": "Draft tokens that were kept",
-    "drafting_failures": "Steps that went on without drafts because the drafter failed",
-    "states_reserved": "State slots that were reserved for a boundary before a step",
-    "states_published": "States of prompts and replies that became findable in the cache",
-    "decode_states_published": "Of the published states, those at a boundary inside a reply",
+    "prefill_tokens_computed": "Prompt tokens that were computed, including those computed again after an eviction",
+    "decode_tokens_computed": "Tokens computed by decode steps, including drafts",
+    "decode_rows": "Requests in all decode steps: one for each request and step",
+    "draft_tokens": "Draft tokens verified",
+    "accepted_tokens": "Draft tokens accepted",
+    "drafting_failures": "Steps that ran without drafts because the drafter failed",
+    "states_reserved": "State slots reserved for a boundary before a step",
+    "states_published": "States of prompts and replies added to the cache",
+    "decode_states_published": "Published states at a boundary inside a reply",
     "states_restored": "Cached states that a request resumed from",
-    "states_skipped_no_room": "States that were not kept because no slot was free or worth evicting",
+    "states_skipped_no_room": "States not kept because no slot was free and no entry had a lower priority",
     "admissions_deferred": "Steps that requests waited for a prefix that another request was computing",
-    "requests_paused": "Times that a running request was paused for want of KV blocks",
-    "requests_evicted": "Times that a running request lost its memory and had to be computed again",
-    "prompt_tokens_from_host": "Prompt tokens skipped because their prefix came back from the host's memory",
-    "states_written_to_host": "States written to the host's memory, each with the KV before it",
-    "states_restored_from_host": "States that came back from the host's memory, for a request that waited",
-    "states_not_written_no_room": "States that were not written because the host's memory had no room",
-    "host_writes_failed": "Copies to the host's memory that failed, or were of no use any more when they ended",
-    "host_restores_failed": "Copies from the host's memory that failed, or were of no use any more when they ended",
-    "prompt_tokens_from_disk": "Prompt tokens skipped because their prefix came back from the disk",
-    "states_written_to_disk": "States written to the disk, each with the KV before it",
-    "states_read_from_disk": "States read from the disk, for a request that waited",
-    "disk_writes_failed": "Files that could not be written, or were of no use any more when they were",
-    "disk_reads_failed": "Files that could not be read, or were not what had been written",
-    "states_evicted": "Cached states that were evicted",
-    "kv_blocks_evicted": "Cached KV blocks that were evicted",
+    "requests_paused": "Pauses of running requests for lack of KV blocks",
+    "requests_evicted": "Evictions of running requests, which must be computed again",
+    "prompt_tokens_from_host": "Prompt tokens skipped because their prefix was restored from host memory",
+    "states_written_to_host": "States offloaded to host memory, each with the KV before it",
+    "states_restored_from_host": "States restored from host memory for a queued request",
+    "states_not_written_no_room": "States not offloaded because host memory was full",
+    "host_writes_failed": "Copies to host memory that failed, or were no longer needed when they ended",
+    "host_restores_failed": "Copies from host memory that failed, or were no longer needed when they ended",
+    "prompt_tokens_from_disk": "Prompt tokens skipped because their prefix was restored from disk",
+    "states_written_to_disk": "States written to disk, each with the KV before it",
+    "states_read_from_disk": "States read from disk for a queued request",
+    "disk_writes_failed": "Files that could not be written, or were no longer needed when written",
+    "disk_reads_failed": "Files that could not be read, or whose content had changed",
+    "states_evicted": "Cached states evicted",
+    "kv_blocks_evicted": "Cached KV blocks evicted",
     "steps": "Steps of the engine",
     "graph_steps": "Steps of the engine that replayed a CUDA graph",
-    "steps_aborted": "Steps of the engine that failed; their requests are tried again",
+    "steps_aborted": "Steps of the engine that failed; their requests are retried",
 }
 
 _STATE_SLOTS = (
     "Slots of the state pool by owner: free (for cached states), live (of a running request), reserved (for a boundary "
-    "of this step), cached (findable), draft (of a draft window)"
+    "of this step), cached, draft (of a draft window)"
 )
-_KV_BLOCKS = "KV blocks by kind: free, in_use (of a running request), cached (findable, used by no running request)"
+_KV_BLOCKS = "KV blocks by kind: free, in_use (by a running request), cached (used by no running request)"
 _CACHE_BYTES = (
-    "Bytes of the memory for KV blocks and states by use, of one rank: kv_in_use and states_running (of running "
-    "requests, and where cached states are quantized all that is set aside for live ones), kv_cached and states_cached "
-    "(findable), rings (of replayed states), unusable (in slabs, where neither fits), free"
+    "Bytes of the budget for KV blocks and states on one rank, by use: kv_in_use and states_running (by running "
+    "requests; if cached states are quantized, all memory reserved for live ones), kv_cached and states_cached, rings "
+    "(of replayed states), unusable (bytes of slabs in which neither fits), free"
 )
 _HOST_BYTES = (
-    "Bytes of the host tier by use, of one rank: kv_cached and states_cached (findable), kv_in_use (that copies read "
-    "or write), states_reserved (for what is on its way there), free; nothing without a host tier"
+    "Bytes of the host tier on one rank, by use: kv_cached and states_cached, kv_in_use (read or written by copies), "
+    "states_reserved (for copies in progress), free; no values without a host tier"
 )
-_DISK_BYTES = "Bytes of the entries in the disk tier, of one rank; nothing without a disk tier"
-_TIER_COPIES = "Copies between tiers that are under way, by the tier that they bring a state and its KV to"
+_DISK_BYTES = "Bytes of the entries in the disk tier of one rank; no values without a disk tier"
+_TIER_COPIES = "Copies between tiers in progress, by destination tier"
 
 
 class Durations:
@@ -116,11 +116,11 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield every counter of the cache, the use of slots and blocks, and the queue."""
         state = self._backend.state
-        yield _gauge("ready", "1 once the engine is warmed up and while it works", state.is_ready and not state.failure)
-        yield _gauge("requests_running", "Requests that the engine runs", state.num_running)
-        yield _gauge("requests_waiting", "Requests that wait for the engine", state.num_waiting)
-        yield _gauge("requests_inside", "Requests that run or wait, those on their way included", self._gate.num_inside)
-        yield _counter("requests_refused", "Requests that the full queue refused", self._gate.num_refused)
+        yield _gauge("ready", "1 if the engine is warmed up and has not failed", state.is_ready and not state.failure)
+        yield _gauge("requests_running", "Requests running in the engine", state.num_running)
+        yield _gauge("requests_waiting", "Requests waiting for the engine", state.num_waiting)
+        yield _gauge("requests_inside", "Requests running, waiting or being prepared", self._gate.num_inside)
+        yield _counter("requests_refused", "Requests refused because the queue was full", self._gate.num_refused)
         yield _counter("generated_tokens", "Tokens generated for all requests", state.generated_tokens)
         if state.cache is not None:
             yield from _cache_metrics(state.cache)
@@ -133,32 +133,32 @@ class ServerMetrics(TokenTimes):
         self.registry = CollectorRegistry()
         self.registry.register(SnapshotCollector(backend, gate))
         ProcessCollector(registry=self.registry)
-        Info(f"{PREFIX}model", "The model that is served", registry=self.registry).info({"model": model_name})
+        Info(f"{PREFIX}model", "The served model", registry=self.registry).info({"model": model_name})
         self.responses = self._counter(
             "http_responses",
-            "HTTP responses by status, those to probes excepted; 499: the client left before the last byte",
+            "HTTP responses by status, except those to probes; 499: the client left before the last byte",
             ["status"],
         )
         self.probe_responses = self._counter(
             "probe_responses",
-            "HTTP responses to health checks, scrapes and the dashboard's polling",
+            "HTTP responses to health checks, scrapes and the polling dashboard",
             ["path", "status"],
         )
         self.replies = self._counter(
-            "replies", "Replies by how they ended; cut: by an error or because the client left", ["finish_reason"]
+            "replies", "Replies by finish reason; cut: ended by an error or because the client left", ["finish_reason"]
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that the engine was given")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests submitted to the engine")
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's submission to the engine to its first token", _SECONDS
+            "time_to_first_token_seconds", "Time from a request's submission to the engine to its first token", _SECONDS
         )
         self.duration = self._histogram(
-            "request_seconds", "From a request's submission to the engine to the end of its replies", _SECONDS
+            "request_seconds", "Time from a request's submission to the engine to the end of its replies", _SECONDS
         )
         self.queueing = self._histogram(
-            "queue_seconds", "From a request's arrival, before its prompt is tokenized, to its first step", _SECONDS
+            "queue_seconds", "Time from a request's arrival, before tokenization, to its first step", _SECONDS
         )
         self.inter_token = self._histogram(
-            "inter_token_seconds", "From a generated token to the next one of its reply", _GAP_SECONDS
+            "inter_token_seconds", "Time between consecutive tokens of a reply", _GAP_SECONDS
         )
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
 
@@ -214,7 +214,7 @@ def _cache_metrics(cache: CacheSnapshot) -> Iterable[Metric]:
         if isinstance(value, int):
             yield _counter(entry.name, _counter_text(entry.name), value)
     reasons = CounterMetricFamily(
-        f"{PREFIX}requests_without_hit", "Requests that skipped nothing of their prompt", labels=["reason"]
+        f"{PREFIX}requests_without_hit", "Requests that skipped no prompt tokens, by reason", labels=["reason"]
     )
     for reason, count in sorted(cache.counters.requests_without_hit.items()):
         reasons.add_metric([reason], count)

@@ -54,7 +54,7 @@ def _value(text: str, types: Collection[str]) -> Any:
             return value
     if "boolean" in types and not may_be_text and text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
-    raise ValueError(f"{text:.100} is not of the types {types}")
+    raise ValueError(f"{text:.100} matches none of the types {types}")
 
 
 def _is_of(value: Any, types: Collection[str]) -> bool:
@@ -96,10 +96,10 @@ def _plain(value: Any) -> Any:
             return value
         case float() if math.isfinite(value):
             return value
-    raise ValueError(f"JSON has no {type(value).__name__} like this")
+    raise ValueError(f"JSON cannot represent this {type(value).__name__}")
 
 
 def _key(key: Any) -> str:
     if isinstance(key, tuple):
-        raise ValueError("JSON has no keys that are tuples")
+        raise ValueError("JSON has no tuple keys")
     return key if isinstance(key, str) else strict_text(_plain(key))
