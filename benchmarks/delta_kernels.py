@@ -25,7 +25,6 @@ from measuring.machine import describe_machine
 from peers.delta_rule_peers import Peer, fla_peer, flashinfer_peer
 from torch import Tensor
 
-from megatron_mamba_cache.policy.chunks import plan_chunks
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
@@ -33,6 +32,7 @@ from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTilin
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
 from megatron_mamba_cache.recurrences.gated_delta.verify import VerifyTiling, delta_verify
 from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.step.prefill_metadata import plan_chunks
 
 GRAIN = 64
 DIM = 128

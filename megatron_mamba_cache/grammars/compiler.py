@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
-from .endless_schemas import close_endless
 from .exclusive_branches import exclude_branches
 from .forms import GUIDANCE, PLACE
 from .held_words import Fault, hold_words
 from .narrowed_schemas import check_escapes, guidance_for, narrow
-from .property_names import close_names
-from .schema_faults import explained
+from .schema_faults import close_endless, close_names, explained
 from .schema_words import at_location, list_of, mapping_of, values_in
 
 if TYPE_CHECKING:

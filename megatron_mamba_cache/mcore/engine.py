@@ -15,11 +15,10 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, D
 from megatron.core.inference.sampling_params import SamplingParams
 from typing_extensions import override
 
-from ..policy.failed_steps import FailedSteps, refusal_reason
-from ..policy.hit_rate_hint import HitRateHint
+from ..policy.admission import HitRateHint
 from ..policy.request_settings import RequestSpec
 from ..policy.requests import Candidate
-from ..policy.scheduler import StepScheduler
+from ..policy.scheduler import FailedSteps, StepScheduler, refusal_reason
 from ..policy.tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
 from ..ranks.agreement import known_to_any
 from ..step.padding_steps import complete_failed_step

@@ -8,15 +8,13 @@ from itertools import pairwise
 from math import inf
 
 from ..errors import CacheCapacityError, CacheIntegrityError
-from .boundary_journal import NoObserver, StateObserver
+from .boundary_journal import CachedTexts, NoObserver, NoSaver, NoTexts, StateObserver, StateSaver
 from .eviction import CachedEntry, EvictionOrder, Weight
-from .eviction_rules import ENDS, EvictionRule, LeastRecentlyUsed
-from .held_states import HeldStates
+from .eviction_rules import ENDS, EvictionRule, HeldStates, LeastRecentlyUsed
 from .identifiers import BlockId, SlotId
 from .places import FixedPlaces, Places
 from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
-from .state_neighbours import CachedTexts, NoSaver, NoTexts, StateSaver
 
 _NOT_COUNTED = -1
 _MOMENT = 2.0**-10  # tells uses apart that are not as far apart as requests; exact in any sum

@@ -15,14 +15,13 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from .access import AccessControl, CrossOrigin
+from .access import AccessControl, CrossOrigin, Entrance
 from .anthropic.routes import messages_routes
 from .backend import Backend
 from .bodies import Bodies
 from .dashboard import History, dashboard_routes
 from .documentation import add_documentation
-from .endpoints import openai_routes
-from .entrance import Entrance
+from .endpoints import TokenizingRoutes, openai_routes
 from .errors import ApiError, bad_request, schema_error, unexpected
 from .exchange import AccessLog, Exchange, exchange_of
 from .fair_threads import FairThreads
@@ -39,7 +38,6 @@ from .responses_api.routes import responses_routes
 from .responses_api.stored import StoredResponses
 from .schemas import FlushRequest
 from .tenants import ApiKeys, Tenant
-from .tokenizing import TokenizingRoutes
 from .traces import Traces
 from .transcripts import Transcripts
 

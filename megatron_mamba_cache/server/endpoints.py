@@ -3,16 +3,117 @@
 A route turns its request into an `Order` (`orders`) and sends the job's replies in a `Format` (`formats`).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
+from .errors import bad_request
+from .fair_threads import FairThreads
 from .formats import ChatFormat, CompletionFormat, StreamSettings
 from .job import JobRules
 from .orders import OrderMaker, ServedModel, tenant_of
 from .responses import reply_to
-from .schemas import ChatRequest, CompletionRequest, GenerationFields
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
+from .tenants import Tenant
+
+
+class TokenizeReply(BaseModel):
+    """The tokens of a text.
+
+    Args:
+        max_model_len: The most prompt and generated tokens of a request.
+        token_strs: The tokens as the tokenizer's files spell them, if requested.
+    """
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(BaseModel):
+    """The text of tokens, special ones spelled out."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizingRoutes:
+    """The routes and what they need.
+
+    Args:
+        tells_tokenizer: Whether clients may read the tokenizer's settings and chat template.
+    """
+
+    model: ServedModel
+    tokenizer: Any
+    threads: FairThreads
+    max_model_len: int
+    tells_tokenizer: bool = False
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+
+        @router.post("/tokenize")
+        async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
+            self.model.check_name(body.model)
+            owner = request.scope.get("owner", "")
+            return await self.threads.run(owner, partial(self._tokenized, Tenant(owner), body))
+
+        @router.post("/detokenize")
+        async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeReply:
+            self.model.check_name(body.model)
+            return await self.threads.run(request.scope.get("owner", ""), partial(self._text_of, body.tokens))
+
+        if self.tells_tokenizer:
+
+            @router.get("/tokenizer_info")
+            async def tokenizer_info() -> dict[str, Any]:
+                return _described_of_tokenizing(self.tokenizer)
+
+        return router
+
+    def _tokenized(self, tenant: Tenant, body: TokenizeRequest) -> TokenizeReply:
+        tokens = self._tokens_of(tenant, body)
+        return TokenizeReply(
+            count=len(tokens),
+            max_model_len=self.max_model_len,
+            tokens=list(tokens),
+            token_strs=[self._spelled(token) for token in tokens] if body.return_token_strs else None,
+        )
+
+    def _tokens_of(self, tenant: Tenant, body: TokenizeRequest) -> Sequence[int]:
+        reader = self.model.reader
+        add = body.add_special_tokens
+        if body.messages is not None:
+            return reader.read_chat(tenant, body.conversation_of(body.messages), add_special_tokens=bool(add)).token_ids
+        if not body.prompt:
+            return () if add is False else self.tokenizer.tokenize("")  # type: ignore[no-any-return]
+        return reader.read(tenant, body.prompt, add).token_ids
+
+    def _text_of(self, tokens: Sequence[int]) -> DetokenizeReply:
+        size = self.tokenizer.vocab_size
+        for index, token in enumerate(tokens):
+            if token >= size:
+                raise bad_request(f"token {token} is outside the vocabulary of {size}", f"tokens.{index}")
+        return DetokenizeReply(prompt=self.tokenizer.detokenize(list(tokens), skip_special_tokens=False))
+
+    def _spelled(self, token: int) -> str:
+        spell = getattr(self.tokenizer, "token_of", None)
+        found: str | None = None if spell is None else spell(token)
+        return self.tokenizer.detokenize([token]) if found is None else found
+
+
+def _described_of_tokenizing(tokenizer: Any) -> dict[str, Any]:
+    """Return the class of a tokenizer, the settings in its files and its chat template, as vLLM does."""
+    settings = {key: value for key, value in getattr(tokenizer, "settings", {}).items() if key != "name_or_path"}
+    template = getattr(tokenizer, "chat_template", "") or None
+    return {"tokenizer_class": type(tokenizer).__name__, **settings, "chat_template": template}
 
 
 def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:

@@ -11,8 +11,8 @@ from ..models.tokenizers.token_reader import TokenReader
 from .backend import Progress
 from .conversation import arguments_object
 from .errors import ApiError
+from .parsers.content import TagPositions
 from .parsers.parts import Content, ParsedReply, Part, ReplyParser, assembled, merged, plain_text
-from .parsers.tag_positions import TagPositions
 from .prompt_scores import finite
 from .text_stream import IncrementalText, StopStrings
 

@@ -11,9 +11,9 @@ from ..grammars.forms import Grammar, SpecialId, any_of
 from ..grammars.reasoning import CallsInReasoning, ReasoningGrammar
 from .errors import bad_request
 from .parsers.call_grammars import calls_grammar, calls_in_reasoning, text_and_calls_grammar
-from .parsers.callable_tool import CallableTool
 from .parsers.families import ReplySyntax
 from .parsers.reasoning import ReasoningForm
+from .parsers.xml_call_grammars import CallableTool
 from .prompts import Prompt
 from .tool_schemas import ChosenTools, NamedTool
 

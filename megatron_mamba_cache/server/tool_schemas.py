@@ -9,8 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 from .conversation import called
 from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Name, Text
-from .ignored import note_ignored
-from .unsupported import REFUSED, schema_fault
+from .unsupported import REFUSED, note_ignored, schema_fault
 
 MOST_TOOLS = 1024
 _MOST_CALLS = 1024

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..policy.requests import RunningRequest
-from .acceptance import DRAFTER_WINDOW, REQUEST_WINDOW, Acceptance
-from .draft_counts import LEAST_GAIN, best_counts
+from .acceptance import DRAFTER_WINDOW, LEAST_GAIN, REQUEST_WINDOW, Acceptance, best_counts
 from .step_time import StepTime
 
 _LOG = logging.getLogger(__name__)

@@ -1,11 +1,86 @@
 """The metadata of a step's prefill rows: chunks by absolute position, and the slot each boundary is written to."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from ..policy.chunks import plan_chunks
+from megatron_mamba_cache.errors import CacheIntegrityError
+
 from ..policy.requests import RunningRequest
 from ..recurrences.batches import PAD_SLOT
 from .buffers import StepBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """The chunks of a packed batch, in packed order.
+
+    Args:
+        cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
+        chunk_requests: [num_chunks] row that each chunk belongs to.
+        cu_request_chunks: [num_rows + 1] first chunk of each row, and the number of chunks.
+    """
+
+    cu_chunks: tuple[int, ...]
+    chunk_requests: tuple[int, ...]
+    cu_request_chunks: tuple[int, ...]
+
+    @property
+    def last_chunk_indices(self) -> tuple[int, ...]:
+        """The last chunk of each row; -1 for a row without new tokens."""
+        return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_request_chunks))
+
+    def chunk_at_end(self, packed_end: int) -> int:
+        """Return the chunk that ends at this packed position, whose end state is the state there.
+
+        Raises:
+            CacheIntegrityError: If no chunk ends there.
+        """
+        index = bisect_left(self.cu_chunks, packed_end)
+        if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
+            raise CacheIntegrityError(
+                f"need a chunk that ends at packed position {packed_end}, found ends {self.cu_chunks[1:]}; "
+                "the block size must be a multiple of the grain"
+            )
+        return index - 1
+
+
+def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> ChunkPlan:
+    """Cut each row of a packed batch into chunks at absolute positions that are multiples of `grain`.
+
+    Args:
+        num_computed: [num_rows] tokens of each row computed before this batch.
+        query_starts: [num_rows + 1] packed position where each row's new tokens begin, from 0, and their end.
+
+    Raises:
+        ValueError: If the lengths disagree, a value is negative, or `query_starts` descends or is not from 0.
+    """
+    _check_rows(num_computed, query_starts, grain)
+    cu_chunks = [0]
+    chunk_requests: list[int] = []
+    cu_request_chunks = [0]
+    for row, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
+        if begin < end:
+            first_cut = begin + grain - computed % grain
+            ends = [*range(first_cut, end, grain), end]
+            cu_chunks.extend(ends)
+            chunk_requests.extend([row] * len(ends))
+        cu_request_chunks.append(len(chunk_requests))
+    return ChunkPlan(tuple(cu_chunks), tuple(chunk_requests), tuple(cu_request_chunks))
+
+
+def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> None:
+    if grain < 1:
+        raise ValueError(f"grain must be at least 1 token, got {grain}")
+    if len(query_starts) != len(num_computed) + 1:
+        raise ValueError(
+            f"need {len(num_computed) + 1} query_starts for {len(num_computed)} rows, got {len(query_starts)}"
+        )
+    if min(num_computed, default=0) < 0:
+        raise ValueError(f"num_computed must not be negative, got {min(num_computed)}")
+    if query_starts[0] != 0 or any(begin > end for begin, end in pairwise(query_starts)):
+        raise ValueError(f"query_starts must ascend from 0, got {tuple(query_starts)}")
 
 
 def write_prefill_batch(rows: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:

@@ -11,8 +11,8 @@ from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy import block_growth
-from megatron_mamba_cache.policy.failed_steps import FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_REFUSAL
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.mcore.step_report import failure_reason
-from megatron_mamba_cache.policy.failed_steps import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
+from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once, raise_where

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.chunks import ChunkPlan, plan_chunks
+from megatron_mamba_cache.step.prefill_metadata import ChunkPlan, plan_chunks
 
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_mamba_cache.policy.failed_steps import (
+from megatron_mamba_cache.policy.scheduler import (
     FAILURES_BEFORE_ISOLATION,
     FAILURES_BEFORE_REFUSAL,
     FailedSteps,

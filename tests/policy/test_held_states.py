@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.policy.held_states import HeldStates
+from megatron_mamba_cache.policy.eviction_rules import HeldStates
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.request_settings import PromptBreakpoint, RequestSpec, SamplingSettings

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from megatron_mamba_cache.server import ignored
-from megatron_mamba_cache.server.ignored import note_ignored
+from megatron_mamba_cache.server import unsupported
+from megatron_mamba_cache.server.unsupported import note_ignored
 from tests.server.clients.codex_bodies import CODEX, HOSTED_TOOLS, LATER, SHOWN
 from tests.server.family_templates import FAMILIES
 from tests.server.front_end import BLUE, RED, front_end
@@ -35,7 +35,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 @pytest.fixture(autouse=True)
 def counts() -> Iterator[None]:
     """Count what is ignored from 0 on."""
-    ignored._counts.clear()
+    unsupported._counts.clear()
     yield
 
 
@@ -73,7 +73,7 @@ def test_fields_that_cannot_change_a_reply_are_ignored_and_counted_in_one_line(
     caplog.clear()
     for _ in range(3):
         assert prompt_after(agent, path, **fields) == plain
-    (line,) = [record.getMessage() for record in caplog.records if record.name == ignored.__name__]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == unsupported.__name__]
     assert all(f"'{name}' (1 so far)" in line for name in fields)
 
 
@@ -83,7 +83,7 @@ def test_ignored_names_are_logged_at_powers_of_ten_and_bounded(caplog: pytest.Lo
     assert [record.getMessage().split("(")[1].split(" ")[0] for record in caplog.records] == ["1", "10", "100"]
     for number in range(3000):
         note_ignored("x", [f"name {number}"])
-    assert len(ignored._counts) <= 1001 and ignored._counts["x", "others"] == 3000 - 999
+    assert len(unsupported._counts) <= 1001 and unsupported._counts["x", "others"] == 3000 - 999
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.speculation.draft_counts import LEAST_GAIN, best_counts, expected_tokens
+from megatron_mamba_cache.speculation.acceptance import LEAST_GAIN, best_counts, expected_tokens
 
 CHANCES = st.floats(0.0, 1.0)
 ROWS = st.lists(st.tuples(CHANCES, st.integers(0, 4)), min_size=1, max_size=4)

@@ -19,10 +19,9 @@ from ..field_types import (
     Stops,
     Text,
 )
-from ..ignored import note_ignored
 from ..schemas import ChatRequest
 from ..tool_schemas import own_tools
-from ..unsupported import LABELS, Table, Unsupported, schema_fault
+from ..unsupported import LABELS, Table, Unsupported, note_ignored, schema_fault
 from .message_parts import (
     Blocks,
     MessagesToolChoice,

@@ -17,8 +17,7 @@ from ...grammars.forms import (
     without,
 )
 from ...grammars.reasoning import CallsInReasoning
-from .callable_tool import CallableTool
-from .xml_call_grammars import xml_call
+from .xml_call_grammars import CallableTool, xml_call
 
 _MOST_CALLS = 16
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}

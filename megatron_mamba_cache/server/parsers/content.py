@@ -1,11 +1,136 @@
 """Text between tags: content or reasoning, without the white space right before a tag."""
 
-from collections.abc import Generator, Sequence
-from typing import Protocol
+import re
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from typing import Protocol, Self
 
-from .mentions import LinePosition
 from .parts import Content, Parsing, Part, Reasoning
 from .text_feed import TextFeed
+
+
+class TagPositions:
+    """The positions in one reply.
+
+    Args:
+        tokens: Tokens that are tags, and their texts.
+    """
+
+    def __init__(self, tokens: Mapping[int, str]) -> None:
+        self._tokens = tokens
+        self._places: dict[str, set[int]] = {tag: set() for tag in tokens.values()}
+
+    @property
+    def texts(self) -> Collection[str]:
+        """The texts of the tags."""
+        return self._places.keys()
+
+    def find(self, token: int, text: str, start: int) -> int | None:
+        """Return the position of a token's tag, and keep it; None if the token is not a tag.
+
+        Args:
+            text: What the token adds to the reply's text.
+            start: Characters of the reply before `text`.
+        """
+        tag = self._tokens.get(token)
+        at = -1 if tag is None else text.rfind(tag)
+        if tag is None or at < 0:
+            return None
+        self._places[tag].add(start + at)
+        return start + at
+
+    def joined(self, found: Sequence[tuple[str, int]]) -> Self:
+        """Return these positions and those of tags that a parser has found."""
+        joined = type(self)(self._tokens)
+        for tag, places in self._places.items():
+            joined._places[tag] = {*places}
+        for tag, place in found:
+            joined._places.setdefault(tag, set()).add(place)
+        return joined
+
+    def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
+        """Yield the positions of the same tags in what a template has written for a reply.
+
+        If the template writes a tag more or fewer times than the reply, each of them counts.
+
+        Args:
+            text: The reply's.
+        """
+        for tag, places in self._places.items():
+            own, others = _mentions(tag, text), _mentions(tag, rewritten)
+            counts = [at in places for at in own] if len(own) == len(others) else [True] * len(others)
+            yield from (at for at, does_count in zip(others, counts, strict=True) if does_count)
+
+
+def _mentions(tag: str, text: str) -> list[int]:
+    return [found.start() for found in re.finditer(re.escape(tag), text)]
+
+
+_FENCE = "```"
+_SPACES = " \t"
+_SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
+_OPENING = frozenset(  # as in `after_reasoning`
+    "`'\"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b([{<"
+)
+
+
+class LinePosition:
+    """A position in text: what its line has before it, and if it is inside a fenced block of code.
+
+    Args:
+        is_held: Whether a grammar holds the text. It knows neither fences nor which quotes belong together.
+    """
+
+    def __init__(self, *, is_held: bool = False) -> None:
+        self._is_held = is_held
+        self.is_in_code = False
+        """True within a fenced block."""
+        self._start_line()
+
+    def add(self, text: str) -> None:
+        """Move on by a text."""
+        first, *others = text.split("\n")
+        self._add_to_line(first)
+        for line in others:
+            self.is_in_code ^= self._beginning == _FENCE and not self._is_held
+            self._start_line()
+            self._add_to_line(line)
+
+    def begins_call(self) -> bool:
+        """Return whether a tag here may begin a call: it begins its line, outside of code."""
+        return not self.is_in_code and not self._beginning
+
+    def ends_reasoning(self, *, is_tag: bool) -> bool:
+        """Return whether a closing marker here ends reasoning, whatever comes after it.
+
+        Outside of code it does if it begins its line, or unless it is quoted or, for a tag, is a word of a sentence.
+
+        Args:
+            is_tag: False for a marker that is a sentence of its own.
+        """
+        if self.is_in_code:
+            return False
+        if not self._beginning:
+            return True
+        is_quoted = self._num_backticks % 2 or self._num_quotes % 2
+        last = self._end[-1:]
+        if last in _OPENING or (is_quoted and not self._is_held):
+            return False
+        return not (is_tag and last.isspace()) or (last in _SPACES and self._end[0] in _SENTENCE_ENDS)
+
+    def _start_line(self) -> None:
+        self._beginning = ""  # the first visible characters, as many as a fence has
+        self._end = ""  # the last two characters
+        self._num_backticks = self._num_quotes = 0
+
+    def _add_to_line(self, text: str) -> None:
+        if not text:
+            return
+        if len(self._beginning) < len(_FENCE):
+            self._beginning = (self._beginning + (text if self._beginning else text.lstrip(_SPACES)))[: len(_FENCE)]
+        self._end = (self._end + text)[-2:]
+        self._num_backticks += text.count("`")
+        self._num_quotes += text.count('"')
+
 
 _BLANK = " \t\r"
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import GrammarError
@@ -22,8 +23,22 @@ from ...grammars.object_alternatives import object_alternatives
 from ...grammars.patterns import is_found, whole_patterns
 from ...grammars.reasoning import SPACE
 from ...grammars.schema_words import TYPES, at_location, list_of, type_of_value, types_of, with_root
-from .callable_tool import CallableTool
 from .parameter_types import resolved, types_of_parameter
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool that a reply may call.
+
+    Args:
+        parameters: The JSON schema of its arguments, an object; None: any object.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None = field(default_factory=lambda: _NO_PARAMETERS)
+
 
 _COMBINED = {"anyOf", "oneOf", "allOf"}
 _NOTHING: tuple[Any, ...] = (False, {"not": {}})

@@ -7,9 +7,8 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from ..field_types import CacheControl, JsonObject, Name, PromptCacheBreakpoint, Text
-from ..ignored import note_ignored
 from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
-from ..unsupported import REFUSED, schema_fault
+from ..unsupported import REFUSED, note_ignored, schema_fault
 
 _MOST_ITEMS = 8192
 _MOST_PARTS = 4096

@@ -11,9 +11,9 @@ import pytest
 from megatron_mamba_cache.errors import GrammarError
 from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.server.parsers.call_grammars import calls_grammar
-from megatron_mamba_cache.server.parsers.callable_tool import CallableTool
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.parsers.parts import assembled
+from megatron_mamba_cache.server.parsers.xml_call_grammars import CallableTool
 from tests.grammars.piece_tokenizer import PieceTokenizer
 from tests.grammars.random_replies import random_reply
 from tests.grammars.test_client_schemas import LIBRARY_WORDS, MAKERS, REASONS

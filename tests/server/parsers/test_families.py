@@ -16,7 +16,6 @@ from megatron_mamba_cache.server.parsers.call_grammars import (
     calls_grammar,
     text_and_calls_grammar,
 )
-from megatron_mamba_cache.server.parsers.callable_tool import CallableTool
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax, reply_syntax
 from megatron_mamba_cache.server.parsers.parts import (
     CallArguments,
@@ -30,6 +29,7 @@ from megatron_mamba_cache.server.parsers.parts import (
     assembled,
     merged,
 )
+from megatron_mamba_cache.server.parsers.xml_call_grammars import CallableTool
 from tests.grammars.allowed_tokens import tokens_of_mask
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 
