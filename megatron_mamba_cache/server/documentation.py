@@ -19,11 +19,11 @@ _NO_ICON = "data:,"
 
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
-        "OpenAI": "Chat completions, completions and responses, as OpenAI's clients send them",
-        "Anthropic": "Messages, as Anthropic's clients send them",
-        "Tokens": "Text to token ids and back, in vLLM's shapes",
+        "OpenAI": "Chat completions, completions and responses, for OpenAI's clients",
+        "Anthropic": "Messages, for Anthropic's clients",
+        "Tokens": "Text to token ids and back, in vLLM's format",
         "Probes and metrics": "For orchestrators and Prometheus",
-        "Administration": "For admin keys, where there are any",
+        "Administration": "These need an admin key if one is set",
     }
 )
 """The groups of the page and what is in them."""
@@ -42,13 +42,13 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("post", "/tokenize"): ("Tokens", "Tokenize a text or messages"),
         ("post", "/detokenize"): ("Tokens", "Turn token ids into text"),
         ("get", "/tokenizer_info"): ("Tokens", "Describe the tokenizer and its chat template"),
-        ("get", "/health"): ("Probes and metrics", "Say whether requests are served"),
-        ("get", "/ping"): ("Probes and metrics", "Say whether requests are served, as SageMaker asks"),
-        ("post", "/ping"): ("Probes and metrics", "Say whether requests are served, as SageMaker asks"),
+        ("get", "/health"): ("Probes and metrics", "Check that requests are served"),
+        ("get", "/ping"): ("Probes and metrics", "Check that requests are served, for SageMaker"),
+        ("post", "/ping"): ("Probes and metrics", "Check that requests are served, for SageMaker"),
         ("get", "/version"): ("Probes and metrics", "List versions"),
         ("get", "/metrics"): ("Probes and metrics", "Report metrics for Prometheus"),
         ("get", "/dashboard"): ("Probes and metrics", "Show the dashboard"),
-        ("post", "/admin/flush"): ("Administration", "Forget everything cached, after new weights were loaded"),
+        ("post", "/admin/flush"): ("Administration", "Make the cache unreachable, after loading new weights"),
         ("get", "/admin/weights"): ("Administration", "Return the version of the weights"),
     }
 )
