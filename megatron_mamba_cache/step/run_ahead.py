@@ -10,7 +10,7 @@ There are two times to launch it:
 - `may_launch_drafts`: once this step has landed, before it is reported. Drafts depend on what this step keeps. No
   request has ended, and no request can join.
 
-`docs/running-ahead.md` has the rules: what becomes of requests that leave or come in between, and of ranks that share
+`docs/overlapped-steps.md` has the rules: what becomes of requests that leave or come in between, and of ranks that share
 experts.
 """
 

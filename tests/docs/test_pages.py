@@ -138,7 +138,7 @@ def test_the_picture_shows_the_measured_figures() -> None:
 
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
-MAPS = ARCHITECTURE, REPOSITORY / "docs" / "running-ahead.md"
+MAPS = ARCHITECTURE, REPOSITORY / "docs" / "overlapped-steps.md"
 MOST_LINES_OF_THE_MAP = 160
 PACKAGE = REPOSITORY / "megatron_mamba_cache"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
