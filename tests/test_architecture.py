@@ -599,17 +599,17 @@ def test_sound_package_passes(tmp_path: Path) -> None:
     assert all_violations(write_package(tmp_path, SOUND | facade)) == []
 
 
-def test_a_record_and_its_namesakes_set_their_own_fields(tmp_path: Path) -> None:
+def test_record_and_its_namesakes_set_their_own_fields(tmp_path: Path) -> None:
     methods = "    def f(self):\n        self.computed = 1\n        self.blocks.append(1)\n"
     sources = {"policy/align": RECORD["policy/align"] + methods, "step/run": f"class R:\n{methods}"}
     assert all_violations(write_package(tmp_path, SOUND | sources)) == []
 
 
-def test_long_function_that_says_why_passes(tmp_path: Path) -> None:
+def test_long_function_with_a_reason_passes(tmp_path: Path) -> None:
     source = f'def grow():\n    """Grow.\n\n    Long because it is one kernel.\n    """\n{LONG_BODY}'
     assert all_violations(write_package(tmp_path, SOUND | {"recurrences/pool": source})) == []
 
 
-def test_a_long_module_that_is_one_class_passes(tmp_path: Path) -> None:
+def test_long_module_of_one_class_passes(tmp_path: Path) -> None:
     one_class = {"recurrences/pool": "class A:\n" + "    x = 1\n" * 400}
     assert all_violations(write_package(tmp_path, SOUND | one_class)) == []

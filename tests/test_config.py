@@ -67,7 +67,7 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("cached_state_dtype", None, "one of ('live', 'int8')"),
     ],
 )
-def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, value: object, allowed: str) -> None:
+def test_bad_setting_is_named_with_its_value_and_the_allowed_ones(name: str, value: object, allowed: str) -> None:
     with pytest.raises(ValueError) as error:
         CacheConfig(**{name: value})  # type: ignore[arg-type]
     message = str(error.value)
@@ -98,18 +98,18 @@ def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, valu
         {"prefix_caching": False, "cached_state_dtype": "int8"},
     ],
 )
-def test_settings_at_the_edge_of_what_is_allowed_are_kept(settings: dict[str, object]) -> None:
+def test_settings_at_their_limits_are_kept(settings: dict[str, object]) -> None:
     config = CacheConfig(**settings)  # type: ignore[arg-type]
     assert {name: getattr(config, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
-def test_a_step_s_drafts_never_reach_past_a_whole_block(block_size: int) -> None:
+def test_drafts_of_a_step_fit_in_a_block(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"num_speculative_tokens is 8.*below block_size_tokens={block_size}$"):
         CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
 
 
-def test_states_are_quantized_only_where_any_are_cached() -> None:
+def test_states_are_quantized_only_if_cached() -> None:
     config = CacheConfig(cached_state_dtype="int8", num_speculative_tokens=3, max_requests=5)
     window, replay = config.resolved(), dataclasses.replace(config, draft_states="replay").resolved()
     assert window.quantizes_states and replay.quantizes_states
@@ -123,7 +123,7 @@ def test_states_are_quantized_only_where_any_are_cached() -> None:
     ("name", "replacement"),
     [("ring_len", "block_size_tokens"), ("chunked_prefill", "max_tokens"), ("paused_buffer_size_gb", "a quarter")],
 )
-def test_a_removed_setting_says_what_replaces_it(name: str, replacement: str) -> None:
+def test_removed_setting_names_its_replacement(name: str, replacement: str) -> None:
     with pytest.raises(TypeError, match=f"{name} is no setting any more: .*{replacement}"):
         CacheConfig(**{name: 1})  # type: ignore[arg-type]
 
@@ -163,7 +163,7 @@ def test_flags_set_what_they_name() -> None:
     )
 
 
-def test_settings_fill_in_for_flags_that_are_not_given() -> None:
+def test_settings_are_the_defaults_of_flags() -> None:
     config = parsed("--inference-dynamic-batching-block-size=64", max_requests=3, buffer_size_gb=2.0)
     assert config == CacheConfig(block_size_tokens=64, max_requests=3, buffer_size_gb=2.0)
 
@@ -173,7 +173,7 @@ def test_flag_wins_over_a_setting() -> None:
     assert not parsed("--no-prefix-caching", prefix_caching=True).prefix_caching
 
 
-def test_flag_of_zero_is_given() -> None:
+def test_flag_of_zero_counts_as_given() -> None:
     assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").cache_gb == 4.0
     assert parsed("--num-speculative-tokens=0", num_speculative_tokens=4).num_speculative_tokens == 0
 
@@ -184,19 +184,19 @@ def test_flags_are_checked_as_settings_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["buffer_size_gb", "prefix_caching_mamba_gb"])
-def test_a_budget_and_its_summands_contradict_each_other(name: str) -> None:
+def test_budget_and_its_summands_are_mutually_exclusive(name: str) -> None:
     with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0, which adds up"):
         CacheConfig(cache_gb=2.0, **{name: 1.0})  # type: ignore[arg-type]
 
 
-def test_megatron_s_two_settings_add_up_to_one_budget() -> None:
+def test_megatrons_two_settings_add_up_to_one_budget() -> None:
     assert CacheConfig() == CacheConfig(cache_gb=5.0)
     assert parsed("--kv-gb=2") == CacheConfig(cache_gb=3.0) and parsed("--state-gb=0") == CacheConfig(cache_gb=4.0)
     assert parsed("--kv-gb=2", "--state-gb=1.5") == parsed("--cache-gb=3.5", cache_gb=7.0)
     assert parsed("--state-gb=2", cache_gb=7.0).cache_gb == 6.0
 
 
-def test_a_budget_of_a_flag_replaces_one_that_no_flag_gave() -> None:
+def test_budget_flag_replaces_a_default_budget() -> None:
     config = parsed("--cache-gb=2", buffer_size_gb=1.0, prefix_caching_mamba_gb=1.0)
     assert (config.cache_gb, config.buffer_size_gb, config.prefix_caching_mamba_gb) == (2.0, None, None)
     with pytest.raises(ValueError, match="leave buffer_size_gb out"):
@@ -210,7 +210,7 @@ def test_a_budget_of_a_flag_replaces_one_that_no_flag_gave() -> None:
         ({"draft_states": "replay", "block_size_tokens": 6}, "not a multiple of 4: set --inference-dynamic-batching-"),
     ],
 )
-def test_draft_states_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_unusable_draft_states_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CacheConfig(**settings)
 
@@ -225,12 +225,12 @@ def test_states_are_folded_as_rarely_as_a_block_allows(block: int, fold_len: int
     assert either.resolved(prefers_replay=True) == config
 
 
-def test_what_was_asked_for_does_not_depend_on_what_is_faster() -> None:
+def test_requested_draft_states_do_not_depend_on_speed() -> None:
     assert not CacheConfig(draft_states="window").resolved(prefers_replay=True).replays
     assert CacheConfig(draft_states="replay").resolved(prefers_replay=False).replays
     odd = CacheConfig(block_size_tokens=6, cuda_graph_prefill_tokens=0)
     assert not odd.resolved(prefers_replay=True).replays  # no ring divides the block
 
 
-def test_the_form_of_draft_states_has_a_flag() -> None:
+def test_draft_states_have_a_flag() -> None:
     assert parsed("--draft-states", "replay").draft_states == "replay"

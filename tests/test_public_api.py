@@ -50,13 +50,13 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.rpartition("imported:")[2].split())
 
 
-def test_all_is_the_public_api() -> None:
+def test_all_lists_the_public_api() -> None:
     assert set(megatron_mamba_cache.__all__) == PUBLIC_NAMES
     assert len(megatron_mamba_cache.__all__) == len(PUBLIC_NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
-def test_public_name_is_found_where_it_lives(name: str) -> None:
+def test_public_name_is_found_in_its_module(name: str) -> None:
     value = getattr(megatron_mamba_cache, name)
     assert value.__name__ == name
     assert getattr(import_module(value.__module__), name) is value
@@ -64,13 +64,13 @@ def test_public_name_is_found_where_it_lives(name: str) -> None:
     assert value.__doc__
 
 
-def test_star_import_brings_the_public_names_only() -> None:
+def test_star_import_brings_only_public_names() -> None:
     names: dict[str, object] = {}
     exec("from megatron_mamba_cache import *", names)
     assert names.keys() - {"__builtins__"} == PUBLIC_NAMES
 
 
-def test_dir_lists_names_that_are_not_imported_yet() -> None:
+def test_dir_lists_names_before_import() -> None:
     assert set(dir(megatron_mamba_cache)) >= PUBLIC_NAMES
 
 
@@ -85,7 +85,7 @@ def test_importing_the_package_imports_neither_megatron_nor_torch() -> None:
     assert not imported & {"megatron", "torch", "triton"}
 
 
-def test_names_that_need_no_megatron_import_none() -> None:
+def test_light_names_do_not_import_megatron() -> None:
     assert "megatron" not in modules_after(f"from megatron_mamba_cache import {', '.join(NEED_NO_MEGATRON)}")
 
 
@@ -98,7 +98,7 @@ def test_names_of_the_engine_import_megatron_when_used() -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_parts_have_public_names_that_are_found_where_they_live(face: str) -> None:
+def test_subpackages_have_public_names_in_their_modules(face: str) -> None:
     package = import_module(f"megatron_mamba_cache.{face}")
     assert set(package.__all__) == FACES[face] <= set(dir(package))
     for name in FACES[face]:
@@ -109,7 +109,7 @@ def test_parts_have_public_names_that_are_found_where_they_live(face: str) -> No
         package.nothing  # noqa: B018
 
 
-def test_the_documentation_imports_public_names_only() -> None:
+def test_documentation_imports_only_public_names() -> None:
     root = Path(str(megatron_mamba_cache.__file__)).parents[1]
     texts = [path.read_text(encoding="utf-8") for path in (root / "README.md", *(root / "docs").glob("*.md"))]
     found = [match for text in texts for match in DOCUMENTED_IMPORT.findall(text)]

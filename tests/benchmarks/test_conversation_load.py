@@ -25,14 +25,14 @@ def write_trace(folder: Path, *lines: dict[str, object]) -> Path:
     return file
 
 
-def test_the_same_seed_makes_the_same_load_and_another_seed_another(load: ModuleType) -> None:
+def test_load_depends_only_on_the_seed(load: ModuleType) -> None:
     for shape in load.LOADS.values():
         small = shape.scaled(sessions=1 / 20)
         assert load.conversations(small, 3, 1000) == load.conversations(small, 3, 1000)
         assert load.conversations(small, 3, 1000) != load.conversations(small, 4, 1000)
 
 
-def test_sessions_arrive_in_order_at_the_rate_of_the_shape(load: ModuleType) -> None:
+def test_sessions_arrive_in_order_at_the_given_rate(load: ModuleType) -> None:
     shape = load.LOADS["few-shot"]
     arrivals = [session.arrival_s for session in load.conversations(shape, 0, 1000)]
     assert arrivals == sorted(arrivals)
@@ -40,21 +40,21 @@ def test_sessions_arrive_in_order_at_the_rate_of_the_shape(load: ModuleType) -> 
     assert arrivals[-1] == pytest.approx(shape.num_sessions / shape.sessions_per_s, rel=0.15)
 
 
-def test_popular_prefixes_are_shared_and_unrelated_sessions_share_none(load: ModuleType) -> None:
+def test_only_sessions_with_a_popular_prefix_share_text(load: ModuleType) -> None:
     counts = Counter(session.prefix for session in load.conversations(load.LOADS["few-shot"], 0, 1000))
     assert 30 < len(counts) <= 40
     assert counts.most_common()[0][1] > 5 * counts.most_common()[-1][1]
     assert {session.prefix for session in load.conversations(load.LOADS["unrelated"], 0, 1000)} == {()}
 
 
-def test_every_turn_adds_tokens_of_the_vocabulary_and_wants_some(load: ModuleType) -> None:
+def test_every_turn_adds_and_requests_tokens(load: ModuleType) -> None:
     for session in load.conversations(load.LOADS["mixed"], 1, 50):
         assert session.turns and session.turns[0].think_s == 0
         assert all(turn.new_tokens and turn.num_reply >= 1 and turn.think_s >= 0 for turn in session.turns)
         assert all(0 <= token < 50 for turn in session.turns for token in (*session.prefix, *turn.new_tokens))
 
 
-def test_a_scaled_shape_has_fewer_sessions_and_shorter_texts(load: ModuleType) -> None:
+def test_scaled_shape_has_fewer_sessions_and_shorter_texts(load: ModuleType) -> None:
     shape = load.LOADS["repository"]
     assert len(load.conversations(shape.scaled(sessions=1 / 5), 0, 1000)) == 60
     longest = max(len(session.prefix) for session in load.conversations(shape, 0, 1000))
@@ -64,12 +64,12 @@ def test_a_scaled_shape_has_fewer_sessions_and_shorter_texts(load: ModuleType) -
     assert slow[-1].arrival_s == pytest.approx(2 * load.conversations(shape, 0, 1000)[-1].arrival_s)
 
 
-def test_scaling_never_leaves_a_turn_without_tokens(load: ModuleType) -> None:
+def test_scaling_leaves_every_turn_some_tokens(load: ModuleType) -> None:
     for session in load.conversations(load.LOADS["mixed"].scaled(tokens=1e-6, sessions=0.1), 0, 1000):
         assert all(len(turn.new_tokens) == turn.num_reply == 1 for turn in session.turns)
 
 
-def test_a_trace_gives_lengths_times_and_shared_prefixes(load: ModuleType, tmp_path: Path) -> None:
+def test_trace_sets_lengths_times_and_shared_prefixes(load: ModuleType, tmp_path: Path) -> None:
     file = write_trace(
         tmp_path,
         {**LINE, "arrival_s": 2.5, "prefix": "p", "prefix_tokens": 4},

@@ -26,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_prompts_store_their_states_at_boundaries_and_ends_in_slots_of_their_own(bench: Any) -> None:
+def test_prompts_store_boundary_and_end_states_in_separate_slots(bench: Any) -> None:
     tokens, gates = bench.random_tokens(HEADS, sum(LENGTHS), "cpu"), bench.random_gates(HEADS, "cpu")
     pool = torch.full((2 * len(LENGTHS), HEADS[1], 8, 8), torch.nan)
     y = delta_scan(tokens, gates, pool, bench.prompt_rows(LENGTHS, device="cpu"), bench.GRAIN)
@@ -45,7 +45,7 @@ def of_tokens(tokens: DeltaTokens, part: slice) -> DeltaTokens:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench: Any, num_drafts: int) -> None:
+def test_every_step_has_its_own_states_and_moves_the_stated_bytes(bench: Any, num_drafts: int) -> None:
     states = bench.DecodeBench("tiny", 3, num_drafts, "cpu")
     state_bytes = HEADS[1] * 8 * 8 * 4
     assert states.num_bytes == 3 * (1 + 1 + num_drafts) * state_bytes  # each reads one, and writes one for each token
@@ -59,7 +59,7 @@ def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench
     assert not (before == states.pool).flatten(1).all(dim=1).any()
 
 
-def test_gates_are_as_models_begin_with(bench: Any) -> None:
+def test_gates_are_initialized_as_in_models(bench: Any) -> None:
     gates = bench.random_gates((2, 4096), "cpu")
     steps = torch.nn.functional.softplus(gates.dt_bias)
     assert gates.A_log.exp().min() > 0 and 15 < gates.A_log.exp().max() <= 16.01
@@ -82,7 +82,7 @@ def test_figures_become_tables(bench: Any) -> None:
     ]
 
 
-def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(
+def test_peer_that_fails_is_left_out(
     bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
@@ -96,6 +96,6 @@ def test_a_peer_that_does_not_run_is_left_out_and_ours_is_not(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

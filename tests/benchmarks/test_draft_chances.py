@@ -13,7 +13,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
 
 
-def test_more_drafts_are_accepted_the_likelier_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_grows_with_draft_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark, serving = import_module("draft_chances"), import_module("loads.serving_engine")
     monkeypatch.setattr(benchmark, "REPLY", 48)
     shape = serving.SHAPES["tiny"]

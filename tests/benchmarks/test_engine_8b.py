@@ -53,7 +53,7 @@ def test_tiny_models_agree_with_and_without_a_cache(
     assert "| cold | " in finished.stdout and "Seconds: building" in finished.stdout
 
 
-def test_requests_that_find_no_prefix_are_an_error(
+def test_requests_without_a_prefix_hit_are_an_error(
     engine_8b: ModuleType, runs: ModuleType, tiny_model: torch.nn.Module
 ) -> None:
     scale = engine_8b.SCALES["tiny"]
@@ -62,7 +62,7 @@ def test_requests_that_find_no_prefix_are_an_error(
         runs.serve_cached(tiny_model, uncached, scale.workload)
 
 
-def test_another_prefix_shows_in_the_logits(
+def test_different_prefix_changes_the_logits(
     engine_8b: ModuleType, runs: ModuleType, tiny_model: torch.nn.Module
 ) -> None:
     uncached = engine_8b.config_of(engine_8b.SCALES["tiny"], prefix_caching=False)
@@ -74,7 +74,7 @@ def test_another_prefix_shows_in_the_logits(
     assert runs.difference(served, others).largest > 1e-3
 
 
-def test_cached_states_that_are_lost_show_in_the_logits(
+def test_lost_cached_states_change_the_logits(
     engine_8b: ModuleType, runs: ModuleType, tiny_model: torch.nn.Module
 ) -> None:
     scale = engine_8b.SCALES["tiny"]
@@ -88,7 +88,7 @@ def test_cached_states_that_are_lost_show_in_the_logits(
     assert not engine_8b.are_no_larger([lost], [healthy])
 
 
-def test_logits_are_compared_until_the_tokens_part(runs: ModuleType) -> None:
+def test_logits_are_compared_until_the_tokens_diverge(runs: ModuleType) -> None:
     def trace(tokens: list[int], *values: float) -> object:
         return runs.Trace(tokens, [torch.tensor([0.0, value, 2 * value]) for value in values])
 
@@ -99,7 +99,7 @@ def test_logits_are_compared_until_the_tokens_part(runs: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("median", "largest", "holds"), [(1.05, 4.2, True), (1.2, 3.0, False), (0.5, 4.5, False)])
-def test_cached_runs_may_differ_by_as_much_as_uncached_ones(
+def test_tolerance_is_the_difference_of_uncached_runs(
     median: float, largest: float, holds: bool, engine_8b: ModuleType
 ) -> None:
     uncached = [engine_8b.Difference(8, 1.0, 3.0, 2.0), engine_8b.Difference(8, 0.5, 4.0, 2.0)]
@@ -107,7 +107,7 @@ def test_cached_runs_may_differ_by_as_much_as_uncached_ones(
     assert engine_8b.are_no_larger(cached, uncached) is holds
 
 
-def test_first_reply_passes_a_block_boundary_in_each_scale(engine_8b: ModuleType) -> None:
+def test_first_reply_crosses_a_block_boundary_at_every_scale(engine_8b: ModuleType) -> None:
     for scale in engine_8b.SCALES.values():
         work, block = scale.workload, scale.shape.block_size
         prompt = work.shared + work.first
@@ -115,6 +115,6 @@ def test_first_reply_passes_a_block_boundary_in_each_scale(engine_8b: ModuleType
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device, or --shape tiny" in finished.stderr

@@ -25,7 +25,7 @@ def test_starts_serve_the_same_tokens(first_start: ModuleType) -> None:
     assert "| later | " in first_start.table(found)
 
 
-def test_starts_that_differ_are_told_apart(first_start: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_starts_are_distinguished(first_start: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     one = first_start.Start(1.0, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, [[1]])
     different = iter([one, replace(one, tokens=[[2]])])
     monkeypatch.setattr(first_start.subprocess, "run", lambda *_, **__: None)

@@ -40,7 +40,7 @@ def counted_bytes(
     return measured
 
 
-def test_copies_walk_over_all_of_the_memory(graph_timing: ModuleType) -> None:
+def test_copies_cover_all_of_the_memory(graph_timing: ModuleType) -> None:
     memory = torch.arange(16 * 256, dtype=torch.int32).to(torch.uint8)
     source = memory.view(2, 8, 256)[0] + 3
     memory.view(2, 8, 256)[0] = source
@@ -58,7 +58,7 @@ def test_small_copies_are_measured_at_their_own_size(
     assert counted_bytes == [(8, 64 * 1024)]
 
 
-def test_large_copies_are_those_of_the_limit_scaled_by_bytes(
+def test_large_copies_are_scaled_from_the_limit(
     graph_timing: ModuleType,
     memory: torch.Tensor,
     counted_bytes: list[tuple[int, int]],
@@ -69,7 +69,7 @@ def test_large_copies_are_those_of_the_limit_scaled_by_bytes(
     assert counted_bytes == [(4, 128 * 1024)]
 
 
-def test_note_names_the_limit(graph_timing: ModuleType) -> None:
+def test_note_names_the_copy_limit(graph_timing: ModuleType) -> None:
     assert f"{graph_timing.MOST_COPIED >> 20} MiB" in graph_timing.MEMCPY_NOTE
 
 

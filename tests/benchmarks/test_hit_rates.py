@@ -29,7 +29,7 @@ def served_load(hit_rates: ModuleType) -> ModuleType:
 
 
 @pytest.mark.parametrize("rule", ["lru", "cost"])
-def test_every_turn_is_served_and_the_cache_is_whole_at_the_end(
+def test_every_turn_is_served_and_the_cache_stays_consistent(
     hit_rates: ModuleType, served_load: ModuleType, rule: str
 ) -> None:
     sessions = hit_rates.Work("mixed", 0).sessions()
@@ -46,9 +46,7 @@ def test_every_turn_is_served_and_the_cache_is_whole_at_the_end(
     assert cache.slots.num_live == cache.kv.num_referenced == 0
 
 
-def test_requests_that_lose_their_memory_are_served_all_the_same(
-    hit_rates: ModuleType, served_load: ModuleType
-) -> None:
+def test_evicted_requests_are_served(hit_rates: ModuleType, served_load: ModuleType) -> None:
     sessions = hit_rates.Work("unrelated", 0).sessions()
     longest = max(sum(_prompt_lens(session)) + session.turns[-1].num_reply for session in sessions)
     cache = hit_rates.make_cache(SplitSpace(-(-longest // BLOCK_SIZE) + 1, 16), "cost")
@@ -59,19 +57,19 @@ def test_requests_that_lose_their_memory_are_served_all_the_same(
     cache.check_integrity([])
 
 
-def test_a_larger_memory_saves_more_and_never_more_than_an_unlimited_one(hit_rates: ModuleType) -> None:
+def test_larger_memory_saves_more_up_to_an_unlimited_one(hit_rates: ModuleType) -> None:
     work = hit_rates.Work("mixed", 1)
     for rule in ("lru", "cost"):
         small, large = (hit_rates.serve(work, gb, rule) for gb in (2.5, 40.0))
         assert 0 < small.saved_tokens < large.saved_tokens <= 1.001 * large.bound_tokens
 
 
-def test_the_cost_aware_rule_saves_more_where_memory_is_short(hit_rates: ModuleType) -> None:
+def test_cost_aware_rule_saves_more_if_memory_is_short(hit_rates: ModuleType) -> None:
     lru, cost = (hit_rates.serve(hit_rates.Work("mixed", 0), 3.0, rule) for rule in ("lru", "cost"))
     assert cost.saved_tokens > lru.saved_tokens
 
 
-def test_the_table_has_a_row_for_each_load_and_budget(hit_rates: ModuleType) -> None:
+def test_table_has_a_row_for_each_load_and_budget(hit_rates: ModuleType) -> None:
     works = [hit_rates.Work("few-shot", 0), hit_rates.Work("unrelated", 0)]
     figures = [hit_rates.serve(work, gb, rule) for work in works for gb in (3.0, 6.0) for rule in hit_rates.RULES]
     rows = [line for line in hit_rates.table(figures).splitlines() if line.startswith(("| few-shot", "| unrelated"))]
@@ -80,7 +78,7 @@ def test_the_table_has_a_row_for_each_load_and_budget(hit_rates: ModuleType) -> 
     assert all(line.endswith("| nothing to save |") for line in rows[2:])
 
 
-def test_a_plot_without_matplotlib_says_what_is_missing(
+def test_plot_without_matplotlib_names_the_missing_package(
     hit_rates: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

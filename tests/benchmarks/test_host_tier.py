@@ -9,7 +9,7 @@ import pytest
 from tests.command_line.command_runs import REPOSITORY
 
 
-def test_sessions_come_back_and_are_written_beside_rows(
+def test_sessions_are_restored_and_offloaded_during_decoding(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")

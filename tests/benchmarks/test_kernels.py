@@ -36,14 +36,14 @@ def scan_error(kernels: ModuleType) -> ModuleType:
 
 
 @pytest.mark.parametrize(("heads", "num_bytes", "num_flops"), [(128, 37_120, 5_373_952), (64, 20_608, 2_752_512)])
-def test_floor_of_the_scan_is_its_inputs_and_outputs_once_and_its_products(
+def test_scan_floor_counts_inputs_and_outputs_once_and_its_gemms(
     heads: int, num_bytes: int, num_flops: int, ssd_scan: ModuleType
 ) -> None:
     assert ssd_scan.tokens_bytes(heads, 10) == 10 * num_bytes
     assert ssd_scan.scan_flops(heads, 10) == 10 * num_flops
 
 
-def test_batches_are_the_tokens_and_rows_that_they_say(ssd_scan: ModuleType) -> None:
+def test_batches_have_the_stated_tokens_and_requests(ssd_scan: ModuleType) -> None:
     batch = ssd_scan.with_boundaries(ssd_scan.make_batch(8, (300, 700), "cpu"), (256, 512), torch.bfloat16)
     assert batch.tokens.x.shape[0] == batch.num_tokens == 1000
     assert batch.pool.shape[0] == 6 and batch.pool.dtype == torch.bfloat16
@@ -51,7 +51,7 @@ def test_batches_are_the_tokens_and_rows_that_they_say(ssd_scan: ModuleType) -> 
     assert stored == [2, 3, 4] and batch.rows.final_slots.tolist() == [0, 1]
 
 
-def test_error_is_small_in_fp32_and_that_of_rounding_in_bf16(scan_error: ModuleType, ssd_scan: ModuleType) -> None:
+def test_error_is_small_in_fp32_and_within_rounding_in_bf16(scan_error: ModuleType, ssd_scan: ModuleType) -> None:
     torch.manual_seed(0)
     bf16, fp32 = scan_error.scan_errors(ssd_scan.make_batch(8, (600,), "cpu"))
     assert 0 < fp32.y < 1e-5 and 0 < fp32.state < 1e-5
@@ -59,7 +59,7 @@ def test_error_is_small_in_fp32_and_that_of_rounding_in_bf16(scan_error: ModuleT
     assert scan_error.table([fp32]).splitlines()[2].startswith("| ours, fp32 tokens | ")
 
 
-def test_wrong_scan_shows_in_its_error(
+def test_wrong_scan_has_a_large_error(
     scan_error: ModuleType, ssd_scan: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan_error, "ssd_scan", lambda tokens, *others: tokens.x)
@@ -68,7 +68,7 @@ def test_wrong_scan_shows_in_its_error(
     )
 
 
-def test_scan_has_the_longer_floor_and_its_peer_beside_it(
+def test_scan_is_listed_with_its_floor_and_peer(
     kernel_figures: ModuleType, ssd_scan: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = {"ours": 25.0, "portable": 40.0, "mamba-ssm": 75.0}
@@ -88,7 +88,7 @@ def test_scan_has_the_longer_floor_and_its_peer_beside_it(
     assert slow_products.floor_us == pytest.approx(4096 * 5.373952 / 80)
 
 
-def test_peers_stand_beside_the_same_case(kernel_figures: ModuleType) -> None:
+def test_peers_are_listed_next_to_the_same_case(kernel_figures: ModuleType) -> None:
     states = import_module("state_kernels")
     measured = [
         states.Figure("state_verify", "8B", "64 rows", states.STATE_TILINGS[0], 8, 70.0, 63.0),
@@ -108,7 +108,7 @@ def test_peers_stand_beside_the_same_case(kernel_figures: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("longest_ns", "holds"), [(27.0, True), (30.0, False)])
-def test_growth_is_the_spread_of_the_time_a_token(
+def test_growth_is_the_spread_of_the_time_per_token(
     longest_ns: float, holds: bool, kernels: ModuleType, kernel_figures: ModuleType
 ) -> None:
     figures = [
@@ -129,7 +129,7 @@ def test_boundaries_are_ratios_to_the_scan_without_them(kernels: ModuleType, ssd
     assert records[0]["ratios"] == pytest.approx({"three": 1.025, "every 256": 1.2})
 
 
-def test_section_that_fails_is_told_and_ends_no_other(
+def test_failed_section_is_reported_and_others_run(
     kernels: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
@@ -142,7 +142,7 @@ def test_section_that_fails_is_told_and_ends_no_other(
     assert "ZeroDivisionError" in printed and "a table" in printed and "in all" in report.seconds()
 
 
-def test_quick_measures_a_part_of_what_a_whole_run_does(kernels: ModuleType) -> None:
+def test_quick_run_measures_a_subset(kernels: ModuleType) -> None:
     def parts(selection: Any, name: str) -> set[object]:
         return set(getattr(selection, name))
 
@@ -168,6 +168,6 @@ def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

@@ -15,7 +15,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_every_turn_is_computed_in_one_step_beside_all_rows(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_turn_is_computed_in_one_step_with_all_requests(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, serving = import_module("mixed_steps"), import_module("loads.serving_engine")
     monkeypatch.setattr(mixed, "REPEATED", 2)
     monkeypatch.setattr(mixed, "NUM_ALONE", 3)
@@ -25,7 +25,7 @@ def test_every_turn_is_computed_in_one_step_beside_all_rows(prompts: int, monkey
     assert "| 70 | " in mixed.table(3, prompts, alone_ms, found)
 
 
-def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_prefilled_while_requests_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     long_context, serving = import_module("long_context"), import_module("loads.serving_engine")
     monkeypatch.setattr(long_context, "NUM_UNDISTURBED", 5)
     shape = serving.SHAPES["tiny"]
@@ -41,7 +41,7 @@ def test_a_long_prompt_is_prefilled_beside_rows_that_go_on(monkeypatch: pytest.M
     assert "| 100 | " in long_context.table(lone, found)
 
 
-def test_dense_products_are_those_of_all_layers_but_of_routed_experts() -> None:
+def test_dense_gemms_are_all_but_those_of_routed_experts() -> None:
     dense, scales = import_module("dense_gemms"), import_module("engine_8b").SCALES
     model = import_module("loads.random_checkpoint").random_model(scales["tiny-experts"].shape.fields, torch.float32)
     weights = dense.dense_weights(model)

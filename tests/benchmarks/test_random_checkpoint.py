@@ -39,7 +39,7 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
-def test_sizes_are_the_published_ones(checkpoints: Any, name: str, billions: float) -> None:
+def test_sizes_match_the_published_ones(checkpoints: Any, name: str, billions: float) -> None:
     parameters = parameters_of(checkpoints.described(fields_of(name) | WHOLE.get(name, {}))[1])
     assert sum(prod(whole.shape) for whole in parameters.values()) / 1e9 == pytest.approx(billions, abs=0.06)
 
@@ -54,7 +54,7 @@ def test_granite_has_the_published_multipliers_and_shared_experts(checkpoints: A
     assert shared == [1536, 1024]
 
 
-def test_what_goes_into_the_residual_is_drawn_smaller_by_the_depth(checkpoints: Any) -> None:
+def test_residual_projections_are_initialized_smaller_with_depth(checkpoints: Any) -> None:
     few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER["granite-tiny"]
     family, architecture = checkpoints.described(fields_of("granite-tiny") | few)
     for name, tensor in checkpoints.random_tensors(family, architecture, "cpu"):
@@ -64,7 +64,7 @@ def test_what_goes_into_the_residual_is_drawn_smaller_by_the_depth(checkpoints: 
 
 
 @pytest.mark.parametrize("name", SMALLER)
-def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
+def test_weights_of_every_family_are_initialized(checkpoints: Any, name: str) -> None:
     few = {"hidden_size": 64, "vocab_size": 128, "mamba_n_heads": 2} | SMALLER[name]
     model = checkpoints.random_model(fields_of(name) | few, torch.float32)
     tied = model.share_embeddings_and_output_weights
@@ -82,7 +82,7 @@ def test_weights_of_every_family_are_drawn(checkpoints: Any, name: str) -> None:
         ("nano3", 2, 8192),
     ],
 )
-def test_graphs_go_beyond_4096_prompt_tokens_where_a_gpu_computes_them_soon(
+def test_graphs_exceed_4096_prompt_tokens_on_a_fast_gpu(
     checkpoints: Any, name: str, num_tensor_ranks: int, tokens: int
 ) -> None:
     architecture = checkpoints.described(fields_of(name))[1]

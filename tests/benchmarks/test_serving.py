@@ -57,9 +57,7 @@ def some_conversations(load: ModuleType) -> list[Any]:
     ]
 
 
-def test_every_turn_arrives_when_its_load_says_with_the_real_history(
-    serving: ModuleType, load: ModuleType, tiny: Any
-) -> None:
+def test_every_turn_arrives_on_time_with_the_real_history(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
     sessions = some_conversations(load)
     served = serving.serve_all(tiny, sessions, [serving.Variant("full", 0)])["full, K = 0"]
     turns = served.load.turns
@@ -80,9 +78,7 @@ def test_every_turn_arrives_when_its_load_says_with_the_real_history(
         assert turn.token_moments == sorted(turn.token_moments)
 
 
-def test_modes_skip_what_they_cache_and_never_more_than_a_cache_could(
-    serving: ModuleType, load: ModuleType, tiny: Any
-) -> None:
+def test_modes_skip_at_most_what_a_cache_could(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
     variants = [serving.Variant(mode, drafts) for mode in serving.MODES for drafts in (0, 3)]
     found = {name: each.figures for name, each in serving.serve_all(tiny, some_conversations(load), variants).items()}
     assert len(found) == 6 and all(each.num_ended == 6 and each.num_unsent == 0 for each in found.values())
@@ -95,7 +91,7 @@ def test_modes_skip_what_they_cache_and_never_more_than_a_cache_could(
     assert all(each.peak_state_gib > 0 and each.step_s > 0 for each in found.values())
 
 
-def test_a_load_ends_when_its_time_is_up(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
+def test_load_ends_when_its_time_is_up(serving: ModuleType, load: ModuleType, tiny: Any) -> None:
     late = load.Conversation(60.0, (), (load.Turn(0.0, (1, 2), 3),))
     endless = load.Conversation(0.0, (), (load.Turn(0.0, (1,) * 30, 4000), load.Turn(0.0, (1,), 1)))
     found = serving.serve(serving.model_of(tiny), tiny, [endless, late], serving.Variant("full", 0), 1.0)
@@ -104,7 +100,7 @@ def test_a_load_ends_when_its_time_is_up(serving: ModuleType, load: ModuleType, 
     assert found.figures.generated_per_s > 0 and found.figures.per_token is None
 
 
-def test_turns_that_no_request_can_hold_are_left_out(open_loop: ModuleType, load: ModuleType) -> None:
+def test_turns_longer_than_a_request_are_left_out(open_loop: ModuleType, load: ModuleType) -> None:
     turns = tuple(load.Turn(0.0, (1,) * 10, 5) for _ in range(3))
     conversation = load.Conversation(1.0, (0,) * 20, turns)
     for max_length, num_turns in ((65, 3), (64, 2), (50, 2), (49, 1), (35, 1)):
@@ -112,7 +108,7 @@ def test_turns_that_no_request_can_hold_are_left_out(open_loop: ModuleType, load
     assert open_loop.fitting([conversation], 34) == []
 
 
-def test_a_stopped_clock_leaves_the_time_out(open_loop: ModuleType) -> None:
+def test_stopped_clock_excludes_the_time(open_loop: ModuleType) -> None:
     clock = open_loop.LoadClock()
     with clock.stopped():
         open_loop.time.sleep(0.2)
@@ -140,7 +136,7 @@ def turn_of(open_loop: ModuleType, prompt: list[int], reply: list[int], admitted
         ([1, 2, 3, 4, 5], None, 0, 0),
     ],
 )
-def test_what_a_cache_could_skip_is_the_longest_prefix_known_by_then(
+def test_upper_bound_of_a_skip_is_the_longest_known_prefix(
     open_loop: ModuleType,
     skippable_tokens: Any,
     prompt: list[int],
@@ -154,7 +150,7 @@ def test_what_a_cache_could_skip_is_the_longest_prefix_known_by_then(
     assert skippable_tokens([known, asking], 2) == [0, in_twos]
 
 
-def test_a_reply_is_known_only_as_far_as_it_has_come(open_loop: ModuleType, skippable_tokens: Any) -> None:
+def test_reply_counts_as_known_up_to_its_progress(open_loop: ModuleType, skippable_tokens: Any) -> None:
     first = turn_of(open_loop, [1], [2, 3, 4, 5, 6], 0.0)
     text = [1, 2, 3, 4, 5, 6, 7]
     found = [skippable_tokens([first, turn_of(open_loop, text, [0], moment)], 1)[1] for moment in (0.5, 1.5, 2.5, 9.0)]
@@ -196,7 +192,7 @@ def test_overlapping_kernels_count_once(load: ModuleType) -> None:
     assert covered([(0, 4), (1, 2), (3, 6), (8, 9), (9, 10)]) == 8
 
 
-def test_gpu_is_busy_in_kernels_and_copies_and_the_host_waits_in_calls_that_wait(load: ModuleType) -> None:
+def test_gpu_time_counts_kernels_and_copies_and_host_time_excludes_waits(load: ModuleType) -> None:
     gpu_time = import_module("measuring.gpu_time")
     on_gpu = {"device_type": gpu_time.DeviceType.CUDA}
     events = [
@@ -211,7 +207,7 @@ def test_gpu_is_busy_in_kernels_and_copies_and_the_host_waits_in_calls_that_wait
     assert gpu_time.waiting_s(events) == approx(300e-6)
 
 
-def test_profiled_events_are_told_apart(load: ModuleType) -> None:
+def test_profiled_events_are_classified(load: ModuleType) -> None:
     gpu_time = import_module("measuring.gpu_time")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.ones(8) @ torch.ones(8)
@@ -236,7 +232,7 @@ def test_script_prints_a_table_and_writes_requests(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
+def test_plots_without_matplotlib_are_refused_before_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--shape", "tiny", "--plots", tmp_path / "plots"]
@@ -252,14 +248,12 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
         (["--rate", "0"], "must be more than 0, found 0"),
     ],
 )
-def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flag_exits_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "serving.py", "--shape", "tiny", *flags)
     assert finished.status == 2 and message in finished.stderr.splitlines()[-1]
 
 
-def test_plots_are_written_where_matplotlib_is(
-    serving: ModuleType, load: ModuleType, tiny: Any, tmp_path: Path
-) -> None:
+def test_plots_are_written_with_matplotlib(serving: ModuleType, load: ModuleType, tiny: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     served = serving.serve_all(tiny, some_conversations(load)[2:], [serving.Variant("full", 0)])
     plots = import_module("measuring.serving_plots")

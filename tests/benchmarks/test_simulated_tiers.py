@@ -38,7 +38,7 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
-def test_repeated_sessions_have_texts_of_their_own_and_start_evenly(sessions: ModuleType, trace: Path) -> None:
+def test_repeated_sessions_have_their_own_texts_and_start_evenly(sessions: ModuleType, trace: Path) -> None:
     load = sessions.with_repeats(read_load(trace), 5)
     by_session = [[request for request in load.requests if request.session == number] for number in range(5)]
     assert [len(requests) for requests in by_session] == [4, 3, 4, 4, 3]
@@ -49,9 +49,7 @@ def test_repeated_sessions_have_texts_of_their_own_and_start_evenly(sessions: Mo
     assert [request.arrival_s for request in load.requests] == sorted(request.arrival_s for request in load.requests)
 
 
-def test_without_replies_prompts_continue_each_other_only_up_to_the_end_of_the_one_before(
-    simulated: ModuleType, trace: Path
-) -> None:
+def test_prompts_share_no_more_than_the_previous_prompt_without_replies(simulated: ModuleType, trace: Path) -> None:
     repeated, left_out = (
         [request.text for request in simulated.load_of(trace, 1, is_repeated)] for is_repeated in (True, False)
     )
@@ -65,15 +63,13 @@ def test_without_replies_prompts_continue_each_other_only_up_to_the_end_of_the_o
         assert not set(before.keys[in_prompt:]) & set(after.keys)
 
 
-def test_as_many_requests_run_as_have_room_in_half_of_the_memory(simulated: ModuleType) -> None:
+def test_concurrent_requests_fill_half_of_the_memory(simulated: ModuleType) -> None:
     found = {name: simulated.settings_of(model, 40).max_requests for name, model in simulated.MODELS.items()}
     assert found == {"nano": 256, "8b": 146, "super": 108}
     assert simulated.settings_of(simulated.MODELS["nano"], 0.01).max_requests == 1
 
 
-def test_table_compares_each_cache_with_an_unlimited_one_and_with_the_card_alone(
-    simulated: ModuleType, trace: Path
-) -> None:
+def test_table_compares_each_cache_with_unlimited_and_device_only(simulated: ModuleType, trace: Path) -> None:
     caches = [{}, {"host_gb": 4.0}, {"is_unlimited": True}]
     figures = [simulated.simulate(simulated.Case(trace, 6, "nano", 0.7, **cache)) for cache in caches]
     card, host, unlimited = figures
@@ -88,7 +84,7 @@ def test_table_compares_each_cache_with_an_unlimited_one_and_with_the_card_alone
     assert columns == 1 and all(len(row) == 14 for row in rows)
 
 
-def test_command_names_no_folder_and_not_where_the_output_goes(simulated: ModuleType) -> None:
+def test_command_names_neither_folder_nor_output(simulated: ModuleType) -> None:
     words = ["--trace", "/a/b.jsonl.gz", "--processes", "2", "--append", "/c/d.md", "--models", "8b", "--json"]
     made_by = "PYTHONPATH=. python benchmarks/simulated_tiers.py --trace traces/b.jsonl.gz --models 8b"
     assert simulated.command(simulated.SCRIPT, words) == made_by

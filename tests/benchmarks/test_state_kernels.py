@@ -19,7 +19,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench: Any) -> None:
+def test_every_step_has_its_own_states_and_moves_the_stated_bytes(bench: Any) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     states = bench.StateBench(layer, torch.float32, num_rows=3, num_drafts=2, device="cpu")
     assert states.num_bytes == 3 * 4 * (4 * 8 * 8 * 4)
@@ -33,7 +33,7 @@ def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench
     assert not (before == states.pool).flatten(1).all(dim=1).any()
 
 
-def test_rows_of_replayed_states_are_in_every_phase_of_a_ring_and_fold_as_often_as_they_would(bench: Any) -> None:
+def test_replayed_requests_cover_every_ring_phase_and_fold_as_usual(bench: Any) -> None:
     steady_rows = import_module("measuring.replay_bench").steady_rows
 
     for kept in (1, 2, 8):
@@ -56,7 +56,7 @@ def test_a_wrong_replay_is_noticed(bench: Any) -> None:
         states.check(lambda tokens, *others: tokens.x)
 
 
-def test_steps_keep_no_draft_half_of_them_and_all(bench: Any) -> None:
+def test_steps_accept_none_half_or_all_drafts(bench: Any) -> None:
     assert [bench.kept_counts(drafts) for drafts in (0, 1, 3, 7)] == [[1], [1, 2], [1, 2, 4], [1, 4, 8]]
 
 
@@ -69,7 +69,7 @@ def test_a_wrong_update_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) 
         states.check(bench.STATE_TILINGS[0])
 
 
-def test_convolutions_run_on_parts_of_a_projection(bench: Any) -> None:
+def test_convolutions_read_slices_of_a_projection(bench: Any) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     convs = bench.ConvBench(layer, "cpu")
     prompts = convs.prompts(2, 300, bench.CONV_TILINGS[0])
@@ -92,6 +92,6 @@ def test_figures_become_tables(bench: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

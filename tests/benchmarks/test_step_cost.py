@@ -26,7 +26,7 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
-def test_the_host_s_calls_grow_with_rows(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_calls_grow_with_requests(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     host_work = import_module("host_work")
     for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_COUNTED", 30), ("NUM_REPLY", 100)):
         monkeypatch.setattr(host_work, name, count)
@@ -38,14 +38,14 @@ def test_the_host_s_calls_grow_with_rows(serving_engine: ModuleType, monkeypatch
     assert apart.ran_ahead == 1  # though rows come to the ends of blocks one by one
 
 
-def test_steps_of_each_number_of_rows_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
+def test_steps_of_each_batch_size_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     costs = step_cost.step_costs(serving_engine.model_of(shape), shape, (1, 20), 72)
     assert [cost.num_rows for cost in costs] == [1, 20]
     assert all(cost.wall_ms > 0 for cost in costs)
 
 
-def test_rows_that_ask_for_more_are_timed(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_extra_outputs_are_timed(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     changed = import_module("changed_rows")
     for name, count in (("NUM_ROUNDS", 1), ("NUM_STEPS", 2)):
@@ -57,7 +57,7 @@ def test_rows_that_ask_for_more_are_timed(serving_engine: ModuleType, monkeypatc
     assert "| greedy, all log-probs | " in changed.table(found, {"median": 20.0})
 
 
-def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, serving_engine: ModuleType) -> None:
+def test_right_drafts_are_all_accepted_and_wrong_ones_never(step_cost: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
     assert [speed.accepted for speed in speeds.values()] == [0, 1, 0]
@@ -68,7 +68,9 @@ def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, s
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engine: ModuleType, is_tied: bool) -> None:
+def test_deterministic_model_follows_the_last_token(
+    step_cost: ModuleType, serving_engine: ModuleType, is_tied: bool
+) -> None:
     sure, tiny = import_module("loads.sure_model"), serving_engine.SHAPES["tiny"]
     shape = replace(tiny, fields=tiny.fields | {"tie_word_embeddings": is_tied})
     model = serving_engine.model_of(shape)
@@ -80,7 +82,7 @@ def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engi
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_profiler_sees_the_gpu_at_work_and_the_host_waiting(step_cost: ModuleType) -> None:
+def test_profiler_separates_gpu_work_from_host_waits(step_cost: ModuleType) -> None:
     timer = import_module("measuring.gpu_time").gpu_timer(3)
     x = torch.randn(4096, 4096, device="cuda")
     timer.start()
@@ -94,12 +96,12 @@ def test_profiler_sees_the_gpu_at_work_and_the_host_waiting(step_cost: ModuleTyp
     assert 0 < found.waiting_s < found.wall_s
 
 
-def test_a_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
+def test_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
     line = step_cost.Line.through([0, 1, 2], [1.0, 2.0, 6.0])
     assert (line.at_0, line.slope) == (approx(0.5), approx(2.5))
 
 
-def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
+def test_idle_time_is_the_step_less_its_replay(step_cost: ModuleType) -> None:
     cost = step_cost.StepCost(8, 10.0, host_ms=4.0, replay_ms=8.0, kernels_ms=7.0, floor_ms=6.0)
     eager = step_cost.StepCost(16, 14.0, host_ms=8.0, kernels_ms=7.0, floor_ms=7.0)
     assert (cost.idle_share, eager.idle_share) == (approx(0.2), approx(0.5))
@@ -110,7 +112,7 @@ def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
     assert "The host's work: 0.000 ms and 500.00 µs a row." in text
 
 
-def test_only_readings_of_the_gpu_are_waits(step_cost: ModuleType, device: str) -> None:
+def test_only_reads_from_the_gpu_count_as_waits(step_cost: ModuleType, device: str) -> None:
     wait = HostCopy.wait
     with import_module("measuring.gpu_time").noted_waits() as waits:
         assert HostCopy(torch.ones(1, 2, device=device)).wait() == [[1.0, 1.0]]
@@ -118,6 +120,6 @@ def test_only_readings_of_the_gpu_are_waits(step_cost: ModuleType, device: str) 
     assert HostCopy.wait is wait
 
 
-def test_the_middle_run_is_taken(step_cost: ModuleType) -> None:
+def test_median_run_is_reported(step_cost: ModuleType) -> None:
     runs = [step_cost.DraftSpeed(speed, 1.0, 0.0) for speed in (3.0, 1.0, 2.0)]
     assert step_cost.middle(runs).tokens_per_s == 2.0

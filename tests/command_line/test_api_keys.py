@@ -20,7 +20,7 @@ def name_of(keys: ApiKeys, key: str) -> str:
     return keys.name_of(owner)
 
 
-def test_a_line_of_a_key_file_is_a_key_or_a_name_and_a_key(tmp_path: Path) -> None:
+def test_key_file_lines_hold_a_key_or_a_name_and_a_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ann: sk-1\n\n  bob-2.x:   sk:2=  \nsk-3==\nsk:4\nname=sk5\n")
     keys = keys_of("--api-key-file", str(file), "--api-key", "sk-0")
@@ -31,7 +31,7 @@ def test_a_line_of_a_key_file_is_a_key_or_a_name_and_a_key(tmp_path: Path) -> No
     assert name_of(keys_of("--api-key", "sk-0"), "sk-0") == plain[0]  # the same in every run
 
 
-def test_admin_keys_may_come_from_a_file(tmp_path: Path) -> None:
+def test_admin_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "admins"
     file.write_text("boss: sk-boss\n")
     keys = keys_of("--api-key", "sk-user", "--admin-api-key-file", str(file), "--admin-api-key", "sk-other")
@@ -43,7 +43,7 @@ def test_admin_keys_may_come_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--api-key-file", "--admin-api-key-file"])
-def test_a_file_that_cannot_be_used_is_named_with_its_flag(flag: str, tmp_path: Path) -> None:
+def test_unusable_key_file_is_named_with_its_flag(flag: str, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n \n")
     for path in (empty, tmp_path / "missing"):

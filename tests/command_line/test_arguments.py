@@ -77,7 +77,7 @@ BAD_FOR_THE_MODEL = [
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS + [(["--random-model", *f], m) for f, m in BAD_FOR_THE_MODEL])
-def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flag_exits_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, *flags)
     assert finished.status == 2
     assert message in finished.stderr
@@ -85,18 +85,18 @@ def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: p
 
 
 @pytest.mark.parametrize("command", [[], ["sing"], ["doctor", "--fast"]])
-def test_a_bad_command_ends_with_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_exits_with_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_bad_flag_in_a_process_of_its_own_leaves_no_traceback(tmp_path: Path) -> None:
+def test_bad_flag_in_a_subprocess_prints_no_traceback(tmp_path: Path) -> None:
     finished = run_process("-m", "megatron_mamba_cache", "generate", "--load", "x", cwd=tmp_path)
     assert finished.status == 2 and finished.stdout == ""
     assert finished.stderr.startswith("mamba-cache: error: --load: ") and finished.stderr.count("\n") == 1
 
 
-def test_cuda_without_a_device_ends_with_one_line(tmp_path: Path) -> None:
+def test_cuda_without_a_device_exits_with_one_line(tmp_path: Path) -> None:
     hide = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
     code = (
         hide + "from megatron_mamba_cache.command_line.main import main; exit(main(['generate', '--device', 'cuda']))"
@@ -106,7 +106,7 @@ def test_cuda_without_a_device_ends_with_one_line(tmp_path: Path) -> None:
     assert finished.stderr.count("\n") == 1 and "--device cuda" in finished.stderr
 
 
-def test_neither_help_nor_a_bad_line_waits_for_torch(tmp_path: Path) -> None:
+def test_help_and_bad_flags_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text("{}\n")
     code = (
         "import sys; from megatron_mamba_cache.command_line.main import main\n"
@@ -118,9 +118,7 @@ def test_neither_help_nor_a_bad_line_waits_for_torch(tmp_path: Path) -> None:
     assert run_process("-c", code, cwd=tmp_path).status == 0
 
 
-def test_the_output_file_stays_as_it_was_when_a_later_check_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_check_leaves_the_output_file_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("kept")
     for path in (old, new):
@@ -128,7 +126,7 @@ def test_the_output_file_stays_as_it_was_when_a_later_check_fails(
     assert old.read_text() == "kept" and not new.exists()
 
 
-def test_a_reader_of_stdout_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+def test_closed_stdout_prints_no_traceback(tmp_path: Path) -> None:
     code = "import sys; from megatron_mamba_cache.command_line.main import main; sys.exit(main(['doctor']))"
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -140,7 +138,7 @@ def test_a_reader_of_stdout_that_leaves_is_no_traceback(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_sampling_flags_that_were_not_given_are_greedy_if_any_was() -> None:
+def test_sampling_flags_default_to_greedy_if_any_is_given() -> None:
     def sampling(*flags: str) -> tuple[float, int, float]:
         parsed = with_sampling(command_parser().parse_args(["generate", *flags]), EDITING)
         return parsed.temperature, parsed.top_k, parsed.top_p
@@ -164,7 +162,7 @@ def test_sampling_flags_that_were_not_given_are_greedy_if_any_was() -> None:
         (["--block-size", "4", "--num-speculative-tokens", "4"], "below block_size_tokens=4\n"),
     ],
 )
-def test_a_message_names_the_flag_that_was_typed_and_the_values_in_force(
+def test_error_names_the_typed_flag_and_the_values_in_use(
     flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = run_here(capsys, *flags)
@@ -172,17 +170,17 @@ def test_a_message_names_the_flag_that_was_typed_and_the_values_in_force(
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])  # plan names the flag in the other order
-def test_a_flag_of_two_names_is_named_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_with_an_alias_is_named_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--model"]) == 2
     assert capsys.readouterr().err == "mamba-cache: error: --model: expected one argument\n"
 
 
-def test_limits_that_do_not_fit_the_sizes_of_the_model_are_named_with_these(capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_that_do_not_fit_the_model_are_named_with_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, "--max-tokens-per-step", "8", "--random-model")
     assert finished.status == 2 and "max_tokens is 8; it must be at least max_requests=16" in finished.stderr
 
 
-def test_short_flags_mean_what_megatrons_do() -> None:
+def test_short_flags_set_megatrons_flags() -> None:
     parser = command_parser()
     for field, (flag, *aliases) in FLAGS.items():
         value = {"eviction": "lru", "decode_checkpoints": "all", "attention_backend": "reference"}.get(field, "7")

@@ -82,7 +82,7 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     drafts=st.sampled_from((0, 1, 4, 8)),
     stored=st.sampled_from(("live", "int8")),
 )
-def test_pools_fit_the_fraction_and_use_it(
+def test_pools_use_the_memory_fraction_and_fit_in_it(
     shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, stored: str
 ) -> None:
     card = Card(free_gib * GIB, fraction, widest_layer=21_504)
@@ -100,14 +100,14 @@ def test_pools_fit_the_fraction_and_use_it(
     assert config.block_size_tokens % shape.grain == 0 and config.block_size_tokens >= 256
 
 
-def test_an_8b_model_on_a_card_of_139_gib_runs_256_requests_at_once() -> None:
+def test_8b_model_on_a_139_gib_card_runs_256_requests() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(120 * GIB, 0.9, 21_504), {})
     assert settings["max_requests"] == 256 and settings["max_sequence_length"] == 131_072
     assert settings["cache_gb"] > 100 and "buffer_size_gb" not in settings
 
 
 @pytest.mark.parametrize(("max_tokens", "more_tokens"), [(8192, 4096), (2048, 0), (6144, 2048), (32_768, 4096)])
-def test_memory_is_kept_for_the_graphs_of_a_model_with_few_weights_a_layer(max_tokens: int, more_tokens: int) -> None:
+def test_small_layers_leave_memory_for_graphs(max_tokens: int, more_tokens: int) -> None:
     """Its graphs hold up to 8,192 prompt tokens or a whole step, where others' hold 4,096."""
     card, given = Card(40 * GIB, 1.0, 21_504), {"max_tokens": max_tokens}
     larger, smaller = (
@@ -117,7 +117,7 @@ def test_memory_is_kept_for_the_graphs_of_a_model_with_few_weights_a_layer(max_t
     assert larger - smaller == pytest.approx(4 * 21_504 * 2 * more_tokens, rel=1e-6)
 
 
-def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
+def test_small_card_runs_fewer_requests_and_still_caches() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
     assert 1 <= settings["max_requests"] < 64
     assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
@@ -125,7 +125,7 @@ def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
 
 @pytest.mark.parametrize("num_drafts", range(5))
 @pytest.mark.parametrize(("shape", "cache_gb"), [(DENSE_8B, 0.5), (NANO_30B, 0.2), (NANO_30B, 4.0)])
-def test_states_have_the_form_that_memory_was_sized_for(
+def test_draft_state_mode_is_the_one_that_memory_was_sized_for(
     shape: HybridModelShape, cache_gb: float, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
@@ -147,7 +147,7 @@ def test_states_have_the_form_that_memory_was_sized_for(
     [(free_gib, {}) for free_gib in (8, 12, 20, 40, 120)]
     + [(120, {"cache_gb": cache_gb}) for cache_gb in (1.0, 4.0, 20.0)],
 )
-def test_as_many_replayed_requests_run_with_drafts_as_without(
+def test_replayed_drafts_do_not_reduce_concurrent_requests(
     shape: HybridModelShape, state: str, free_gib: int, memory: dict[str, float]
 ) -> None:
     """And the pools that they get have a place for each of them, in the same memory."""
@@ -165,7 +165,7 @@ def test_as_many_replayed_requests_run_with_drafts_as_without(
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("asked", "length"), [(256, 65_536), (256, 4096), (2, 65_536)])
-def test_the_budget_that_a_refusal_names_is_the_least_and_any_larger_one_is_enough(
+def test_refusal_names_the_smallest_sufficient_budget(
     shape: HybridModelShape, num_drafts: int, asked: int, length: int
 ) -> None:
     """Although a larger one has room for more requests, and so for more rings."""
@@ -189,27 +189,27 @@ def test_the_budget_that_a_refusal_names_is_the_least_and_any_larger_one_is_enou
         CacheCapacity.of(shape.resolved(replace(config, cache_gb=0.9999 * least_gb)), shape, OneRank())
 
 
-def test_as_many_requests_in_windows_run_as_have_room_for_the_states_of_their_drafts() -> None:
+def test_draft_windows_limit_concurrent_requests() -> None:
     given_fields = {"cache_gb": 20.0, "draft_states": "window"}
     alone = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields)
     drafted = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields | {"num_speculative_tokens": 7})
     assert drafted["max_requests"] < alone["max_requests"] / 4
 
 
-def test_fields_that_flags_set_are_kept() -> None:
+def test_fields_set_by_flags_are_kept() -> None:
     kept = {"block_size_tokens": 512, "max_requests": 7, "max_tokens": 1024, "max_sequence_length": 5000}
     assert kept.items() <= card_settings(DENSE_8B, 131_072, Card(60 * GIB, 0.9, 21_504), kept).items()
 
 
 @pytest.mark.parametrize("pattern", ["MM--", "**--"])
-def test_a_pipeline_stage_without_a_kind_of_layer_gives_all_to_the_other(pattern: str) -> None:
+def test_stage_with_one_layer_type_gives_it_all_the_memory(pattern: str) -> None:
     shape, card = shape_of(pattern), Card(100 * GIB, 0.9, 21_504)
     config = CacheConfig(**card_settings(shape, 4096, card, {}))
     assert 0.85 * 90 * GIB <= bytes_taken(shape, config) <= 90 * GIB
 
 
 @pytest.mark.parametrize("free_gib", [16, 24, 40, 120])
-def test_a_draft_model_beside_a_model_has_room_wherever_the_model_has(free_gib: int) -> None:
+def test_draft_model_fits_wherever_its_model_fits(free_gib: int) -> None:
     card = Card(free_gib * GIB, 0.9, 21_504)
     drafts = {"num_speculative_tokens": 2}
     engine = card_settings(DENSE_8B, 131_072, card.part(1 - DRAFTER_SHARE), drafts)
@@ -223,12 +223,12 @@ def test_a_draft_model_beside_a_model_has_room_wherever_the_model_has(free_gib: 
 
 
 @pytest.mark.parametrize(("free_gib", "given_fields"), [(3, {}), (10, {"max_requests": 200})])
-def test_a_card_without_room_is_refused_with_what_helps(free_gib: int, given_fields: dict[str, int]) -> None:
+def test_card_that_is_too_small_is_refused_with_the_remedy(free_gib: int, given_fields: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=f"leave {free_gib}.0 GiB .*lower --max-running-requests or --max-tokens"):
         card_settings(DENSE_8B, 131_072, Card(free_gib * GIB, 0.9, 21_504), given_fields)
 
 
-def test_many_requests_raise_the_tokens_of_a_step_and_what_is_kept_for_logits() -> None:
+def test_more_requests_raise_step_tokens_and_logits_memory() -> None:
     card = Card(140 * GIB, 1.0, 21_504)
     settings = card_settings(SMALL, 4096, card, {"max_requests": 10_000})
     assert settings["max_tokens"] == 10_000
@@ -240,7 +240,7 @@ def test_many_requests_raise_the_tokens_of_a_step_and_what_is_kept_for_logits() 
 @pytest.mark.parametrize(
     ("latent_size", "num_ranks", "expected"), [(None, 1, 6 * (1856 + 2688) // 2), (1024, 2, 6 * (928 + 1024) // 2)]
 )
-def test_experts_are_as_wide_as_what_their_products_leave(
+def test_experts_leave_room_for_the_outputs_of_their_gemms(
     latent_size: int | None, num_ranks: int, expected: int
 ) -> None:
     config = SimpleNamespace(
@@ -279,9 +279,7 @@ def bytes_beside_scan(sizes: GatedDelta, hidden_size: int, num_rows: int, num_to
 
 @pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_steps_of_gated_delta_models_have_room_for_the_scratch_of_a_scan(
-    name: str, num_ranks: int, tmp_path: Path
-) -> None:
+def test_gated_delta_steps_have_room_for_scan_scratch(name: str, num_ranks: int, tmp_path: Path) -> None:
     """A step of 256 rows and the largest graphs: but for a twentieth of what is kept for workspaces."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
     architecture, dtype = read_sizes(tmp_path)
@@ -311,7 +309,7 @@ def test_steps_of_gated_delta_models_have_room_for_the_scratch_of_a_scan(
     assert 0 < needed <= reserved + 2 * GIB / 20
 
 
-def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:
+def test_explicit_budget_overrides_the_memory_left_on_the_card() -> None:
     settings = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), {"cache_gb": 20.0})
     assert settings["cache_gb"] == 20.0 and "buffer_size_gb" not in settings
     # Half of it holds live states of 98 MiB and the KV of 2,048 tokens each.
@@ -321,9 +319,7 @@ def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:
 @pytest.mark.parametrize("cache_gb", [0.5, 2.0, 8.0])
 @pytest.mark.parametrize("stored", ["live", "int8"])
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, shape_of("MM--"), shape_of("**--")])
-def test_a_request_may_be_as_long_as_one_budget_has_room_for(
-    shape: HybridModelShape, stored: str, cache_gb: float
-) -> None:
+def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored: str, cache_gb: float) -> None:
     """A block more is refused."""
     form = {"draft_states": "replay", "cached_state_dtype": stored}
     settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
@@ -336,7 +332,7 @@ def test_a_request_may_be_as_long_as_one_budget_has_room_for(
 
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
-def test_quantized_states_are_3_6_times_as_many_in_the_same_memory(shape: HybridModelShape) -> None:
+def test_quantization_fits_3_6_times_as_many_states(shape: HybridModelShape) -> None:
     """Beside the live states of all requests, which either form has in use when the server is full."""
     config = CacheConfig(max_requests=32, max_sequence_length=4096, cache_gb=40.0).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
@@ -346,13 +342,13 @@ def test_quantized_states_are_3_6_times_as_many_in_the_same_memory(shape: Hybrid
         assert quantized.num_slots >= least * exact
 
 
-def test_live_states_beyond_the_budget_are_refused_with_what_helps() -> None:
+def test_live_states_beyond_the_budget_are_refused_with_the_remedy() -> None:
     config = CacheConfig(cache_gb=2.0, cached_state_dtype="int8", max_sequence_length=256).resolved()
     with pytest.raises(ValueError, match=r"live states of max_requests=64: set --cache-gb to .* or max_requests$"):
         CacheCapacity.of(config, DENSE_8B, OneRank())
 
 
-def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
+def test_ranks_with_different_layers_agree_on_request_length() -> None:
     card = Card(10 * GIB, 0.9, 21_504)
     shapes = [shape_of("M" * 12 + "*" * 3 + "-"), shape_of("M" * 12 + "*" + "-"), shape_of("----")]
     config = CacheConfig(block_size_tokens=256).resolved()
@@ -374,7 +370,7 @@ def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
     assert len(lengths) == 1 and lengths.pop() < 2**24
 
 
-def test_ranks_with_other_layers_agree_on_a_state_s_worth_and_say_what_slabs_lose(
+def test_ranks_with_different_layers_agree_on_state_priority_and_report_slab_waste(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = CacheConfig(cache_gb=2.0, max_sequence_length=4096).resolved()

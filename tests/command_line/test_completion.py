@@ -11,7 +11,7 @@ from megatron_mamba_cache.command_line.main import main
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_script_of_a_shell_has_each_command_and_its_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_script_has_each_command_and_its_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for word in ("generate", "serve", "chat", "plan", "doctor", "completion", "served-model-name", "trace", "config"):
@@ -44,6 +44,6 @@ def test_bash_completes_flags_choices_and_paths(
     assert done.stdout.split() == [completed], done.stderr
 
 
-def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "tcsh5"]) == 2
     assert "invalid choice: 'tcsh5'" in capsys.readouterr().err

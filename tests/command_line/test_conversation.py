@@ -97,7 +97,7 @@ def take_turn(
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
 @pytest.mark.parametrize("num_turns", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_turn_computes_its_new_text_and_at_most_two_blocks(num_turns: int, num_drafts: int) -> None:
+def test_turn_computes_its_new_text_and_at_most_two_blocks(num_turns: int, num_drafts: int) -> None:
     engine = start_engine(num_drafts)
     for name, conversation in converse(engine, num_turns).items():
         assert len(conversation.computed_counts) == num_turns
@@ -108,6 +108,6 @@ def test_a_turn_computes_its_new_text_and_at_most_two_blocks(num_turns: int, num
     assert (counters.accepted_tokens > 0) == (num_drafts > 0)
 
 
-def test_without_decode_checkpoints_a_turn_computes_the_last_reply_again() -> None:
+def test_turn_without_decode_checkpoints_recomputes_the_last_reply() -> None:
     for conversation in converse(start_engine(0, decode_checkpoints="none"), num_turns=2).values():
         assert conversation.computed_counts[1] > conversation.new_counts[1] + 2 * BLOCK

@@ -29,13 +29,13 @@ def settings_of(launch: Launch, *flags: str) -> RoutingSettings:
 
 
 @pytest.mark.parametrize("launch", [Launch(), ONE_HOST, Launch(0, 8)])
-def test_without_a_flag_one_host_listens_on_loopback(launch: Launch) -> None:
+def test_single_host_listens_on_loopback_by_default(launch: Launch) -> None:
     settings = settings_of(launch)
     assert settings == RoutingSettings() and isinstance(settings.access(), LoopbackAccess)
 
 
 @pytest.mark.parametrize("launch", [ONE_HOST, TWO_HOSTS])
-def test_a_key_file_is_the_key_of_all_sockets(launch: Launch, key_file: Path) -> None:
+def test_key_file_protects_all_sockets(launch: Launch, key_file: Path) -> None:
     settings = settings_of(launch, "--coordinator-key-file", str(key_file))
     access = settings.access()
     assert isinstance(access, KeyedAccess)
@@ -43,11 +43,11 @@ def test_a_key_file_is_the_key_of_all_sockets(launch: Launch, key_file: Path) ->
 
 
 @pytest.mark.parametrize("launch", [ONE_HOST, TWO_HOSTS])
-def test_only_an_explicit_flag_opens_the_coordinator_to_all(launch: Launch) -> None:
+def test_only_an_explicit_flag_opens_the_coordinator(launch: Launch) -> None:
     assert isinstance(settings_of(launch, "--insecure-coordinator").access(), InsecureAccess)
 
 
-def test_several_hosts_without_a_word_on_access_are_refused_with_the_remedy() -> None:
+def test_several_hosts_without_an_access_flag_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         settings_of(TWO_HOSTS)
     assert str(refused.value) == (
@@ -56,7 +56,7 @@ def test_several_hosts_without_a_word_on_access_are_refused_with_the_remedy() ->
     )
 
 
-def test_torchrun_says_how_many_processes_are_on_this_host() -> None:
+def test_torchrun_sets_the_number_of_local_processes() -> None:
     environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     launch = Launch.of_environment(environment)
     assert launch == Launch(5, 8, 1, 4) and launch.is_on_several_machines
@@ -76,7 +76,7 @@ def test_torchrun_says_how_many_processes_are_on_this_host() -> None:
         (("--coordinator-key-file",), "--coordinator-key-file: expected one argument"),
     ],
 )
-def test_serve_refuses_in_one_line_before_it_loads_a_model(
+def test_serve_refuses_in_one_line_before_loading_a_model(
     flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
@@ -86,13 +86,13 @@ def test_serve_refuses_in_one_line_before_it_loads_a_model(
     assert said in line
 
 
-def test_a_key_file_that_others_can_read_is_refused_on_any_launch(key_file: Path) -> None:
+def test_key_file_readable_by_others_is_refused(key_file: Path) -> None:
     key_file.chmod(0o644)
     for launch in (Launch(), ONE_HOST, TWO_HOSTS):
         with pytest.raises(UsageError, match=r"--coordinator-key-file: key file .* \(mode 644\); run chmod 600"):
             settings_of(launch, "--coordinator-key-file", str(key_file))
 
 
-def test_generate_has_no_coordinator_and_no_flag_for_one() -> None:
+def test_generate_has_no_coordinator_flag() -> None:
     with pytest.raises(UsageError, match="--insecure-coordinator"):
         command_parser().parse_args(["generate", "--insecure-coordinator"])

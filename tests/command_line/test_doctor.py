@@ -44,12 +44,12 @@ def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.operation)
-def test_the_kernels_that_doctor_names_are_those_the_layers_use(kernel: KernelChoice) -> None:
+def test_doctor_names_the_kernels_that_layers_use(kernel: KernelChoice) -> None:
     layer = import_module(f"megatron_mamba_cache.{kernel.module}")
     assert all(hasattr(layer, function) for function in kernel.functions)
 
 
-def test_doctor_says_which_attention_is_used_and_why_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_explains_the_choice_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = {"first": "it is new", "second": None, "last": None}
     monkeypatch.setattr(choice, "refusals_for_usual_model", lambda: refusals)
     expected = {"first": "no: it is new", "second": "in use", "last": "could be used"}
@@ -69,7 +69,7 @@ NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
         ([], True, "flashinfer-jit-cache has them compiled"),
     ],
 )
-def test_doctor_says_where_flashinfers_kernels_come_from(
+def test_doctor_reports_the_source_of_flashinfers_kernels(
     files: list[str], is_compiled: bool, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in files:
@@ -91,7 +91,7 @@ def test_doctor_says_where_flashinfers_kernels_come_from(
     assert os.environ["PATH"] == str(tmp_path / "PATH")
 
 
-def test_doctor_tells_another_apex_and_an_unused_package(tmp_path: Path) -> None:
+def test_doctor_reports_a_foreign_apex_and_an_unused_package(tmp_path: Path) -> None:
     for package in ("apex", "causal_conv1d"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -134,7 +134,7 @@ def _lose(monkeypatch: pytest.MonkeyPatch, lost: str, found: str | None) -> None
         ("megatron-core", "0.16.0", "it requires megatron-core==0.16.1 (found 0.16.0)"),
     ],
 )
-def test_doctor_fails_where_the_base_install_is_not_whole(
+def test_doctor_fails_if_the_base_install_is_incomplete(
     lost: str, found: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _lose(monkeypatch, lost, found)
@@ -143,7 +143,7 @@ def test_doctor_fails_where_the_base_install_is_not_whole(
 
 
 @needs_installation
-def test_doctor_reports_an_extra_that_is_missing_and_can_be_used_all_the_same(
+def test_doctor_reports_a_missing_extra_and_succeeds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _lose(monkeypatch, "pyzmq", None)
@@ -154,7 +154,7 @@ def test_doctor_reports_an_extra_that_is_missing_and_can_be_used_all_the_same(
 
 
 @needs_installation
-def test_serve_without_its_extra_says_how_to_install_it(
+def test_serve_without_its_extra_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _lose(monkeypatch, "fastapi", None)
@@ -164,13 +164,13 @@ def test_serve_without_its_extra_says_how_to_install_it(
 
 
 @pytest.mark.parametrize("flag", ["--model", "--hf-model"])
-def test_doctor_says_what_a_model_needs(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_what_a_model_needs(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", flag, str(SHIPPED_MODEL)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model  "))
     assert f"{SHIPPED_MODEL}: layers M-M*-M-M*-M-M*-, 4,096 positions, recurrence's chunk of 64 tokens; " in line
 
 
-def test_doctor_needs_the_configuration_of_a_larger_model_alone(
+def test_doctor_reads_only_the_configuration_of_a_larger_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-27B"]))
@@ -180,7 +180,7 @@ def test_doctor_needs_the_configuration_of_a_larger_model_alone(
     assert "chunk of 64 tokens; 65,536 bytes of KV a token and 153,944,064 bytes a state" in told
 
 
-def test_doctor_fails_for_a_model_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_fails_for_an_unsupported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     assert "\nmodel              cannot be used: ValueError: " in capsys.readouterr().out

@@ -54,7 +54,7 @@ def served(*flags: str) -> Namespace:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_line_overrides_the_environment_and_that_the_file(
+def test_command_line_overrides_environment_overrides_file(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, default, (words, variable, line), values = KINDS[kind]
@@ -75,14 +75,14 @@ def test_the_command_line_overrides_the_environment_and_that_the_file(
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "max-model-len", "--max-model-len", "inference-max-seq-length"])
-def test_a_key_may_be_any_long_name_with_dashes_or_underscores(name: str, tmp_path: Path) -> None:
+def test_key_is_any_long_name_with_dashes_or_underscores(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f'"{name}": 77\nhf-model:\nload: ~\n')
     arguments = served("--config", str(path))
     assert (arguments.inference_max_seq_length, arguments.hf_model, arguments.load) == (77, None, None)
 
 
-def test_variables_of_all_names_of_a_flag_set_it_and_empty_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_of_any_alias_sets_a_flag_unless_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAMBA_CACHE_KV_GB", "2.5")
     monkeypatch.setenv("MAMBA_CACHE_MODEL", "a")
     monkeypatch.setenv("MAMBA_CACHE_PORT", "")
@@ -91,7 +91,7 @@ def test_variables_of_all_names_of_a_flag_set_it_and_empty_ones_do_not(monkeypat
     assert arguments.hf_model == "a" and arguments.port == 5000
 
 
-def test_a_flag_overrides_one_that_excludes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flag_overrides_the_one_that_it_excludes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MAMBA_CACHE_HF_MODEL", "a")
     assert served("--load", "b").load == "b" and served("--load", "b").hf_model is None
     assert served("c").hf_model == "c"
@@ -100,7 +100,7 @@ def test_a_flag_overrides_one_that_excludes_it(monkeypatch: pytest.MonkeyPatch, 
     assert served("--config", str(path)).load is None
 
 
-def test_every_command_reads_a_file_that_a_variable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_names_the_config_file_of_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.yaml"
     monkeypatch.setenv("MAMBA_CACHE_CONFIG", str(path))
     for words in (["serve"], ["generate"], ["doctor"], ["plan", "--trace", "x"]):
@@ -110,7 +110,7 @@ def test_every_command_reads_a_file_that_a_variable_names(tmp_path: Path, monkey
         assert command_parser().parse_args(words).log_level == "warning"
 
 
-def test_what_kubernetes_sets_for_a_service_sets_no_flag(
+def test_kubernetes_service_variables_set_no_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {
@@ -155,7 +155,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_a_mistake_in_a_file_ends_with_one_line_that_names_it(
+def test_mistake_in_a_file_is_named_in_one_line(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "serve.yaml"
@@ -166,13 +166,13 @@ def test_a_mistake_in_a_file_ends_with_one_line_that_names_it(
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "~"])
-def test_an_empty_file_sets_nothing(text: str, tmp_path: Path) -> None:
+def test_empty_file_sets_nothing(text: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     assert served("--config", str(path)).set_flags == ()
 
 
-def test_a_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1\n")
     for words in (["--config", str(path)], [f"--config={path}"]):
@@ -183,9 +183,7 @@ def test_a_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("name", "reason"), [("none.yaml", "No such file"), ("", "Is a directory"), ("b", "decode")])
-def test_a_file_that_cannot_be_read_is_named(
-    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_file_is_named(name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "b").write_bytes(b"port: \xff")
     path = tmp_path / name
     assert main(["plan", "--config", str(path)]) == 2
@@ -205,7 +203,7 @@ BAD_VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD_VARIABLES)
-def test_a_mistake_in_a_variable_ends_with_one_line_that_names_it(
+def test_mistake_in_a_variable_is_named_in_one_line(
     name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(f"MAMBA_CACHE_{name}", value)
@@ -214,7 +212,7 @@ def test_a_mistake_in_a_variable_ends_with_one_line_that_names_it(
     assert message in error and error.count("\n") == 1, error
 
 
-def test_two_variables_of_one_flag_are_refused(
+def test_two_variables_for_one_flag_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MAMBA_CACHE_MODEL", "a")
@@ -223,7 +221,7 @@ def test_two_variables_of_one_flag_are_refused(
     assert "MAMBA_CACHE_MODEL and MAMBA_CACHE_HF_MODEL set the same flag" in capsys.readouterr().err
 
 
-def test_an_overridden_source_is_not_blamed(
+def test_overridden_source_is_not_named_in_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "serve.yaml"
@@ -235,7 +233,7 @@ def test_an_overridden_source_is_not_blamed(
     assert capsys.readouterr().err.startswith("mamba-cache: error: MAMBA_CACHE_PORT: --port is 90000;")
 
 
-def test_a_misspelled_variable_is_noted_and_one_of_another_program_is_not(tmp_path: Path) -> None:
+def test_only_misspelled_variables_of_ours_are_reported(tmp_path: Path) -> None:
     code = (
         "import os; names = ('BLOCKSIZE', 'MAX_NUM_SEQS', 'PROMPTS', 'XYZ')\n"
         "os.environ |= {f'MAMBA_CACHE_{name}': '1' for name in names}\n"
@@ -264,7 +262,7 @@ UNKNOWN_FLAGS = [
 
 
 @pytest.mark.parametrize(("words", "message"), UNKNOWN_FLAGS)
-def test_an_unknown_flag_suggests_another_one(
+def test_unknown_flag_suggests_a_similar_one(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -272,17 +270,17 @@ def test_an_unknown_flag_suggests_another_one(
     assert message in error and error.count("\n") == 1, error
 
 
-def test_no_flag_of_vllm_that_has_advice_is_one_of_serve() -> None:
+def test_advice_for_vllm_flags_covers_no_flag_of_serve() -> None:
     for flag in VLLM_FLAGS:
         with pytest.raises(Exception, match=f"unknown flag {flag}: "):
             served(flag)
 
 
 @pytest.mark.parametrize("words", [["--model", "a"], ["--hf-model", "a"], ["a"], ["a", "--port", "1"]])
-def test_serve_takes_its_model_by_each_name_and_as_its_first_word(words: list[str]) -> None:
+def test_serve_takes_its_model_by_flag_or_as_first_argument(words: list[str]) -> None:
     assert served(*words).hf_model == "a"
 
 
-def test_a_message_names_the_alias_of_a_models_flag_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_typed_alias_of_a_model_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", "no-folder"]) == 2
     assert "error: --model: no-folder is no directory" in capsys.readouterr().err

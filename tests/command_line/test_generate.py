@@ -49,7 +49,7 @@ def generate(run_lines: Callable[..., Finished], tmp_path: Path) -> Generate:
     return run
 
 
-def test_the_document_has_every_promised_key_and_its_sums_agree(generate: Generate) -> None:
+def test_output_file_has_every_promised_key_and_consistent_sums(generate: Generate) -> None:
     document = generate([{"prompt": PREFIX + "a"}, {"prompt_tokens": [1, 2, 3], "num_tokens_to_generate": 2}])
     text, tokens = document["requests"]
     assert list(text) == [
@@ -76,7 +76,7 @@ def test_the_document_has_every_promised_key_and_its_sums_agree(generate: Genera
     assert summary["kv_blocks"]["in_use"] == 0 and summary["kv_blocks"]["cached"] > 0
 
 
-def test_a_later_turn_starts_where_the_earlier_one_was_cached(generate: Generate) -> None:
+def test_later_turn_starts_from_the_cached_earlier_one(generate: Generate) -> None:
     document = generate([{"prompt": PREFIX, "session": "s"}, {"prompt": PREFIX + "and more", "session": "s"}])
     first, second = document["requests"]
     assert first["cached_tokens"] == 0
@@ -85,9 +85,7 @@ def test_a_later_turn_starts_where_the_earlier_one_was_cached(generate: Generate
     assert document["summary"]["prompt_tokens_skipped"] == second["cached_tokens"]
 
 
-def test_a_turn_is_added_only_after_the_one_before_has_finished(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turn_is_submitted_after_the_previous_one_finishes(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished_at_add: dict[int, set[int]] = {}
     add_request = MambaCacheEngine.add_request
 
@@ -115,7 +113,7 @@ UNFIT = {
 }
 
 
-def test_a_line_that_cannot_run_fails_alone(generate: Generate) -> None:
+def test_unfit_line_fails_alone(generate: Generate) -> None:
     good = {"prompt": PREFIX}
     lines = [good, *({**line, "session": 1} for line, _ in UNFIT.values()), {**good, "session": 1}]
     document = generate(lines)
@@ -128,12 +126,12 @@ def test_a_line_that_cannot_run_fails_alone(generate: Generate) -> None:
     assert document["summary"]["failed_requests"] == len(UNFIT)
 
 
-def test_a_file_of_unfit_lines_only_ends_too(run_lines: Callable[..., Finished]) -> None:
+def test_file_with_only_unfit_lines_ends(run_lines: Callable[..., Finished]) -> None:
     finished = run_lines([{"prompt": ""}, {"prompt_tokens": [300]}])
     assert finished.status == 0 and "nothing was skipped: no request ran" in finished.stdout
 
 
-def test_sampled_tokens_depend_on_the_seed_but_not_on_the_cache_or_the_batch(generate: Generate) -> None:
+def test_sampling_depends_on_the_seed_not_on_cache_or_batch(generate: Generate) -> None:
     lines = [{"prompt": PREFIX, "num_tokens_to_generate": 12}, {"prompt": PREFIX + "b", "num_tokens_to_generate": 12}]
     flags = ("--top-k", 0, "--temperature", 2)
 
@@ -152,7 +150,7 @@ def test_bf16_and_another_block_size_run(generate: Generate) -> None:
     assert document["summary"]["dtype"] == "bf16" and document["requests"][1]["cached_tokens"] == 128
 
 
-def test_drafts_change_no_token_and_are_counted_for_each_request(generate: Generate) -> None:
+def test_drafts_change_no_token_and_are_counted_per_request(generate: Generate) -> None:
     lines = [{"prompt": CODE, "num_tokens_to_generate": 24}, {"prompt": CODE[5:], "num_tokens_to_generate": 9}]
     plain = generate(lines, model=SHIPPED)
     document = generate(lines, "--num-speculative-tokens", 4, "--drafter", "prompt-lookup", model=SHIPPED)
@@ -171,7 +169,7 @@ def test_drafts_change_no_token_and_are_counted_for_each_request(generate: Gener
     assert plain["summary"]["tokens_per_decode_row"] == 1 and plain["summary"]["acceptance_rate"] == 0
 
 
-def test_the_report_has_a_line_about_drafts_where_there_are_any(run_lines: Callable[..., Finished]) -> None:
+def test_report_mentions_drafts_if_there_are_any(run_lines: Callable[..., Finished]) -> None:
     lines = [{"prompt": CODE, "num_tokens_to_generate": 12}]
     finished = run_lines(lines, "--num-speculative-tokens", 4, model=SHIPPED)
     assert " drafts (" in finished.stdout and " tokens a decode step of a request" in finished.stdout
@@ -180,7 +178,7 @@ def test_the_report_has_a_line_about_drafts_where_there_are_any(run_lines: Calla
     assert "nothing was drafted in 0 decode steps" in idle.stdout
 
 
-def test_the_run_that_drafts_are_compared_with_has_neither_drafts_nor_cache(
+def test_comparing_run_has_neither_drafts_nor_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, bool]] = []
@@ -201,18 +199,18 @@ def test_the_run_that_drafts_are_compared_with_has_neither_drafts_nor_cache(
     assert (warming_up, compared, reported) == ((2, True), (0, False), (2, True))
 
 
-def test_the_report_names_the_reason_when_nothing_is_skipped(run_lines: Callable[..., Finished]) -> None:
+def test_report_explains_why_nothing_was_skipped(run_lines: Callable[..., Finished]) -> None:
     finished = run_lines([{"prompt": PREFIX}], "--no-prefix-caching")
     assert "skipped 0 of" in finished.stdout and "nothing was skipped: prefix caching is off" in finished.stdout
     assert finished.stderr.count("WARNING") == 1 and "UserWarning" not in finished.stderr
 
 
-def test_flags_that_greedy_decoding_ignores_are_named(run_lines: Callable[..., Finished]) -> None:
+def test_flags_ignored_by_greedy_decoding_are_named(run_lines: Callable[..., Finished]) -> None:
     assert "--top-k 1 is greedy" in run_lines([{"prompt": "x"}], "--temperature", 0.7).stderr
     assert run_lines([{"prompt": "x"}]).stderr == ""
 
 
-def test_outputs_that_differ_end_with_status_1_and_name_the_request(
+def test_different_outputs_exit_1_and_name_the_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(3, 1, 7, 8))
@@ -223,7 +221,7 @@ def test_outputs_that_differ_end_with_status_1_and_name_the_request(
     assert run_here(capsys, *flags, "--dtype", "bf16").status == 0
 
 
-def test_each_engine_is_warmed_up_before_its_first_request(
+def test_engine_is_warmed_up_before_its_first_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[str] = []

@@ -21,7 +21,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
     assert Launch().is_first
 
 
-def test_torchrun_says_which_process_this_is() -> None:
+def test_torchrun_sets_the_process_index() -> None:
     assert Launch.of_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Launch(5, 8, 1)
     with pytest.raises(UsageError, match="RANK=x"):
         Launch.of_environment({"RANK": "x", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
@@ -30,7 +30,7 @@ def test_torchrun_says_which_process_this_is() -> None:
 @pytest.mark.parametrize(
     ("found", "num_replicas"), [(sizes(), 8), (sizes(2), 4), (sizes(2, 2), 2), (sizes(expert=4), 8), (sizes(4, 2), 1)]
 )
-def test_processes_that_are_left_are_replicas(found: Namespace, num_replicas: int) -> None:
+def test_remaining_processes_are_replicas(found: Namespace, num_replicas: int) -> None:
     assert Launch(0, 8).num_replicas(found) == num_replicas
 
 
@@ -49,7 +49,7 @@ def test_sizes_that_do_not_fit_are_refused(found: Namespace, said: str) -> None:
 
 
 @pytest.mark.parametrize(("rank", "num_lines"), [("0", 1), ("1", 0)])
-def test_the_first_process_alone_tells_of_a_mistake(
+def test_only_the_first_process_reports_a_mistake(
     rank: str, num_lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
@@ -58,7 +58,7 @@ def test_the_first_process_alone_tells_of_a_mistake(
     assert len(capsys.readouterr().err.splitlines()) == num_lines
 
 
-def test_sessions_stay_together_and_every_line_runs_once_in_order() -> None:
+def test_sessions_stay_on_one_replica_and_run_in_order() -> None:
     sessions = ["a", None, "b", "a", None, "c", "b", "a", 1, 1]
     lines = [PromptLine(number, "x", session=session) for number, session in enumerate(sessions)]
     shares = deal_lines(lines, 3)

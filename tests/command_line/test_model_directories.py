@@ -62,7 +62,7 @@ def ends_with_one_line(finished: Finished, *words: str) -> bool:
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
 @pytest.mark.parametrize("format_flag", ["--hf-model", "--load"])
-def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(
+def test_budget_that_is_too_small_is_refused_before_loading(
     command: str, format_flag: str, nemotron: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if format_flag == "--load":
@@ -84,7 +84,7 @@ def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(
 
 @pytest.mark.parametrize("draft_family", ["nemotron_h", "bamba"])
 @pytest.mark.parametrize("command", ["generate", "serve"])
-def test_a_budget_that_is_refused_names_one_that_a_draft_model_can_have_its_part_of(
+def test_refusal_names_a_budget_with_room_for_the_draft_model(
     command: str, draft_family: str, nemotron: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_model(draft_family, tmp_path / "draft")
@@ -107,7 +107,7 @@ def test_a_budget_that_is_refused_names_one_that_a_draft_model_can_have_its_part
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_token_ids_without_a_tokenizer_give_the_tokens_of_transformers(
+def test_token_ids_without_a_tokenizer_match_transformers(
     family: str, tmp_path: Path, lines_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_model(family, tmp_path / "model")
@@ -137,7 +137,7 @@ def shortfall(model: Any, prompt: list[int], generated: list[int]) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", *(["auto"] if torch.cuda.is_available() else [])])
-def test_the_example_runs_a_directory_as_the_readme_says(
+def test_example_runs_a_directory_as_the_readme_describes(
     device: str, tmp_path: Path, lines_file: Path, nemotron: Path
 ) -> None:
     flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--device", device, "--output-path", "out.json")
@@ -158,7 +158,7 @@ def test_bf16_another_block_and_no_cache_run(
     assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk of 16")
 
 
-def test_a_megatron_checkpoint_gives_the_tokens_of_the_directory_it_came_from(
+def test_megatron_checkpoint_matches_its_source_directory(
     tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = load_hugging_face(nemotron, torch.float32)
@@ -173,7 +173,7 @@ def test_a_megatron_checkpoint_gives_the_tokens_of_the_directory_it_came_from(
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_text_runs_with_the_tokenizer_of_the_directory(
+def test_text_prompt_uses_the_tokenizer_of_the_directory(
     tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = save_tokenizer(nemotron)
@@ -187,9 +187,7 @@ def test_text_runs_with_the_tokenizer_of_the_directory(
     assert "request 0\n  | def parse(line):\n  >     return" in finished.stdout
 
 
-def test_the_text_of_a_reply_is_what_its_tokens_add_to_the_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reply_text_is_what_its_tokens_add_to_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_kind(tmp_path, "SentencePiece BPE", "begin")
     save_model("bamba", tmp_path, size_of(tmp_path))
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -206,7 +204,7 @@ def test_the_text_of_a_reply_is_what_its_tokens_add_to_the_prompts(
     assert any(text.startswith(" ") for text in texts)
 
 
-def test_generation_ends_at_the_end_of_text(
+def test_generation_stops_at_the_end_of_text_token(
     tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tokenizer(nemotron)
@@ -225,7 +223,7 @@ def test_generation_ends_at_the_end_of_text(
     assert generated() == free[: free.index(free[5]) + 1]
 
 
-def test_a_text_prompt_without_a_tokenizer_is_a_bad_line(
+def test_text_prompt_without_a_tokenizer_is_a_bad_line(
     tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_lines(tmp_path, [{"prompt_tokens": [1]}, {"prompt": "one"}])
@@ -234,14 +232,14 @@ def test_a_text_prompt_without_a_tokenizer_is_a_bad_line(
     assert ends_with_one_line(run_here(capsys, "--hf-model", nemotron), "has no tokenizer", "--prompts")
 
 
-def test_a_tokenizer_of_another_model_is_refused(nemotron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_of_another_model_is_refused(nemotron: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tokenizer(nemotron, vocabulary=513)
     finished = run_here(capsys, "--hf-model", nemotron)
     files = (f"{nemotron}/tokenizer.json", f"{nemotron}/config.json")
     assert ends_with_one_line(finished, "--hf-model: ", *files, "512", "vocabulary of 512")
 
 
-def test_a_directory_that_cannot_be_loaded_ends_with_one_line(
+def test_unloadable_directory_exits_with_one_line(
     tmp_path: Path, nemotron: Path, lines_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (nemotron / "model.safetensors").write_bytes(b"no tensors")
@@ -253,7 +251,7 @@ def test_a_directory_that_cannot_be_loaded_ends_with_one_line(
         assert ends_with_one_line(run_here(capsys, flag, absent, *prompts), f"{flag}: ", str(absent))
 
 
-def test_the_shipped_model_is_the_default_once_its_files_are_there(
+def test_shipped_model_is_the_default_if_its_files_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(model_choice, "SHIPPED_MODEL", tmp_path / "shipped")
@@ -273,7 +271,7 @@ def test_the_shipped_model_is_the_default_once_its_files_are_there(
 DRAFTS = ("--num-speculative-tokens", 4, "--drafter", "draft-model", "--draft-hf-model")
 
 
-def test_a_draft_model_that_cannot_be_used_ends_with_one_line(
+def test_unusable_draft_model_exits_with_one_line(
     tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other_vocabulary = run_here(capsys, "--random-model", *DRAFTS, nemotron)
@@ -282,7 +280,7 @@ def test_a_draft_model_that_cannot_be_used_ends_with_one_line(
     assert ends_with_one_line(missing, "--draft-hf-model: ", "nothing is no directory")
 
 
-def test_a_draft_model_whose_experts_would_be_shared_is_refused_before_weights_are_read(
+def test_draft_model_with_sharded_experts_is_refused_before_loading(
     tmp_path: Path,
     nemotron: Path,
     lines_file: Path,
@@ -299,7 +297,7 @@ def test_a_draft_model_whose_experts_would_be_shared_is_refused_before_weights_a
     assert ends_with_one_line(finished, "--draft-hf-model ", "has experts, and 2 expert-parallel ranks", "take a draft")
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(
+def test_self_drafts_are_always_accepted(
     tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.json"
@@ -318,7 +316,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert tried["draft_tokens"] < 30 and always["tokens_per_decode_row"] > 3  # each draft takes as long as a token
 
 
-def test_a_draft_model_is_captured_where_the_model_is(
+def test_draft_model_is_captured_if_the_model_is(
     lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
@@ -338,9 +336,7 @@ def test_a_draft_model_is_captured_where_the_model_is(
     assert half >= 2 and set(counts[:half]) == {0} and set(counts[half:]) == {3}
 
 
-def test_a_draft_model_has_a_part_of_one_budget(
-    lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_draft_model_shares_the_budget(lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, *DRAFTS, nemotron, "--max-model-len", 128)
     assert run_here(capsys, *flags, "--cache-gb", 0.02).status == 0
     cache_gb, parts = 0.0002, []
@@ -354,7 +350,7 @@ def test_a_draft_model_has_a_part_of_one_budget(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_have_the_dtype_of_the_checkpoint_where_none_is_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_default_to_the_checkpoints_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     save_model("nemotron_h", tmp_path / "theirs")
     config = tmp_path / "theirs" / "config.json"
     fields = json.loads(config.read_text())

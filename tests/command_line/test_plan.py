@@ -27,7 +27,7 @@ def planned(capfd: pytest.CaptureFixture[str], trace: Path, *flags: str) -> tupl
     return status, *capfd.readouterr()
 
 
-def test_json_has_an_entry_a_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_has_one_entry_per_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, out, _ = planned(capfd, trace, *KV, *STATE, "--block-size", "64", "--cache-gb", "0.0004", "1", "--json")
     # 711 computed tokens of the first turn end with a state at 704.
     assert status == 0 and json.loads(out) == [
@@ -43,13 +43,15 @@ def test_json_has_an_entry_a_size(trace: Path, capfd: pytest.CaptureFixture[str]
     ]
 
 
-def test_table_has_a_line_a_size_and_one_of_an_unlimited_cache(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_table_has_one_line_per_size_and_one_for_an_unlimited_cache(
+    trace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     status, out, err = planned(capfd, trace, *KV, *STATE, "--cache-gb", "1", "2")
     assert status == 0 and not err
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["1", "2", "unlimited"]
 
 
-def test_each_size_is_planned_with_each_size_of_the_host(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_device_size_is_planned_with_every_host_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = (*KV, *STATE, "--cache-gb", "1", "2", "--host-cache-gb", "0", "4")
     status, out, _ = planned(capfd, trace, *flags, "--json")
     combined = [(1, 0), (1, 4), (2, 0), (2, 4)]
@@ -61,7 +63,7 @@ def test_each_size_is_planned_with_each_size_of_the_host(trace: Path, capfd: pyt
     assert unlimited.split()[1] == "1,312"
 
 
-def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_sizes_come_from_its_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
     inner = config["mamba_num_heads"] * config["mamba_head_dim"]
     conv_dim = inner + 2 * config["n_groups"] * config["ssm_state_size"]
@@ -73,7 +75,7 @@ def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: py
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
-def test_a_quantized_model_is_as_large_as_in_bf16(
+def test_quantized_models_cache_is_sized_as_in_bf16(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
@@ -86,7 +88,7 @@ def test_a_quantized_model_is_as_large_as_in_bf16(
     assert sizes[0] == sizes[1]
 
 
-def test_sizes_of_a_larger_model_are_those_of_its_language_model(
+def test_sizes_of_a_wrapper_are_those_of_its_language_model(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-35B-A3B"]))
@@ -95,7 +97,7 @@ def test_sizes_of_a_larger_model_are_those_of_its_language_model(
     assert status == 0 and f"20,480 bytes of KV a token, {30 * (conv + matrices):,} bytes a state" in out and not err
 
 
-def test_a_quantized_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(
+def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
@@ -125,14 +127,14 @@ def test_a_quantized_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(
         ((*KV, *STATE, "--host-cache-gb", "nan"), "--host-cache-gb is nan"),
     ],
 )
-def test_flag_that_cannot_work_is_refused_in_one_line(
+def test_unusable_flag_is_refused_in_one_line(
     flags: tuple[str, ...], message: str, trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = planned(capfd, trace, *flags)
     assert status == 2 and not out and err.count("\n") == 1 and message in err
 
 
-def test_file_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_file_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(b"no gzip")
     for path in (tmp_path / "missing.jsonl", tmp_path, broken):

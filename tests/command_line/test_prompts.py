@@ -42,7 +42,9 @@ BAD_LINES = {
 
 
 @given(lines=LINES)
-def test_what_was_written_is_read(lines: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_written_prompts_are_read_back(
+    lines: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.mktemp("prompts") / "lines.jsonl"
     ascii_only = len(lines) % 2 == 0  # both ways of writing other characters
     file.write_bytes("\n".join(json.dumps(line, ensure_ascii=ascii_only) for line in lines).encode())
@@ -52,7 +54,7 @@ def test_what_was_written_is_read(lines: list[dict[str, object]], tmp_path_facto
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_named_with_its_number(name: str, tmp_path: Path) -> None:
+def test_bad_line_is_named_with_its_number(name: str, tmp_path: Path) -> None:
     line, message = BAD_LINES[name]
     file = tmp_path / "lines.jsonl"
     file.write_text('{"prompt": "good"}\n' + line + '\n{"prompt": "good"}\n')
@@ -64,7 +66,7 @@ def test_a_bad_line_is_named_with_its_number(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [(b"", "empty"), (b"\n \n", "empty"), (b"\xff\n", "not UTF-8"), (None, "No such file")]
 )
-def test_a_bad_file_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_bad_file_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -73,18 +75,18 @@ def test_a_bad_file_is_named(content: bytes | None, message: str, tmp_path: Path
     assert str(file) in str(raised.value)
 
 
-def test_byte_order_mark_carriage_returns_and_blank_lines_at_the_end_do_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_carriage_returns_and_trailing_blank_lines_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n\r\n\n')
     assert [line.prompt for line in read_prompts(str(file))] == ["a", "b"]
 
 
-def test_sessions_of_a_number_and_of_its_text_differ() -> None:
+def test_session_1_and_session_text_1_differ() -> None:
     number, text = (parse_line(0, json.dumps({"prompt": "", "session": session})) for session in (1, "1"))
     assert number.session != text.session
 
 
-def test_built_in_turns_extend_the_turns_before_them() -> None:
+def test_built_in_turns_extend_earlier_turns() -> None:
     latest: dict[str | int, str] = {}
     for line in built_in_lines():
         if line.session is not None:
@@ -93,7 +95,7 @@ def test_built_in_turns_extend_the_turns_before_them() -> None:
     assert len(latest) == 3
 
 
-def test_editing_turns_extend_the_turns_before_them_and_share_a_long_file() -> None:
+def test_editing_turns_extend_earlier_turns_and_share_a_long_file() -> None:
     latest: dict[str | int, list[str]] = {}
     for line in editing_lines():
         assert line.session is not None and isinstance(line.prompt, str)
@@ -105,7 +107,7 @@ def test_editing_turns_extend_the_turns_before_them_and_share_a_long_file() -> N
     assert shared.startswith("# file: ") and shared.count("\n") > 120
 
 
-def test_every_editing_prompt_is_python_that_can_go_on() -> None:
+def test_every_editing_prompt_is_a_prefix_of_valid_python() -> None:
     for line in editing_lines():
         shared, edited = str(line.prompt).split("\n\n# file: ")
         compile(shared, "shared", "exec")

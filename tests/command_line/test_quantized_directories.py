@@ -34,7 +34,7 @@ def directories(tmp_path: Path) -> tuple[Path, Path]:
     return quantized, plain
 
 
-def test_generate_gives_the_tokens_of_the_weights_that_the_files_mean(
+def test_generate_matches_the_dequantized_weights(
     directories: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = tmp_path / "lines.jsonl"
@@ -51,7 +51,7 @@ def test_generate_gives_the_tokens_of_the_weights_that_the_files_mean(
     assert replies[0] == replies[1]
 
 
-def test_serve_finds_the_prefix_of_a_second_turn(directories: tuple[Path, Path]) -> None:
+def test_serve_reuses_the_prefix_of_a_second_turn(directories: tuple[Path, Path]) -> None:
     flags = ("--hf-model", str(directories[0]), "--dtype", "fp32", "--served-model-name", "fp8")
     with running_server(*flags) as server, server.client() as client:
         cached = []
@@ -63,7 +63,7 @@ def test_serve_finds_the_prefix_of_a_second_turn(directories: tuple[Path, Path])
     assert cached[0] == 0 and cached[1] >= 128
 
 
-def test_a_qwen_model_in_fp8_answers_with_a_tool_call_and_a_second_turn_finds_the_first(tmp_path: Path) -> None:
+def test_fp8_qwen_model_calls_a_tool_and_reuses_the_first_turn(tmp_path: Path) -> None:
     save_model("qwen3_5_moe with vision", tmp_path)
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(QWEN_3_6)
@@ -90,7 +90,7 @@ def test_a_qwen_model_in_fp8_answers_with_a_tool_call_and_a_second_turn_finds_th
     assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json()["usage"]["prompt_tokens"] // 64 * 64
 
 
-def test_doctor_says_how_the_weights_are_quantized(
+def test_doctor_reports_how_weights_are_quantized(
     directories: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = "; weights in FP8 in blocks of 128 x 128, read as bf16\n"

@@ -15,7 +15,7 @@ PROMPT = "def add(a, b):\n    return a + b\n" * 12
 MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 
 
-def test_the_flag_sets_the_field() -> None:
+def test_flag_sets_the_field() -> None:
     for command in ("generate", "serve"):
         parsed = command_parser().parse_args([command, "--cached-state-dtype", "int8"])
         assert config_of(parsed).cached_state_dtype == "int8"
@@ -24,7 +24,7 @@ def test_the_flag_sets_the_field() -> None:
 
 @pytest.mark.parametrize("drafts", [[], ["--num-speculative-tokens", "2"]])
 @pytest.mark.parametrize("memory", [[], MEMORY])
-def test_generate_hits_quantized_states_with_tiers_and_drafts(
+def test_generate_reuses_quantized_states_with_tiers_and_drafts(
     memory: list[str], drafts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {name: tmp_path / name for name in ("prompts.jsonl", "out.json")}
@@ -39,7 +39,7 @@ def test_generate_hits_quantized_states_with_tiers_and_drafts(
     assert summary["cached_tokens"] >= len(PROMPT) // 64 * 64
 
 
-def test_outputs_that_differ_are_told_and_are_no_failure(
+def test_different_outputs_are_reported_without_failing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(0, 1, 2, 3))

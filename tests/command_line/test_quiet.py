@@ -16,7 +16,7 @@ from megatron_mamba_cache.replicas.launch import _Quiet
 from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 
 
-def test_what_takes_long_is_said_where_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_phases_are_reported_even_if_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     warnings = logging.getLogger("megatron_mamba_cache.mcore.engine")
     with quiet_libraries():
         warnings.warning("seen")
@@ -38,9 +38,7 @@ def test_what_takes_long_is_said_where_warnings_are_hidden(capsys: pytest.Captur
         ("error", ["error"]),
     ],
 )
-def test_the_log_level_says_what_of_this_package_is_shown(
-    level: str, shown: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_level_filters_our_messages(level: str, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     own = logging.getLogger("megatron_mamba_cache.mcore.engine")
     with quiet_libraries(level):
         for name in ("debug", "info", "warning", "error"):
@@ -49,7 +47,7 @@ def test_the_log_level_says_what_of_this_package_is_shown(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_libraries_warn_of_is_hidden_unless_debugging(level: str) -> None:
+def test_library_warnings_are_hidden_unless_debugging(level: str) -> None:
     others = [logging.getLogger(name) for name in ("megatron.core.ssm", "torch.distributed.checkpoint")]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -60,7 +58,7 @@ def test_what_libraries_warn_of_is_hidden_unless_debugging(level: str) -> None:
         assert len(caught) == (level == "debug")
 
 
-def test_a_process_that_does_not_speak_shows_its_errors_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_process_logs_only_errors(capsys: pytest.CaptureFixture[str]) -> None:
     own = logging.getLogger("megatron_mamba_cache.mcore.engine")
     with quiet_libraries(), speaking_for_all(Launch(rank=1, num_processes=2)):
         own.warning("also seen by the first")
@@ -68,7 +66,7 @@ def test_a_process_that_does_not_speak_shows_its_errors_alone(capsys: pytest.Cap
     assert capsys.readouterr().err.splitlines() == ["ERROR: broken"]
 
 
-def test_the_process_of_a_coordinator_hides_what_its_parent_hides() -> None:
+def test_coordinator_process_hides_what_its_parent_hides() -> None:
     code = (
         "import warnings, logging, sys\n"
         "from megatron_mamba_cache.replicas.launch import _Quiet\n"
@@ -88,7 +86,7 @@ def test_the_process_of_a_coordinator_hides_what_its_parent_hides() -> None:
             assert _Quiet.of_this_process() == _Quiet(False, (10, 10, 10, 10))
 
 
-def test_a_signal_that_ends_a_command_prints_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
+def test_signal_that_ends_a_command_prints_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:  # as megatron's import does
         faulthandler.register(number, file=sys.__stderr__, all_threads=False, chain=True)

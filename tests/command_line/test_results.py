@@ -26,7 +26,7 @@ def result_of(*records: RequestRecord, states_evicted: int = 0, **counters: int)
     return RunResult(numbered, CacheSnapshot(CacheCounters(states_evicted=states_evicted, **counters)), 2.0)
 
 
-def test_the_reason_for_no_skip_fits_what_happened() -> None:
+def test_reason_for_no_skip_matches_the_run() -> None:
     short, failed, hit = (
         replace(LONG, prompt_tokens=[1] * 64),
         replace(LONG, error="why"),
@@ -68,19 +68,19 @@ def test_captured_graphs_are_reported_and_written() -> None:
     assert (summary["num_graphs"], summary["graph_bytes"], summary["graph_steps"]) == (12, 3 * 2**29, 31)
 
 
-def test_a_failed_request_counts_in_no_total_but_its_own() -> None:
+def test_failed_request_counts_only_as_failed() -> None:
     summary = result_of(LONG, replace(LONG, error="why", generated_tokens=[])).summary()
     assert (summary["requests"], summary["failed_requests"]) == (2, 1)
     assert (summary["prompt_tokens"], summary["generated_tokens"], summary["tokens_per_second"]) == (100, 3, 1.5)
 
 
 @pytest.mark.parametrize("text", ["a\nb\rc\x1b[31m", "\ud83d\u2028\u202e", "x" * 1000, ""])
-def test_any_text_prints_in_one_ascii_line(text: str) -> None:
+def test_any_text_prints_as_one_ascii_line(text: str) -> None:
     (line,) = text_lines([replace(LONG, text=text)], [text])
     assert line.isascii() and line.isprintable() and len(line) < 300
 
 
-def test_a_long_table_is_cut_and_says_so() -> None:
+def test_long_table_is_cut_with_a_note() -> None:
     lines = list(table_lines([LONG] * 60))
     assert len(lines) == 52 and "10 more" in lines[-1]
 
@@ -89,13 +89,13 @@ def test_a_long_table_is_cut_and_says_so() -> None:
     ("theirs", "expected"),
     [([7, 8, 9], None), ([7, 5, 9], Difference(1, 1, 8, 5)), ([7, 8], Difference(1, 2, 9, None))],
 )
-def test_the_first_difference_is_found(theirs: list[int], expected: Difference | None) -> None:
+def test_first_difference_is_found(theirs: list[int], expected: Difference | None) -> None:
     cached = result_of(LONG, LONG, LONG)
     uncached = result_of(LONG, replace(LONG, generated_tokens=theirs), replace(LONG, generated_tokens=theirs))
     assert first_difference(cached, uncached) == expected
 
 
-def test_only_turns_that_ran_after_the_first_of_their_session_count_as_later() -> None:
+def test_only_turns_after_the_first_of_a_session_count_as_later() -> None:
     sessions = ["a", None, "a", "b", "a", None]
     lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
     records = [replace(LONG, cached_tokens=number) for number in range(6)]
@@ -109,7 +109,7 @@ def reply_to(prompt: str, text: str, **changes: object) -> list[str]:
     return list(reply_lines([PromptLine(0, prompt)], [replace(LONG, text=text, **changes)], [prompt]))
 
 
-def test_a_reply_goes_on_where_its_prompt_ends() -> None:
+def test_reply_continues_its_prompt() -> None:
     assert reply_to("a\nb\nc\nd\ne", "f\n\ng") == ["request 0", "  | b", "  | c", "  | d", "  > ef", "  > ", "  > g"]
     assert reply_to("a\n", "b") == ["request 0", "  | a", "  > b"]
     assert reply_to("a\nb", "\nc") == ["request 0", "  | a", "  | b", "  > c"]
@@ -123,7 +123,7 @@ def test_long_replies_are_cut_and_control_characters_escaped() -> None:
     assert all(line.isascii() and line.isprintable() and len(line) < 150 for line in shown)
 
 
-def test_of_a_session_the_last_reply_is_shown() -> None:
+def test_last_reply_of_a_session_is_shown() -> None:
     sessions = ["a", "b", "a", None, "b"]
     lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
     records = [replace(LONG, request_id=number) for number in range(5)]

@@ -12,7 +12,7 @@ SESSIONS = st.lists(st.none() | st.integers(0, 3) | st.sampled_from(["0", "a"]),
 
 
 @given(sessions=SESSIONS, order=st.randoms(use_true_random=False))
-def test_each_line_runs_once_and_after_the_lines_of_its_session(
+def test_each_line_runs_once_after_earlier_lines_of_its_session(
     sessions: list[int | str | None], order: random.Random
 ) -> None:
     lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]

@@ -40,7 +40,7 @@ BAD = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_work_is_one_line_and_status_2_before_anything_is_allocated(
+def test_unusable_tier_flags_exit_2_before_allocation(
     command: str, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def allocate(*_: Any, **__: Any) -> None:
@@ -58,33 +58,31 @@ def test_what_cannot_work_is_one_line_and_status_2_before_anything_is_allocated(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_cannot_be_written(tmp_path: Path) -> None:
+def test_directory_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     arguments = command_parser().parse_args(["generate", *MEMORY, "--disk-cache-dir", str(tmp_path / "below" / "that")])
     with pytest.raises(UsageError, match="cannot be made or written"):
         check_tiers(arguments)
 
 
-def test_a_directory_is_not_made_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_directory_is_created_after_the_model_is_loaded(tmp_path: Path) -> None:
     check_tiers(command_parser().parse_args(["generate", *MEMORY, "--disk-cache-dir", str(tmp_path / "a" / "b")]))
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("memory", [[], ["--state-gb", "1"], ["--kv-gb", "1", "--state-gb", "1"], ["--cache-gb", "1"]])
-def test_a_host_tier_works_below_a_budget_however_it_is_given(memory: list[str]) -> None:
+def test_host_tier_works_with_every_way_to_give_a_budget(memory: list[str]) -> None:
     check_engine_arguments(command_parser().parse_args(["serve", "--hf-model", "x", "--host-cache-gb", "1", *memory]))
 
 
 @pytest.mark.long
-def test_a_process_that_cannot_use_its_flags_says_no_more_than_one_line(tmp_path: Path) -> None:
+def test_process_with_unusable_flags_prints_one_line(tmp_path: Path) -> None:
     flags = ["--random-model", "--device", "cpu", "--port", "0", "--cache-gb", "0.1", "--host-cache-gb", "1e-6"]
     finished = run_process("-m", "megatron_mamba_cache", "serve", *flags, cwd=tmp_path)
     assert finished.status == 2 and finished.stderr.count("\n") == 1 and "set --host-cache-gb to" in finished.stderr
 
 
-def test_generate_keeps_prefixes_below_the_device_for_its_next_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_keeps_prefixes_on_disk_for_the_next_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / name for name in ("prompts.jsonl", "out.json")}
     tiers = [*MEMORY, "--disk-cache-dir", tmp_path / "disk", "--disk-cache-gb", "0.1"]
     flags = ["--random-model", "--prompts", files["prompts.jsonl"], "--output-path", files["out.json"], *tiers]
@@ -103,9 +101,7 @@ def test_generate_keeps_prefixes_below_the_device_for_its_next_run(
     assert f"; {second['cached_tokens']} from the disk)" in finished.stdout
 
 
-def test_the_run_that_compares_has_tiers_and_the_one_without_the_cache_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_cached_run_of_a_comparison_has_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-tokens-to-generate", "2", *MEMORY, "--disk-cache-dir", tmp_path / "disk"]
     finished = run_here(capsys, "--random-model", "--output-path", tmp_path / "out.json", *flags)
     assert finished.status == 0 and "outputs identical" in finished.stdout, finished.stderr
@@ -114,7 +110,7 @@ def test_the_run_that_compares_has_tiers_and_the_one_without_the_cache_none(
     assert summary["without_cache"]["host_bytes"] == summary["without_cache"]["disk_bytes"] == {}
 
 
-def test_the_summary_names_the_tiers_that_tokens_came_back_from() -> None:
+def test_summary_names_the_tiers_that_tokens_were_restored_from() -> None:
     record = RequestRecord(0, [1] * 100, [7], cached_tokens=80, cached_tokens_from_host=48, cached_tokens_from_disk=16)
     line = summary_line(RunResult([record], CacheSnapshot(CacheCounters()), 1.0))
     assert line.startswith(

@@ -48,7 +48,7 @@ def container() -> dict[str, Any]:
     return found
 
 
-def test_dockerfile_copies_what_is_there_and_knows_its_instructions() -> None:
+def test_dockerfile_copies_existing_files_with_known_instructions() -> None:
     assert all(INSTRUCTIONS.fullmatch(name) for name, _ in instructions())
     assert instructions()[0][0] == "FROM"
     copied = [path for name, value in instructions() if name == "COPY" for path in value.split()[:-1]]
@@ -58,19 +58,19 @@ def test_dockerfile_copies_what_is_there_and_knows_its_instructions() -> None:
             assert shlex.split(value)
 
 
-def test_dockerfile_copies_what_the_build_reads() -> None:
+def test_dockerfile_copies_every_file_of_the_build() -> None:
     copied = {path for name, value in instructions() if name == "COPY" for path in value.split()[:-1]}
     assert {"pyproject.toml", "setup.py", "README.md", "megatron_mamba_cache"} <= copied
 
 
-def test_image_installs_what_the_readme_installs_on_a_gpu() -> None:
+def test_image_installs_the_readmes_gpu_packages() -> None:
     (extras,) = re.findall(r"pip install -e '\.(\[.*gpu.*\])'", (REPOSITORY / "README.md").read_text())
     commands = [value for name, value in instructions() if name == "RUN"]
     assert f"pip install --no-cache-dir '.{extras}'" in commands
 
 
 @pytest.mark.parametrize(("index", "status"), [("https://index", 0), ("https://broken", 1), ("", 0)])
-def test_image_has_flashinfers_kernels_of_the_release_or_is_not_built(index: str, status: int, tmp_path: Path) -> None:
+def test_image_needs_flashinfer_kernels_of_its_release(index: str, status: int, tmp_path: Path) -> None:
     (command,) = [value for name, value in instructions() if name == "RUN" and "flashinfer" in value]
     for program, script in {
         "python": "echo 0.6.18.post1",
@@ -86,7 +86,7 @@ def test_image_has_flashinfers_kernels_of_the_release_or_is_not_built(index: str
     assert asked == (expected if index else "")
 
 
-def test_image_runs_the_server_as_a_user_without_privileges() -> None:
+def test_image_runs_the_server_unprivileged() -> None:
     assert argument("USER") not in ("0", "root")
     names = [name for name, _ in instructions()]
     assert names.index("USER") > max(index for index, name in enumerate(names) if name in ("COPY", "RUN"))
@@ -98,7 +98,7 @@ def test_image_runs_the_server_as_a_user_without_privileges() -> None:
     assert f":{serve.port}/health" in probe[2]
 
 
-def test_pod_runs_the_server_with_flags_that_exist() -> None:
+def test_pod_runs_the_server_with_existing_flags() -> None:
     serve = parsed(container()["args"])
     assert serve.command == "serve" and serve.host == "0.0.0.0"
     (port,) = container()["ports"]
@@ -113,7 +113,7 @@ def test_probes_ask_for_health(probe: str) -> None:
     assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
 
 
-def test_start_has_time_and_the_end_is_longer_than_the_pre_stop_hook_and_the_drain() -> None:
+def test_grace_period_exceeds_pre_stop_hook_and_drain() -> None:
     startup = container()["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1200
     program, seconds = container()["lifecycle"]["preStop"]["exec"]["command"]

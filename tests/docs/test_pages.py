@@ -96,7 +96,7 @@ def test_every_flag_exists(page: Path) -> None:
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
-def test_flags_of_others_are_named_somewhere_and_are_not_ours() -> None:
+def test_foreign_flags_are_mentioned_and_not_ours() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     foreign = set().union(*FOREIGN.values())
     assert foreign <= set(FLAG.findall(text))
@@ -109,7 +109,7 @@ def rows_of(page: Path) -> dict[str, list[str]]:
     return {name: [cell.strip() for cell in rest.split(" | ")] for name, rest in rows}
 
 
-def test_settings_are_those_of_the_code_with_their_defaults_and_flags() -> None:
+def test_settings_page_matches_the_code() -> None:
     rows = rows_of(REPOSITORY / "docs" / "settings.md")
     assert set(rows) == {field.name for field in fields(CacheConfig)}
     for field in fields(CacheConfig):
@@ -119,7 +119,7 @@ def test_settings_are_those_of_the_code_with_their_defaults_and_flags() -> None:
         assert set(FLAG.findall(flags)) >= set(FLAGS.get(field.name, ())), field.name
 
 
-def test_settings_of_routing_are_those_of_the_code() -> None:
+def test_routing_settings_match_the_code() -> None:
     rows = rows_of(REPOSITORY / "docs" / "replicas.md")
     assert set(rows) == {field.name for field in fields(RoutingSettings)}
     for field in fields(RoutingSettings):
@@ -127,7 +127,7 @@ def test_settings_of_routing_are_those_of_the_code() -> None:
         assert rows[field.name][0] == shown, field.name
 
 
-def test_the_picture_shows_the_measured_figures() -> None:
+def test_picture_shows_the_measured_figures() -> None:
     table = (REPOSITORY / "benchmarks" / "results" / "turn_latency.md").read_text(encoding="utf-8")
     picture = (REPOSITORY / "docs" / "later_turn.svg").read_text(encoding="utf-8")
     bars = re.findall(r'<rect x="210" y="\d+" width="([\d.]+)"', picture)
@@ -155,17 +155,17 @@ def paths_of(prose: str) -> set[str]:
     return {name for name in names if name.endswith((".py", "/")) or name.startswith(("tests/", "docs/"))}
 
 
-def test_a_new_person_reads_the_map_in_ten_minutes() -> None:
+def test_architecture_page_reads_in_ten_minutes() -> None:
     assert len(ARCHITECTURE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_THE_MAP
 
 
-def test_files_that_the_maps_name_exist() -> None:
+def test_files_named_on_the_maps_exist() -> None:
     paths = paths_of(prose_of_the_maps())
     assert len(paths) > 50
     assert [path for path in sorted(paths) if not ((PACKAGE / path).exists() or (REPOSITORY / path).exists())] == []
 
 
-def test_the_map_names_every_folder_of_the_package() -> None:
+def test_map_names_every_folder_of_the_package() -> None:
     folders = {f"{init.parent.relative_to(PACKAGE)}/" for init in PACKAGE.rglob("*/__init__.py")}
     assert folders <= paths_of(prose_of(ARCHITECTURE))
     drawn = re.search(r"^## The picture\n\n((?:    .*\n)+)", ARCHITECTURE.read_text(encoding="utf-8"), re.M)
@@ -175,7 +175,7 @@ def test_the_map_names_every_folder_of_the_package() -> None:
     assert set(re.findall(r"\b(\w+/|\w+\.py)", drawn[1])) == top | modules
 
 
-def test_the_readme_s_tree_has_the_folders_of_the_package() -> None:
+def test_readme_tree_has_the_folders_of_the_package() -> None:
     drawn = re.search(r"^    megatron_mamba_cache/\n((?:      .*\n)+)", README.read_text(encoding="utf-8"), re.M)
     assert drawn is not None
     assert set(re.findall(r"^      (\w+)/ ", drawn[1], re.M)) == {
@@ -183,7 +183,7 @@ def test_the_readme_s_tree_has_the_folders_of_the_package() -> None:
     }
 
 
-def test_names_of_code_on_the_maps_exist() -> None:
+def test_identifiers_on_the_maps_exist() -> None:
     """A method is looked for in the class that the map names."""
     names = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose_of_the_maps())
     own = {name for name in names if ("_" in name or name[0].isupper()) and not name.endswith(".py")} - {PACKAGE.name}
@@ -204,13 +204,13 @@ def placed_names() -> set[tuple[str, str]]:
     return placed
 
 
-def test_names_that_the_maps_place_in_a_file_are_defined_there() -> None:
+def test_identifiers_on_the_maps_are_defined_in_their_files() -> None:
     placed, defined = placed_names(), names_by_file()
     assert len(placed) > 30
     assert sorted((name, file) for name, file in placed if name not in defined.get(file, ())) == []
 
 
-def test_methods_of_the_life_of_a_step_are_called_in_its_order() -> None:
+def test_methods_of_a_step_are_called_in_order() -> None:
     """Items 2 to 7 follow `StepRunner.run` from top to bottom."""
     life = prose_of(ARCHITECTURE).partition("## The life of a step")[2].partition("\n### ")[0]
     items = "".join(re.findall(r"^[2-7]\. .*\n(?:   .*\n)*", life, re.M))
@@ -219,7 +219,7 @@ def test_methods_of_the_life_of_a_step_are_called_in_its_order() -> None:
     assert len(named) > 3 and all(name in called for name in named), named
 
 
-def test_methods_call_what_the_maps_say_that_they_call() -> None:
+def test_methods_make_the_calls_on_the_maps() -> None:
     said = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of_the_maps())
     assert len(said) > 1
     assert [(caller, name) for caller, name in said if name not in calls_of(caller)] == []

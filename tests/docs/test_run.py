@@ -66,14 +66,14 @@ def python_blocks(page: Path) -> list[Block]:
 
 
 @pytest.mark.long
-def test_python_blocks_print_what_the_pages_say(runner: BlockRunner) -> None:
+def test_python_blocks_print_the_pages_output(runner: BlockRunner) -> None:
     blocks = [block for page in pages() if not asks_a_server(page) for block in python_blocks(page)]
     assert sum(block.kind == "prints" for block in blocks) > 5
     runner.run(blocks)
 
 
 @pytest.mark.long
-def test_blocks_that_ask_a_server_print_what_the_pages_say(
+def test_server_blocks_print_the_pages_output(
     runner: BlockRunner, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
 ) -> None:
     asking = sorted((page for page in pages() if asks_a_server(page)), key=served_by)
@@ -86,7 +86,7 @@ def test_blocks_that_ask_a_server_print_what_the_pages_say(
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", ["base", "server"])
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in pages()])
-def test_every_block_of_the_page_prints_what_it_says(page: Path, environment: str, runner: BlockRunner) -> None:
+def test_every_block_of_the_page_prints_its_output(page: Path, environment: str, runner: BlockRunner) -> None:
     runner.run(blocks_to_run(page, environment))
 
 
@@ -95,14 +95,14 @@ def block(kind: str, language: str, text: str, *values: str) -> Block:
     return Block(REPOSITORY / "docs" / "page.md", 1, language, text, kind, values)
 
 
-def test_block_that_prints_something_else_fails(runner: BlockRunner) -> None:
+def test_block_with_other_output_fails(runner: BlockRunner) -> None:
     with pytest.raises(BlockError, match="but this was printed\n3"):
         runner.run([block("run", "python", "print(1 + 2)", "base"), block("prints", "text", "4\n")])
     with pytest.raises(BlockError, match="but this was printed\nb"):
         runner.run([block("run", "bash", "echo b", "base"), block("prints", "text", "a\n")])
 
 
-def test_block_that_fails_or_never_serves_fails(runner: BlockRunner) -> None:
+def test_failed_or_silent_block_fails(runner: BlockRunner) -> None:
     with pytest.raises(BlockError, match="ended with status 3"):
         runner.run([block("run", "bash", "exit 3", "base")])
     with pytest.raises(BlockError, match="ZeroDivisionError"):
@@ -111,14 +111,14 @@ def test_block_that_fails_or_never_serves_fails(runner: BlockRunner) -> None:
         runner.run([block("run", "bash", "echo no port >&2; exit 1", "server", "serves")])
 
 
-def test_python_block_has_a_namespace_of_its_own_unless_it_continues(runner: BlockRunner) -> None:
+def test_python_block_has_its_own_namespace_unless_it_continues(runner: BlockRunner) -> None:
     first = block("run", "python", "a = 1", "base")
     runner.run([first, block("run", "python", "print(a)", "base", "continues"), block("prints", "text", "1\n")])
     with pytest.raises(BlockError, match="NameError"):
         runner.run([first, block("run", "python", "print(a)", "base")])
 
 
-def test_files_of_a_page_are_there_and_leave_no_trace(runner: BlockRunner) -> None:
+def test_files_of_a_page_exist_only_while_it_runs(runner: BlockRunner) -> None:
     runner.run(
         [block("file", "json", "{}\n", "x.json"), block("run", "bash", "test -f x.json && test -d docs", "base")]
     )

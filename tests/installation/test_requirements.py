@@ -11,28 +11,28 @@ from tests.installation.requirements import declared, missing, own_requirements,
 from tests.server.client_environments import CLIENTS, NODE, SCRIPTS
 
 
-def test_nothing_is_missing() -> None:
+def test_all_imports_are_required() -> None:
     assert missing(declared()) == []
 
 
 @pytest.mark.parametrize(("extra", "name"), own_requirements(), ids=lambda value: value or "base")
-def test_each_requirement_is_missed_where_it_is_taken_out(extra: str, name: str) -> None:
+def test_removed_requirement_is_found_missing(extra: str, name: str) -> None:
     complaints = missing(declared(without=(extra, name)))
     print(*complaints, sep="\n")
     assert complaints
 
 
-def test_doctor_names_each_extra_that_is_not_for_clients_of_the_server() -> None:
+def test_doctor_names_each_extra_but_those_of_clients() -> None:
     assert set(EXTRAS) == {extra for extra in declared() if extra and not extra.startswith("client-")}
 
 
-def test_each_script_of_a_client_has_an_environment() -> None:
+def test_each_client_script_has_an_environment() -> None:
     assert {path.name for path in SCRIPTS.glob("with_*")} == set(CLIENTS)
     extras = {client.environment for client in CLIENTS.values()} - {NODE, ""}
     assert extras == {extra for extra in declared() if extra.startswith("client-")}
 
 
-def test_the_gpu_extra_begins_at_the_oldest_release_that_the_backend_takes() -> None:
+def test_gpu_extra_starts_at_the_oldest_supported_release() -> None:
     (flashinfer,) = requirements_of("gpu")
     assert flashinfer.specifier.contains(OLDEST)
     assert not flashinfer.specifier.contains("0.5.2") and not flashinfer.specifier.contains("0.7.0")
@@ -53,7 +53,7 @@ def test_imports_are_followed_into_functions_and_packages(tmp_path: Path) -> Non
     assert sources.third_parties(["pkg.main"]) == {"one": "pkg.deep", "two": "pkg.deep.work"}
 
 
-def test_what_may_be_absent_is_passed_over(tmp_path: Path) -> None:
+def test_optional_imports_are_ignored(tmp_path: Path) -> None:
     text = (
         "import os\ntry:\n    import maybe\nexcept ImportError:\n    import instead\n"
         "if TYPE_CHECKING:\n    import types_only\n"

@@ -22,7 +22,7 @@ def load_of(*requests: RecordedRequest, tokens_per_id: int = 64) -> RecordedLoad
     return RecordedLoad(tokens_per_id, requests)
 
 
-def test_turn_continues_after_the_reply_that_the_next_prompt_repeats() -> None:
+def test_reply_repeated_by_the_next_prompt_is_cached() -> None:
     # 130 prompt tokens and a reply of 70 make 200; the next prompt has them and 60 more.
     load = load_of(asked(130, 70, 0, 1, 2), asked(260, 1, 0, 1, 3, 4, 5))
     first, second = block_texts(load, 64)
@@ -31,33 +31,33 @@ def test_turn_continues_after_the_reply_that_the_next_prompt_repeats() -> None:
     assert plan(load, SIZES, []).unlimited.skipped_tokens == 192
 
 
-def test_reply_that_nobody_continues_is_like_no_other_text() -> None:
+def test_reply_without_a_next_turn_shares_no_hash() -> None:
     load = load_of(asked(128, 128, 0, 1), asked(192, 0, 0, 1, 7), asked(192, 0, 0, 1, 9))
     texts = block_texts(load, 64)
     assert texts[0].keys == [*texts[1].keys, texts[0].keys[3]]
     assert texts[2].keys[:2] == texts[0].keys[:2] and texts[2].keys[2] not in texts[0].keys
 
 
-def test_prompt_that_differs_behind_the_last_block_does_not_tell_what_a_reply_says() -> None:
+def test_reply_is_unknown_if_the_next_prompt_differs_after_the_last_block() -> None:
     # 330 tokens: a block of 256, and a whole run behind it.
     other, same = asked(700, 1, 0, 1, 2, 3, 9, 5, 6, 7, 8, 10), asked(700, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10)
     first, of_other, of_same = block_texts(load_of(asked(330, 300, 0, 1, 2, 3, 4, 5), other, same), 256)
     assert first.keys == of_same.keys[:2] and first.keys[1] != of_other.keys[1]
 
 
-def test_prompt_that_only_repeats_does_not_hide_the_one_that_goes_on() -> None:
+def test_repeated_prompt_does_not_hide_the_next_turn() -> None:
     load = load_of(asked(128, 64, 0, 1), asked(128, 0, 0, 1), asked(192, 0, 0, 1, 2))
     first, _, last = block_texts(load, 64)
     assert first.keys == last.keys
 
 
-def test_same_hash_after_other_content_is_another_block() -> None:
+def test_equal_hash_after_different_content_is_another_block() -> None:
     texts = block_texts(load_of(asked(128, 0, 0, 1), asked(128, 0, 2, 1)), 64)
     assert not set(texts[0].keys) & set(texts[1].keys)
 
 
 @pytest.mark.parametrize("block_size", [64, 128, 32])
-def test_blocks_are_made_of_hashes_or_are_parts_of_them(block_size: int) -> None:
+def test_block_joins_hashes_or_splits_one(block_size: int) -> None:
     load = load_of(asked(256, 0, 0, 1, 2, 3), asked(256, 0, 0, 1, 2, 4))
     first, second = block_texts(load, block_size)
     assert len(first.keys) == 256 // block_size
@@ -65,7 +65,7 @@ def test_blocks_are_made_of_hashes_or_are_parts_of_them(block_size: int) -> None
     assert first.keys[:shared] == second.keys[:shared] and first.keys[shared] != second.keys[shared]
 
 
-def test_blocks_that_fit_no_hash_are_refused() -> None:
+def test_block_size_that_divides_no_hash_is_refused() -> None:
     with pytest.raises(ValueError, match="blocks of 96 tokens and hashes of 64 do not fit"):
         block_texts(load_of(asked(64, 0, 0)), 96)
 
@@ -96,7 +96,7 @@ def random_load(seed: int) -> RecordedLoad:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_unlimited_cache_skips_at_most_what_was_seen_and_a_small_one_less(seed: int) -> None:
+def test_unlimited_cache_skips_at_most_what_was_seen(seed: int) -> None:
     load = random_load(seed)
     seen: set[int] = set()
     bound = 0
@@ -113,7 +113,7 @@ def test_unlimited_cache_skips_at_most_what_was_seen_and_a_small_one_less(seed: 
     assert shares[0] < shares[-1] == result.unlimited.share
 
 
-def test_replay_returns_everything() -> None:
+def test_replay_releases_everything() -> None:
     cache = empty_cache(SIZES.space(0.004), SIZES)
     replay(block_texts(random_load(9), 64), cache, max_tokens=256)
     cache.check_integrity([])
@@ -128,7 +128,7 @@ def test_nothing_is_skipped_without_room_for_a_state() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_host_saves_what_a_small_device_evicts_and_never_more_than_can_be_saved(seed: int) -> None:
+def test_host_saves_at_most_what_the_device_evicts(seed: int) -> None:
     load = random_load(seed)
     result = plan(load, SIZES, [0.002, 0.006], [0.0, 0.003, 0.1])
     shares = {(cache.cache_gb, cache.host_cache_gb): cache.replayed.share for cache in result.caches}
@@ -139,7 +139,7 @@ def test_host_saves_what_a_small_device_evicts_and_never_more_than_can_be_saved(
     assert shares[0.006, 0.1] >= 0.9 * result.unlimited.share
 
 
-def test_replay_with_a_host_returns_everything() -> None:
+def test_replay_with_a_host_releases_everything() -> None:
     space, host = SIZES.space(0.004), SIZES.space(0.004)
     tiered = tiered_cache(space, host, SIZES, CopiesAtOnce(), CopyTimes(0, 0, 1))
     texts = block_texts(random_load(9), 64)

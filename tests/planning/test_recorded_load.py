@@ -24,7 +24,7 @@ def request(t: float, prompt: int, reply: int, hashes: range) -> dict[str, Any]:
     return {"t": t, "type": "n", "in": prompt, "out": reply, "hash_ids": list(hashes)}
 
 
-def test_sessions_start_spread_and_their_hashes_are_their_own(tmp_path: Path) -> None:
+def test_sessions_start_staggered_with_their_own_hashes(tmp_path: Path) -> None:
     first = session(request(0, 130, 5, range(3)), request(2000, 200, 7, range(4)))
     second = session(request(1.5, 64, 0, range(1)))
     load = read_load(written(tmp_path / "load.jsonl.gz", first, "", second))
@@ -33,7 +33,7 @@ def test_sessions_start_spread_and_their_hashes_are_their_own(tmp_path: Path) ->
     assert found == [(0.0, 0, 130, 5, (0, 0)), (901.5, 1, 64, 0, (1, 0)), (2000.0, 0, 200, 7, (0, 0))]
 
 
-def test_requests_of_sub_agents_count_from_their_agents_start(tmp_path: Path) -> None:
+def test_sub_agent_times_are_relative_to_their_agent(tmp_path: Path) -> None:
     agent = {"t": 10.0, "type": "subagent", "requests": [request(0, 64, 1, range(9, 10)), request(4, 64, 1, range(1))]}
     load = read_load(written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1)), agent)))
     assert [(one.arrival_s, one.content) for one in load.requests] == [
@@ -43,7 +43,7 @@ def test_requests_of_sub_agents_count_from_their_agents_start(tmp_path: Path) ->
     ]
 
 
-def test_mooncakes_hashes_are_shared_by_all_requests(tmp_path: Path) -> None:
+def test_mooncake_hashes_are_shared_by_all_requests(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]},
         {"timestamp": 1000, "input_length": 512, "output_length": 6, "hash_ids": [0]},
@@ -56,7 +56,7 @@ def test_mooncakes_hashes_are_shared_by_all_requests(tmp_path: Path) -> None:
     ]
 
 
-def test_part_of_a_file_spreads_like_a_file_of_its_own(tmp_path: Path) -> None:
+def test_subset_of_a_file_is_staggered_like_a_file(tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", *(session(request(0, 64, 1, range(1))) for _ in range(4)))
 
     def starts(load: RecordedLoad) -> list[float]:
@@ -86,13 +86,13 @@ def test_part_of_a_file_spreads_like_a_file_of_its_own(tmp_path: Path) -> None:
         (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes of \\[32, 64\\] tokens"),
     ],
 )
-def test_line_in_neither_format_is_named(line: Any, named: str, tmp_path: Path) -> None:
+def test_line_of_unknown_format_is_named(line: Any, named: str, tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1))), line)
     with pytest.raises(ValueError, match=named):
         read_load(path)
 
 
-def test_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1))))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert len(read_load(path).requests) == 1

@@ -124,7 +124,7 @@ def heard(service: Service) -> list[list[bytes]]:
     return found
 
 
-def test_without_a_key_nothing_listens_on_another_interface(serving: Any) -> None:
+def test_without_a_key_only_loopback_is_open(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
     assert service.address.startswith("tcp://127.0.0.1:")
@@ -137,7 +137,7 @@ def test_without_a_key_nothing_listens_on_another_interface(serving: Any) -> Non
     assert nothing_was_heard(service, replica)
 
 
-def test_with_a_key_nothing_without_it_is_heard_and_its_holders_do_everything(serving: Any, tmp_path: Path) -> None:
+def test_only_holders_of_the_key_are_served(serving: Any, tmp_path: Path) -> None:
     file = keyed(tmp_path)
     service = serving(key_file=file)
     (replica,) = service.replicas("a")
@@ -179,7 +179,7 @@ def reply_of(request_id: int, tokens: list[int]) -> dict[str, Any]:
     return record
 
 
-def test_megatrons_client_needs_the_address_alone(serving: Any) -> None:
+def test_megatrons_client_needs_only_the_address(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
 
@@ -187,7 +187,7 @@ def test_megatrons_client_needs_the_address_alone(serving: Any) -> None:
     assert len(heard(service)) == 3  # connect, request, reply
 
 
-def test_a_stranger_that_says_hello_gets_no_prompt(serving: Any) -> None:
+def test_unauthenticated_hello_gets_no_prompt(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
     stranger = FakeReplica(service.context, service, "stranger")
@@ -201,7 +201,7 @@ def test_a_stranger_that_says_hello_gets_no_prompt(serving: Any) -> None:
     assert stranger.hears_nothing()
 
 
-def test_a_stranger_under_a_replicas_identity_is_not_connected(serving: Any) -> None:
+def test_unauthenticated_peer_cannot_take_a_replicas_identity(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
     thief = service.context.socket(zmq.DEALER)
@@ -218,9 +218,7 @@ def test_a_stranger_under_a_replicas_identity_is_not_connected(serving: Any) -> 
     heard(service)
 
 
-def test_the_joining_secret_is_the_users_alone_and_leaves_with_the_coordinator(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_joining_secret_is_private_and_removed_at_exit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     secret = JoiningSecret.create(5)
     assert JoiningSecret.read(5) == secret
@@ -247,7 +245,7 @@ def test_the_joining_secret_is_the_users_alone_and_leaves_with_the_coordinator(
         (None, 0, "No such file"),
     ],
 )
-def test_a_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, said: str, tmp_path: Path) -> None:
+def test_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, said: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     if text is not None:
         file.write_text(text, encoding="utf-8")
@@ -257,12 +255,12 @@ def test_a_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, 
     assert "openssl rand -hex 32" in str(refused.value) or "chmod 600" in str(refused.value)
 
 
-def test_a_key_and_none_contradict_each_other(tmp_path: Path) -> None:
+def test_key_file_and_no_key_are_mutually_exclusive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="insecure is True, but there is a key_file"):
         RoutingSettings(key_file=keyed(tmp_path), insecure=True)
 
 
-def test_a_pyzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pyzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(channels.zmq, "has", lambda _feature: False)
     with pytest.raises(ModuleNotFoundError, match="this pyzmq has no CURVE"):
         RoutingSettings(key_file=keyed(tmp_path)).access()
@@ -270,12 +268,12 @@ def test_a_pyzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("address", ["tcp://192.0.2.9:5", "tcp://no.such.host.invalid:5"])
-def test_without_a_key_a_coordinator_elsewhere_is_refused_with_the_remedy(address: str) -> None:
+def test_remote_coordinator_without_a_key_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"not on loopback.*--coordinator-key-file FILE.*--insecure-coordinator"):
         LoopbackAccess().check_address(address)
 
 
-def test_addresses_are_read_or_refused() -> None:
+def test_addresses_are_parsed_or_refused() -> None:
     for address in ("tcp://127.0.0.1:5", "tcp://localhost:5", "tcp://[::1]:5"):
         LoopbackAccess().check_address(address)
         assert port_of(address) == 5
@@ -284,7 +282,7 @@ def test_addresses_are_read_or_refused() -> None:
             port_of(address)
 
 
-def test_ranks_of_several_hosts_or_of_different_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_hosts_without_a_shared_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = type("Groups", (), {"mp": None, "dp": None})
 
     def others(*ranks: tuple[str, str]) -> None:
@@ -303,7 +301,7 @@ def test_ranks_of_several_hosts_or_of_different_keys_are_refused(monkeypatch: py
     replica_place.check_ranks(groups, InsecureAccess())
 
 
-def test_sockets_between_ranks_let_no_stranger_in() -> None:
+def test_sockets_between_ranks_refuse_unauthenticated_peers() -> None:
     """As Megatron makes them: a publisher of all prompts, and one that takes the standings of expert peers."""
     with RankContext("127.0.0.1", CurveChannel(b"a" * 32), 1000) as context, zmq.Context() as outside:
         publisher, gathering = context.socket(zmq.PUB), context.socket(zmq.PULL)
@@ -331,7 +329,7 @@ def test_sockets_between_ranks_let_no_stranger_in() -> None:
             made.close()
 
 
-def test_megatrons_own_socket_to_the_coordinator_reaches_nothing() -> None:
+def test_megatrons_socket_to_the_coordinator_is_unused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, RankContext("127.0.0.1", PlainChannel(), 1000) as context:
         server.settimeout(0.5)
         with context.socket(zmq.DEALER) as unused:
@@ -342,7 +340,7 @@ def test_megatrons_own_socket_to_the_coordinator_reaches_nothing() -> None:
             unused.setsockopt(zmq.LINGER, 0)
 
 
-def test_the_key_is_not_in_what_ranks_tell_each_other() -> None:
+def test_ranks_do_not_exchange_the_key() -> None:
     secret = os.urandom(32)
     assert KeyedAccess(secret).fingerprint == KeyedAccess(secret).fingerprint
     assert secret.hex() not in KeyedAccess(secret).fingerprint and len(KeyedAccess(secret).fingerprint) == 16

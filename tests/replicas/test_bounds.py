@@ -57,7 +57,7 @@ def assert_served(replica: FakeReplica, client: FakeClient, number: int = 99) ->
 
 
 @pytest.mark.parametrize("service", [{"max_message_bytes": 10_000}], indirect=True)
-def test_a_connection_that_announces_a_huge_frame_is_closed(service: Service) -> None:
+def test_connection_announcing_a_huge_frame_is_closed(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     other.socket.send(b"x" * 10_001)
@@ -67,7 +67,7 @@ def test_a_connection_that_announces_a_huge_frame_is_closed(service: Service) ->
     assert service.coordinator.handled.empty()
 
 
-def test_a_huge_frame_that_is_announced_and_never_comes_takes_no_memory(box: Mailbox) -> None:
+def test_announced_huge_frame_allocates_no_memory(box: Mailbox) -> None:
     client = connected(box)
     assert box.socket.getsockopt(zmq.MAXMSGSIZE) == 2 * len(PAGE)
     client.close()
@@ -91,7 +91,7 @@ def ends(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "_HANDSHAKE_MS", 200)
     box = Mailbox(None, LoopbackAccess(), 1000)
     with socket.create_connection(("127.0.0.1", port_of(box.address)), 10) as connection:
@@ -100,7 +100,7 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("service", [{"max_request_bytes": 2000}], indirect=True)
-def test_a_request_that_is_too_large_is_answered_and_nothing_else_of_that_size_is_read(service: Service) -> None:
+def test_oversized_request_is_answered_and_others_are_not_read(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     for prompt in ("1 " * 1500, [1] * 3000, TOKENS):
@@ -116,7 +116,7 @@ def test_a_request_that_is_too_large_is_answered_and_nothing_else_of_that_size_i
     assert_served(second, client)
 
 
-def test_ranks_close_a_connection_that_announces_a_huge_frame() -> None:
+def test_ranks_close_a_connection_announcing_a_huge_frame() -> None:
     with RankContext("127.0.0.1", CurveChannel(b"a" * 32), 1000) as context:
         gathering, large, small = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PUSH))
         gathering.bind_to_random_port("tcp://127.0.0.1")
@@ -133,7 +133,7 @@ def test_ranks_close_a_connection_that_announces_a_huge_frame() -> None:
 
 
 @pytest.mark.parametrize("service", [{"max_pending_bytes": 4 * 3 * REQUEST_BYTES}], indirect=True)
-def test_a_client_has_a_quarter_of_what_may_be_unfinished_and_gets_it_back(service: Service) -> None:
+def test_client_may_use_a_quarter_of_the_unfinished_work(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     for number in range(4):
@@ -147,7 +147,7 @@ def test_a_client_has_a_quarter_of_what_may_be_unfinished_and_gets_it_back(servi
 
 
 @pytest.mark.parametrize("service", [{"max_pending_bytes": 4 * 3 * REQUEST_BYTES}], indirect=True)
-def test_clients_together_have_all_of_what_may_be_unfinished(service: Service) -> None:
+def test_clients_together_may_use_all_of_the_unfinished_work(service: Service) -> None:
     (replica,) = service.replicas("a")
     clients = [service.client(f"client{number}") for number in range(5)]
     for number, client in enumerate(clients[:4]):
@@ -161,7 +161,7 @@ def test_clients_together_have_all_of_what_may_be_unfinished(service: Service) -
     assert_served(replica, clients[4], 1)
 
 
-def test_a_message_counts_as_often_as_it_is_kept() -> None:
+def test_message_counts_once_per_kept_copy() -> None:
     def size(prompt: Any, tokens: list[int], **sampling: Any) -> int:
         return RequestInFlight(0, b"", 0, prompt, tokens, sampling).size()
 
@@ -170,7 +170,7 @@ def test_a_message_counts_as_often_as_it_is_kept() -> None:
     assert size([], [], note="x" * 1000) - size([], []) > 1000
 
 
-def test_a_sender_that_is_ahead_waits(box: Mailbox) -> None:
+def test_fast_sender_is_throttled(box: Mailbox) -> None:
     client = connected(box, SNDHWM=1, SNDBUF=100_000)
     num_sent = 0
     with suppress(zmq.Again):
@@ -183,7 +183,7 @@ def test_a_sender_that_is_ahead_waits(box: Mailbox) -> None:
     client.close()
 
 
-def test_a_peer_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "_MOST_UNSENT", 100)
     box = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
     client = connected(box, RCVHWM=1, RCVBUF=100_000)
@@ -201,7 +201,7 @@ def test_a_peer_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatc
 # What is remembered, and what is logged.
 
 
-def test_the_dead_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_of_dead_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "_MOST_DEAD", 3)
     members = Membership()
     for number in range(10):
@@ -213,7 +213,7 @@ def test_the_dead_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert members.greet(b"again", Hello("replica-6")).is_complete
 
 
-def test_signals_that_wait_for_answers_are_bounded() -> None:
+def test_pending_signals_are_bounded() -> None:
     signals = ControlSignals()
     for _ in range(1000):
         signals.ask(Headers.PAUSE)
@@ -221,7 +221,7 @@ def test_signals_that_wait_for_answers_are_bounded() -> None:
         signals.ask(Headers.PAUSE)
 
 
-def test_names_of_a_hello_are_short() -> None:
+def test_hello_names_are_bounded() -> None:
     fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
     assert hello_of(fields) == Hello("a")
     for name in ("replica", "domain", "proof"):
@@ -229,7 +229,7 @@ def test_names_of_a_hello_are_short() -> None:
             hello_of({**fields, name: "x" * 129})
 
 
-def test_sampling_parameters_are_plain_and_nested_little() -> None:
+def test_sampling_parameters_are_plain_and_shallow() -> None:
     nested: list[Any] = []
     for _ in range(6):
         nested = [nested]
@@ -240,12 +240,12 @@ def test_sampling_parameters_are_plain_and_nested_little() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [2**62, -1, True])
-def test_no_request_says_how_much_work_it_is_beyond_any_length(num_tokens: int) -> None:
+def test_requested_work_is_bounded(num_tokens: int) -> None:
     request = RequestInFlight(0, b"", 0, [1], [1], {"num_tokens_to_generate": num_tokens})
     assert 0 <= request.max_new_tokens <= 2**20
 
 
-def test_a_flood_of_nonsense_takes_few_lines_of_the_log(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_messages_log_few_lines(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=mailbox.__name__):
         for _ in range(500):
             box.ignore(b"client", ValueError("x"))

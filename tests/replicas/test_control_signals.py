@@ -5,7 +5,7 @@ from megatron.core.inference.headers import Headers
 from tests.replicas.peers import TIMEOUT_MS, TOKENS, Service
 
 
-def test_a_pause_is_complete_without_the_dead_and_holds_for_those_that_join(service: Service) -> None:
+def test_pause_skips_dead_replicas_and_holds_for_new_ones(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(Headers.PAUSE)
@@ -32,7 +32,7 @@ def test_unpausing_waits_until_the_pause_is_complete(service: Service) -> None:
     assert [replica.receive() for _ in expected] == [[header.value] for header in expected]
 
 
-def test_pausing_twice_is_answered_twice(service: Service) -> None:
+def test_two_pauses_get_two_answers(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_pausing_twice_is_answered_twice(service: Service) -> None:
         assert client.receive()[0] == Headers.PAUSE_ACK.value
 
 
-def test_a_stop_ends_the_coordinator_and_fails_what_is_not_done(service: Service) -> None:
+def test_stop_ends_the_coordinator_and_fails_open_requests(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(0, TOKENS)

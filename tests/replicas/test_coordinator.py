@@ -12,7 +12,7 @@ from megatron_mamba_cache.replicas.wire import Hello, pack_hello
 from tests.replicas.peers import KEYS, SALT, TOKENS, Service
 
 
-def test_a_prompt_goes_to_the_replica_that_reports_its_prefix_and_the_reply_to_its_client(service: Service) -> None:
+def test_prompt_is_routed_to_its_prefix_and_the_reply_to_its_client(service: Service) -> None:
     first, second = service.replicas("ab")
     client, other = service.client(), service.client("other")
     second.report([KEYS[2]])
@@ -24,7 +24,7 @@ def test_a_prompt_goes_to_the_replica_that_reports_its_prefix_and_the_reply_to_i
     assert first.hears_nothing() and other.hears_nothing()
 
 
-def test_the_parts_of_an_interrupted_reply_have_one_text(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_reply_has_one_text(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     monkeypatch.setattr(
@@ -38,7 +38,7 @@ def test_the_parts_of_an_interrupted_reply_have_one_text(service: Service, monke
     assert "".join(part["generated_text"] for part in record["requests"]) == "aéb"
 
 
-def test_prompts_of_text_and_of_tenants_are_named_as_their_replica_does(service: Service) -> None:
+def test_text_and_tenant_prompts_get_their_replicas_keys(service: Service) -> None:
     _, second, third = service.replicas("abc")
     second.report([KEYS[2]])
     third.report([block_keys(SALT.root_of("red"), TOKENS, SALT.block_size)[2]])
@@ -49,7 +49,7 @@ def test_prompts_of_text_and_of_tenants_are_named_as_their_replica_does(service:
     assert third.receive()[3]["spec"]["tenant"] == "red"
 
 
-def test_keys_of_an_old_salt_attract_no_request(service: Service) -> None:
+def test_keys_with_an_old_salt_are_not_routed_to(service: Service) -> None:
     first, second = service.replicas("ab")
     second.report([KEYS[2]])
     second.report([], KeySalt("model", "1", 1, 4), were_flushed=True)
@@ -60,7 +60,7 @@ def test_keys_of_an_old_salt_attract_no_request(service: Service) -> None:
 
 
 @pytest.mark.parametrize("service", [{"policy": "round-robin"}], indirect=True)
-def test_round_robin_ignores_reports(service: Service) -> None:
+def test_round_robin_ignores_cache_reports(service: Service) -> None:
     replicas = service.replicas("abc")
     replicas[1].report([KEYS[2]])
     client = service.client()
@@ -95,7 +95,7 @@ MALFORMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", MALFORMED)
-def test_malformed_messages_disturb_no_peer(service: Service, message: str) -> None:
+def test_malformed_messages_affect_no_peer(service: Service, message: str) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     second.report([KEYS[2]])
@@ -106,7 +106,7 @@ def test_malformed_messages_disturb_no_peer(service: Service, message: str) -> N
     assert first.hears_nothing()
 
 
-def test_a_reply_that_cannot_be_read_fails_its_request(service: Service) -> None:
+def test_malformed_reply_fails_its_request(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(3, TOKENS)
@@ -115,7 +115,7 @@ def test_a_reply_that_cannot_be_read_fails_its_request(service: Service) -> None
     assert "its reply cannot be read" in client.error()
 
 
-def test_a_malformed_record_does_not_take_the_replies_beside_it_along(service: Service) -> None:
+def test_malformed_record_fails_no_other_reply(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     for number in range(2):
@@ -127,7 +127,7 @@ def test_a_malformed_record_does_not_take_the_replies_beside_it_along(service: S
 
 
 @pytest.mark.parametrize("prompt", ["1 two 3", [1, "2"], [2**40], {"1": 2}, None])
-def test_a_prompt_that_cannot_be_read_fails_alone(service: Service, prompt: Any) -> None:
+def test_malformed_prompt_fails_alone(service: Service, prompt: Any) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(3, prompt)
@@ -135,7 +135,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(service: Service, prompt: Any)
     assert replica.hears_nothing()
 
 
-def test_a_reply_of_a_replica_that_the_request_was_not_sent_to_is_ignored(service: Service) -> None:
+def test_reply_from_another_replica_is_ignored(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.submit(3, TOKENS)

@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_requests_of_a_client_that_left_are_cancelled_and_no_one_elses(service: Service) -> None:
+def test_only_a_departed_clients_requests_are_cancelled(service: Service) -> None:
     first, second = service.replicas("ab")
     gone, stays = service.client("gone"), service.client("stays")
     for number in range(4):
@@ -48,7 +48,7 @@ def test_requests_of_a_client_that_left_are_cancelled_and_no_one_elses(service: 
     assert stays.answer()[1]["generated_tokens"] == [5] and stays.hears_nothing()
 
 
-def test_what_a_client_that_left_had_unfinished_is_not_counted_any_more(service: Service) -> None:
+def test_departed_clients_work_is_no_longer_counted(service: Service) -> None:
     (replica,) = service.replicas("a")
     in_flight = service.coordinator._in_flight
     for number in range(3):
@@ -65,7 +65,7 @@ def test_what_a_client_that_left_had_unfinished_is_not_counted_any_more(service:
 
 
 @pytest.mark.parametrize("service", [{"probe_interval_s": 0.5}], indirect=True)
-def test_a_client_that_leaves_while_its_replica_dies_takes_nothing_along(service: Service) -> None:
+def test_client_leaving_as_its_replica_dies_affects_no_other(service: Service) -> None:
     """Both are missed by the same probe: no replica is left for the first request, and no client to be told so."""
     (replica,) = service.replicas("a")
     gone, stays = service.client("gone"), service.client("stays")
@@ -86,7 +86,7 @@ def test_a_client_that_leaves_while_its_replica_dies_takes_nothing_along(service
 
 
 @pytest.mark.parametrize("service", [{"probe_interval_s": 0.5}], indirect=True)
-def test_requests_of_a_client_that_leaves_while_its_replica_dies_end_at_the_next_replica(service: Service) -> None:
+def test_departed_clients_retried_requests_are_cancelled(service: Service) -> None:
     first, second = service.replicas("ab")
     gone = service.client("gone")
     gone.submit(0, TOKENS)

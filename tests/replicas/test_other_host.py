@@ -104,7 +104,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         service.end()
 
 
-def test_another_host_can_reach_this_one(other_host: OtherHost) -> None:
+def test_another_host_can_connect(other_host: OtherHost) -> None:
     with socket.create_server((HERE, 0)) as server:
         says = (
             "import socket, sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 10).recv(9).decode())"

@@ -30,7 +30,7 @@ def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:  # noqa: F811
     [PeerSocket.recv, PeerSocket.recv_multipart, lambda socket: socket.recv(zmq.NOBLOCK)],
     ids=["one part", "all parts", "without waiting"],
 )
-def test_waiting_for_a_peer_that_died_raises(
+def test_waiting_for_a_dead_peer_raises(
     wait: Callable[[PeerSocket], Any],
     line: Line,  # noqa: F811
     peer: tuple[zmq.Socket, PeerSocket],
@@ -42,7 +42,7 @@ def test_waiting_for_a_peer_that_died_raises(
                 wait(peer[1])
 
 
-def test_messages_of_peers_and_of_the_coordinator_come_in_order(
+def test_messages_of_peers_and_coordinator_keep_their_order(
     line: Line,  # noqa: F811
     peer: tuple[zmq.Socket, PeerSocket],
 ) -> None:

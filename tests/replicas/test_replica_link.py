@@ -49,12 +49,12 @@ def line() -> Iterator[Line]:
     made.context.destroy(linger=0)
 
 
-def test_hello_is_said_first_under_a_name_of_its_own(line: Line) -> None:
+def test_link_sends_hello_first_under_its_own_identity(line: Line) -> None:
     kind, body = msgpack.unpackb(line.hello)
     assert (kind, hello_of(body), line.identity) == ("hello", HELLO, b"a/1")
 
 
-def test_only_messages_for_the_engine_come_through(line: Line) -> None:
+def test_only_engine_messages_pass_the_link(line: Line) -> None:
     line.say(WELCOME, PROBE, b"request")
     assert line.link.recv() == b"request"
     with pytest.raises(zmq.Again):
@@ -62,18 +62,18 @@ def test_only_messages_for_the_engine_come_through(line: Line) -> None:
     asyncio.run(line.link.wait_for_welcome(0.0))
 
 
-def test_a_fenced_replica_is_told_to_restart(line: Line) -> None:
+def test_fenced_replica_must_restart(line: Line) -> None:
     line.say(FENCED)
     with pytest.raises(ReplicaFencedError, match="restart it"):
         line.link.drain()
 
 
-def test_a_missing_welcome_is_an_error_in_time(line: Line) -> None:
+def test_missing_welcome_times_out(line: Line) -> None:
     with pytest.raises(ConnectionError, match=r"no coordinator has welcomed this replica at tcp://127\.0\.0\.1:\d+"):
         asyncio.run(line.link.wait_for_welcome(0.05))
 
 
-def test_a_coordinator_that_has_gone_is_noticed_but_one_that_probes_is_there(line: Line) -> None:
+def test_silent_coordinator_is_lost_but_probes_keep_it(line: Line) -> None:
     silence_s = replica_link.COORDINATOR_SILENCE_S + 1
     line.link._last_heard -= silence_s  # as in a long step, in which nothing reads
     line.say(PROBE)
@@ -83,7 +83,7 @@ def test_a_coordinator_that_has_gone_is_noticed_but_one_that_probes_is_there(lin
         line.link.drain()
 
 
-def test_reports_arrive_as_they_were_made(line: Line) -> None:
+def test_reports_arrive_in_order(line: Line) -> None:
     changes = BoundaryChanges((BlockKey(2**255 + 1), BlockKey(1)), (BlockKey(7),), were_flushed=True)
     salt = KeySalt("model", "1", 2, 16)
     line.link.report_keys(changes, salt)
@@ -93,7 +93,7 @@ def test_reports_arrive_as_they_were_made(line: Line) -> None:
     assert report_of(line.heard()[1]) == KeyReport(BoundaryChanges())
 
 
-def test_a_large_report_arrives_in_parts_that_say_the_same(line: Line) -> None:
+def test_large_report_is_split_without_loss(line: Line) -> None:
     dropped, published = (tuple(BlockKey(key) for key in range(first, first + 150)) for first in (1, 1001))
     salt = KeySalt("model", "1", 2, 16)
     line.link.report_keys(BoundaryChanges(published, dropped, were_flushed=True), salt)
@@ -108,7 +108,7 @@ def test_a_large_report_arrives_in_parts_that_say_the_same(line: Line) -> None:
     assert [key for part in parts for key in part] == [*dropped, *published]
 
 
-def test_a_large_message_arrives_by_request_and_what_is_too_large_alone_fails(line: Line) -> None:
+def test_large_message_is_split_by_request_and_oversized_ones_fail_alone(line: Line) -> None:
     records = [{"requests": [{"request_id": number, "prompt": "x" * size}]} for number, size in SIZES]
     line.link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
     assert [line.heard() for _ in range(2)] == [[Headers.ENGINE_REPLY.value, [record]] for record in records[:2]]

@@ -32,7 +32,7 @@ def fleet(many_processes: None) -> Iterator[Fleet]:
     started.end()
 
 
-def test_turns_find_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fleet) -> None:
+def test_turns_reuse_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fleet) -> None:
     """Three launches of one replica each, the last two of which join the first one's coordinator."""
     fleet.launch([{"fail_steps": 40, "step_s": STEP_S}] * 3)
 
@@ -65,9 +65,7 @@ def test_turns_find_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fl
 
 
 @pytest.mark.long
-def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_say_why(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_slow_replica_is_alive_and_a_dead_ones_requests_report_why(fleet: Fleet, tmp_path: Path) -> None:
     """Two ranks of one launch; a request is not tried twice."""
     world = str(tmp_path / "store")
     routing = {"num_attempts": 1}
@@ -102,7 +100,7 @@ def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_
 
 
 @pytest.mark.long
-def test_a_reply_above_the_message_limit_fails_alone_and_the_replica_goes_on(fleet: Fleet) -> None:
+def test_oversized_reply_fails_alone(fleet: Fleet) -> None:
     limit, scored = 20_000, {"return_log_probs": True, "top_n_logprobs": 20, "skip_prompt_log_probs": True}
     fleet.launch([{"step_s": 0.0}], {"max_message_bytes": limit})
 

@@ -24,7 +24,7 @@ UNREADABLE: list[dict[str, Any]] = [
 ]
 
 
-def test_requests_of_replicas_that_die_together_go_to_one_that_lives(service: Service) -> None:
+def test_requests_of_dead_replicas_go_to_a_live_one(service: Service) -> None:
     first, _second = service.replica("a", domain="experts"), service.replica("b", domain="experts")
     other = service.replica("c")
     client = service.client()
@@ -36,12 +36,12 @@ def test_requests_of_replicas_that_die_together_go_to_one_that_lives(service: Se
 
 
 @pytest.mark.parametrize("sampling", UNREADABLE)
-def test_sampling_parameters_that_would_end_a_replica_never_reach_one(sampling: dict[str, Any]) -> None:
+def test_harmful_sampling_parameters_never_reach_a_replica(sampling: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sampling parameter"):
         readable_sampling(sampling)
 
 
-def test_what_a_client_adds_to_sampling_parameters_is_kept() -> None:
+def test_extra_sampling_parameters_are_kept() -> None:
     sampling = {"num_tokens_to_generate": 3, "top_k": 1, "tenant": "red", "seed": 7}
     assert (
         readable_sampling(sampling) == sampling == {"num_tokens_to_generate": 3, "top_k": 1, "tenant": "red", "seed": 7}
@@ -49,7 +49,7 @@ def test_what_a_client_adds_to_sampling_parameters_is_kept() -> None:
 
 
 @pytest.mark.parametrize("token", [True, 1.0, "1", None, [1], 2**31, -(2**31) - 1, 2**70])
-def test_tokens_that_are_no_32_bit_integers_are_refused(token: Any) -> None:
+def test_tokens_beyond_32_bits_are_refused(token: Any) -> None:
     least, most = -(2**31), 2**31 - 1
     assert prompt_tokens([least, 0, most], None, add_bos=False) == [least, 0, most]
     assert prompt_tokens([], None, add_bos=False) == []
@@ -58,7 +58,7 @@ def test_tokens_that_are_no_32_bit_integers_are_refused(token: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", [*UNREADABLE, {"add_BOS": True}])
-def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: dict[str, Any]) -> None:
+def test_malformed_request_is_answered(service: Service, sampling: dict[str, Any]) -> None:
     (replica,) = service.replicas("a")
     replica.report([KEYS[2]])
     client = service.client()
@@ -69,7 +69,7 @@ def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: d
     assert "the request cannot be read" in failed["events"][-2]["payload"]["message"]
 
 
-def test_clients_that_left_are_forgotten(service: Service) -> None:
+def test_departed_clients_are_forgotten(service: Service) -> None:
     service.replicas("a")
     stays = service.client("stays")
     for number in range(8):
@@ -82,7 +82,7 @@ def test_clients_that_left_are_forgotten(service: Service) -> None:
     assert stays.answer()[0] == 0
 
 
-def test_a_reply_that_is_too_large_to_be_sent_fails_its_request_and_its_replica_stops_computing(
+def test_unsendable_reply_fails_its_request_and_cancels_it(
     service: Service,
 ) -> None:
     first, second = service.replicas("ab")

@@ -21,7 +21,7 @@ def progress(start: int, *tokens: int) -> dict[str, Any]:
     return {"start": start, "tokens": list(tokens)}
 
 
-def test_progress_goes_to_the_client_of_its_request_under_the_clients_number(service: Service) -> None:
+def test_progress_reaches_the_client_under_its_own_number(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     client.submit(7, TOKENS)
@@ -32,7 +32,7 @@ def test_progress_goes_to_the_client_of_its_request_under_the_clients_number(ser
     assert client.answer()[0] == 7 and client.hears_nothing() and other.hears_nothing()
 
 
-def test_a_cancelled_request_is_dropped_by_its_replica_and_never_answered(service: Service) -> None:
+def test_cancelled_request_is_dropped_and_never_answered(service: Service) -> None:
     (replica,) = service.replicas("a")
     client, other = service.client(), service.client("other")
     client.submit(7, TOKENS)
@@ -47,7 +47,7 @@ def test_a_cancelled_request_is_dropped_by_its_replica_and_never_answered(servic
     assert client.hears_nothing() and replica.hears_nothing()
 
 
-def test_a_flush_reaches_every_replica_before_what_is_submitted_later(service: Service) -> None:
+def test_flush_reaches_every_replica_before_later_requests(service: Service) -> None:
     replicas = service.replicas("ab")
     client = service.client()
     client.send(FLUSH, "step-2")
@@ -60,14 +60,14 @@ def test_a_flush_reaches_every_replica_before_what_is_submitted_later(service: S
 
 
 @pytest.mark.parametrize("name", [CANCELS, FLUSHES])
-def test_no_client_can_make_a_submission_something_else(service: Service, name: str) -> None:
+def test_submission_cannot_be_turned_into_another_message(service: Service, name: str) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(1, TOKENS, **{name: [None]})
     assert name in client.error() and replica.hears_nothing()
 
 
-def test_those_that_watch_hear_what_the_replicas_do_until_they_are_gone(service: Service) -> None:
+def test_watchers_follow_the_replicas_until_they_leave(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(WATCH)

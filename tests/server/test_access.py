@@ -24,7 +24,7 @@ def posting_paths(routes: Iterable[Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("is_draining", [False, True], ids=["not ready", "draining"])
-def test_every_posting_route_needs_a_ready_server_unless_it_is_open(is_draining: bool) -> None:
+def test_post_routes_need_a_ready_server_unless_open(is_draining: bool) -> None:
     """A route that fails here is missing from `_SERVED_PATHS`: its bodies have no limits either."""
     app = scripted_server()._build()
     paths = set(posting_paths(app.routes))

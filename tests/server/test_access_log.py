@@ -47,7 +47,7 @@ def only(lines: list[Any]) -> Any:
     return lines.pop()
 
 
-def test_a_whole_reply_is_logged_with_its_key_tokens_and_times() -> None:
+def test_complete_reply_is_logged_with_its_key_tokens_and_times() -> None:
     with logged() as (server, lines), server.client() as http:
         connection = server.connection(request_bytes(ASKED))
         wait_until(lambda: server.backend.running)
@@ -69,7 +69,7 @@ def test_a_whole_reply_is_logged_with_its_key_tokens_and_times() -> None:
         assert line["prompt_tokens"] is None and line["first_token_seconds"] is None
 
 
-def test_a_stream_that_ends_with_an_error_is_logged_with_it() -> None:
+def test_failed_stream_is_logged_with_its_error() -> None:
     with logged() as (server, lines):
         connection = server.connection(request_bytes(ASKED | {"stream": True}))
         wait_until(lambda: server.backend.running)
@@ -81,7 +81,7 @@ def test_a_stream_that_ends_with_an_error_is_logged_with_it() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_request_whose_client_leaves_is_logged_as_499(is_stream: bool) -> None:
+def test_departed_clients_request_is_logged_as_499(is_stream: bool) -> None:
     with logged() as (server, lines):
         connection = server.connection(request_bytes(ASKED | {"stream": is_stream}))
         wait_until(lambda: server.backend.running)
@@ -91,14 +91,14 @@ def test_a_request_whose_client_leaves_is_logged_as_499(is_stream: bool) -> None
         assert line["status"] == 499 and line["prompt_tokens"] == 3
 
 
-def test_a_body_that_never_comes_is_logged_as_499() -> None:
+def test_missing_body_is_logged_as_499() -> None:
     with logged() as (server, lines):
         server.connection(request_bytes(b"{", told_size=500)).close()
         line = only(lines)
         assert line["status"] == 499 and line["key"] == "red-team"
 
 
-def test_refused_requests_are_logged_with_the_reason_and_never_with_a_key() -> None:
+def test_refused_requests_are_logged_with_the_reason_without_keys() -> None:
     with logged() as (server, lines), server.client(BLUE) as http:
         assert httpx.post(f"{server.listening.url}/v1/completions", headers={"Authorization": "Bearer sk-1"}).is_error
         refused = only(lines)
@@ -112,7 +112,7 @@ def test_refused_requests_are_logged_with_the_reason_and_never_with_a_key() -> N
         assert "sk-1" not in told and BLUE not in told
 
 
-def test_probes_are_not_logged_unless_their_key_is_refused() -> None:
+def test_probes_are_logged_only_if_their_key_is_refused() -> None:
     with logged() as (server, lines), server.client() as http:
         for path in ("/health", "/metrics", "/dashboard/history"):
             assert http.get(path).status_code == 200
@@ -120,7 +120,7 @@ def test_probes_are_not_logged_unless_their_key_is_refused() -> None:
         assert only(lines)["path"] == "/metrics"
 
 
-def test_a_path_cannot_break_a_line_and_its_query_is_not_logged() -> None:
+def test_path_cannot_break_a_log_line_and_its_query_is_left_out() -> None:
     with logged("text") as (server, lines), server.client() as http:
         http.get("/v1/models/a%0A2026%20%F0%9F%98%80?secret=1")
         line = only(lines)
@@ -128,7 +128,7 @@ def test_a_path_cannot_break_a_line_and_its_query_is_not_logged() -> None:
         assert "secret" not in line
 
 
-def test_text_leaves_out_what_is_not_known_and_off_writes_nothing() -> None:
+def test_text_log_omits_unknown_fields_and_off_logs_nothing() -> None:
     lines: list[str] = []
     exchange = Exchange("id-1", "GET", "/v1/models", arrived=10.0, key_name="ann", status=200, ended=10.25)
     for form in ("text", "off"):
@@ -136,7 +136,7 @@ def test_text_leaves_out_what_is_not_known_and_off_writes_nothing() -> None:
     assert lines == ["2026-01-02T12:00:00.345Z GET /v1/models 200 key=ann seconds=0.25 id=id-1"]
 
 
-def test_a_reader_of_the_log_that_has_left_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_log_reader_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenPipeError
 
@@ -145,7 +145,7 @@ def test_a_reader_of_the_log_that_has_left_does_not_stop_the_server(monkeypatch:
 
 
 @pytest.mark.parametrize("sane", ["a", "req_0-1.2:3", "x" * 128])
-def test_a_sane_request_id_comes_back_in_every_response_and_stands_in_the_log(sane: str) -> None:
+def test_valid_request_id_is_in_every_response_and_in_the_log(sane: str) -> None:
     with logged() as (server, lines), server.client() as http:
         for path in ("/v1/models", "/nothing", "/health"):
             assert http.get(path, headers={"X-Request-Id": sane}).headers.get_list("x-request-id") == [sane]
@@ -156,14 +156,14 @@ def test_a_sane_request_id_comes_back_in_every_response_and_stands_in_the_log(sa
 
 
 @pytest.mark.parametrize("insane", [b"", b"x" * 129, b"two words", b"caf\xc3\xa9", b'"', b"a,b"])
-def test_another_request_id_is_replaced(insane: bytes) -> None:
+def test_invalid_request_id_is_replaced(insane: bytes) -> None:
     with logged() as (server, lines), server.client() as http:
         given = http.get("/v1/models", headers={b"X-Request-Id": insane}).headers["x-request-id"]
         assert re.fullmatch("[0-9a-f]{32}", given) and only(lines)["request_id"] == given
         assert http.get("/v1/models").headers["x-request-id"] != given
 
 
-def test_the_summary_counts_what_became_of_requests() -> None:
+def test_summary_counts_requests_by_outcome() -> None:
     with logged() as (server, lines), server.client() as http:
         assert http.get("/v1/models").status_code == 200
         assert http.get("/nothing").status_code == 404

@@ -66,7 +66,7 @@ LABELS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), LABELS)
-def test_fields_that_cannot_change_a_reply_are_ignored_and_counted_in_one_line(
+def test_ignored_fields_are_counted_in_one_log_line(
     agent: Agent, path: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = prompt_after(agent, path)
@@ -77,7 +77,7 @@ def test_fields_that_cannot_change_a_reply_are_ignored_and_counted_in_one_line(
     assert all(f"'{name}' (1 so far)" in line for name in fields)
 
 
-def test_ignored_names_are_logged_at_powers_of_ten_and_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_names_are_logged_at_powers_of_ten(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(120):
         note_ignored("x", ["a"])
     assert [record.getMessage().split("(")[1].split(" ")[0] for record in caplog.records] == ["1", "10", "100"]
@@ -111,14 +111,14 @@ VALUES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "name"), VALUES)
-def test_what_only_a_template_can_honour_is_counted_where_it_does_not(
+def test_fields_that_the_template_ignores_are_counted(
     agent: Agent, path: str, fields: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     posted(agent, path, **fields)
     assert f"'{name}' (1 so far): the chat template does not read it" in caplog.text
 
 
-def test_names_and_errors_that_no_template_shows_are_counted(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_and_errors_that_the_template_ignores_are_counted(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     named = [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "user", "content": "Ho", "name": "Bob"}]
     posted(agent, CHAT, messages=named)
     assert "'messages.name' (1 so far): the chat template does not read it" in caplog.text
@@ -129,7 +129,7 @@ def test_names_and_errors_that_no_template_shows_are_counted(agent: Agent, caplo
     assert "'is_error of results' (1 so far): the chat template has no place for it" in caplog.text
 
 
-def test_names_that_a_template_shows_are_not_counted(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_the_template_shows_are_not_counted(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
     with agent_of(tmp_path / "names", template) as agent:
         asked = {"role": "user", "content": "Hi", "name": "Ann"}
@@ -142,13 +142,13 @@ REFUSED = [REFUSAL, {"content": None, **REFUSAL}, {"content": [{"type": "refusal
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_a_refusal_of_an_earlier_reply_is_its_text(agent: Agent, refused: dict[str, Any]) -> None:
+def test_earlier_refusal_becomes_text(agent: Agent, refused: dict[str, Any]) -> None:
     asked = {"role": "user", "content": "Go on."}
     messages = [asked, {"role": "assistant", **refused}, asked]
     assert "assistant\nNot that." in prompt_after(agent, CHAT, messages=messages)
 
 
-def test_a_template_reads_verbosity(tmp_path: Any) -> None:
+def test_template_gets_verbosity(tmp_path: Any) -> None:
     with agent_of(tmp_path / "verbose", "{{ verbosity }}:" + TEMPLATES["hermes"]) as agent:
         assert prompt_after(agent, CHAT, verbosity="low").startswith("low:")
         assert prompt_after(agent, RESPONSES, text={"verbosity": "high"}).startswith("high:")
@@ -180,9 +180,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", FOREIGN)
-def test_tools_that_cannot_run_here_are_left_out_with_a_warning(
-    agent: Agent, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hosted_tools_are_left_out_with_a_warning(agent: Agent, path: str, caplog: pytest.LogCaptureFixture) -> None:
     alone = prompt_after(agent, path, tools=[OWN[path]])
     first, *rest = FOREIGN[path]
     caplog.clear()
@@ -193,7 +191,7 @@ def test_tools_that_cannot_run_here_are_left_out_with_a_warning(
 
 
 @pytest.mark.parametrize("path", FOREIGN)
-def test_a_mark_on_a_tool_that_is_left_out_is_after_the_other_tools(agent: Agent, path: str) -> None:
+def test_mark_of_a_dropped_tool_moves_to_the_end_of_the_tools(agent: Agent, path: str) -> None:
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     posted(agent, path, tools=[OWN[path] | mark])
     wanted = agent.server.backend.asked[-1].breakpoints
@@ -201,7 +199,7 @@ def test_a_mark_on_a_tool_that_is_left_out_is_after_the_other_tools(agent: Agent
     assert agent.server.backend.asked[-1].breakpoints == wanted and wanted[0].keep_s == 3600
 
 
-def test_an_error_in_a_tool_names_the_tool_that_the_client_sent(agent: Agent) -> None:
+def test_tool_error_names_the_clients_index(agent: Agent) -> None:
     body = PLAIN[RESPONSES] | {"tools": [*FOREIGN[RESPONSES], {"type": "function", "name": "a b"}]}
     reply = httpx.post(agent.server.listening.url + RESPONSES, json=body, timeout=60)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools.5.name"
@@ -211,7 +209,7 @@ FLAT = {"type": "function", **FUNCTION}
 
 
 @pytest.mark.parametrize(("path", "tool"), [(CHAT, FLAT), (CHAT, FLAT | {"strict": None}), (RESPONSES, TOOL)])
-def test_functions_may_be_flat_or_nested(agent: Agent, path: str, tool: dict[str, Any]) -> None:
+def test_functions_are_read_flat_or_nested(agent: Agent, path: str, tool: dict[str, Any]) -> None:
     for choice in ("auto", {"type": "function", "name": "get_weather"}, {"type": "function", "function": FUNCTION}):
         own = prompt_after(agent, path, tools=[OWN[path]], tool_choice="auto")
         assert prompt_after(agent, path, tools=[tool], tool_choice=choice) == own
@@ -230,7 +228,7 @@ NAMED = {"type": "function"}
 
 
 @pytest.mark.parametrize(("path", "is_nested"), [(CHAT, True), (CHAT, False), (RESPONSES, False)])
-def test_only_allowed_tools_may_be_called_and_the_prompt_shows_all(agent: Agent, path: str, is_nested: bool) -> None:
+def test_only_allowed_tools_can_be_called_but_all_are_shown(agent: Agent, path: str, is_nested: bool) -> None:
     tools = [TOOL, OTHER]
     plain = prompt_after(agent, path, tools=tools)
     for mode, names, is_held in (
@@ -261,7 +259,7 @@ def codex_prompt(agent: Agent, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral 3", "nemotron nano 2"])
-def test_both_turns_of_codex_reach_the_model_whole(tmp_path: Any, family: str) -> None:
+def test_both_turns_of_codex_reach_the_model(tmp_path: Any, family: str) -> None:
     with agent_of(tmp_path / "family", FAMILIES[family]) as agent:
         first = codex_prompt(agent, CODEX)
         assert all(text in first for text in SHOWN[:4]) and "exec_command" in first and "inner" not in first
@@ -305,14 +303,14 @@ ITEMS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("item", "words"), ITEMS)
-def test_items_of_tools_that_cannot_run_here_are_shown_as_text(agent: Agent, item: dict[str, Any], words: str) -> None:
+def test_items_of_hosted_tools_become_text(agent: Agent, item: dict[str, Any], words: str) -> None:
     asked = {"role": "user", "content": "Go on."}
     prompt = prompt_after(agent, RESPONSES, input=[asked, item, asked])
     assert words in prompt
 
 
 @pytest.mark.parametrize("depth", [100, 300, 900])
-def test_items_nested_deeply_are_read_or_refused(agent: Agent, depth: int) -> None:
+def test_deeply_nested_items_are_read_or_refused(agent: Agent, depth: int) -> None:
     nested: Any = "x"
     for _ in range(depth):
         nested = {"a": nested}
@@ -343,7 +341,7 @@ BLOCKS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("block", "words"), BLOCKS)
-def test_blocks_of_tools_that_cannot_run_here_are_text_too(agent: Agent, block: dict[str, Any], words: str) -> None:
+def test_blocks_of_hosted_tools_become_text(agent: Agent, block: dict[str, Any], words: str) -> None:
     asked = {"role": "user", "content": "Go on."}
     replied = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, block]}
     assert f"assistant\nI look.\n{words}" in prompt_after(agent, MESSAGES, messages=[asked, replied, asked])
@@ -403,12 +401,12 @@ IMAGES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "kind"), IMAGES)
-def test_an_image_in_a_result_is_a_line_that_says_so(agent: Agent, path: str, fields: Any, kind: str) -> None:
+def test_image_in_a_tool_result_becomes_a_line_of_text(agent: Agent, path: str, fields: Any, kind: str) -> None:
     line = f"[{kind} omitted: this model reads text only]"
     assert f"tool\nA map:\n{line}<|im_end|>" in prompt_after(agent, path, **fields)
 
 
-def test_a_document_of_text_in_a_result_is_its_text(agent: Agent) -> None:
+def test_text_document_in_a_tool_result_becomes_its_text(agent: Agent) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "Oslo is cold."}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document", "source": source}]}
     call = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}
@@ -424,7 +422,7 @@ def test_a_document_of_text_in_a_result_is_its_text(agent: Agent) -> None:
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
     ],
 )
-def test_an_image_of_the_user_is_refused_by_its_name(agent: Agent, path: str, fields: dict[str, Any]) -> None:
+def test_user_image_is_refused_by_name(agent: Agent, path: str, fields: dict[str, Any]) -> None:
     reply = httpx.post(agent.server.listening.url + path, json=PLAIN[path] | fields, timeout=60)
     assert reply.status_code == 400 and "image" in reply.text and "is not supported by this server" in reply.text
 
@@ -453,11 +451,11 @@ TEXTS = ["one", "two\n", "three"]
         ),
     ],
 )
-def test_text_parts_are_joined_by_a_line_end_in_every_api(agent: Agent, path: str, fields: dict[str, Any]) -> None:
+def test_text_parts_are_joined_by_newlines_in_every_api(agent: Agent, path: str, fields: dict[str, Any]) -> None:
     assert "\none\ntwo\n\nthree<|im_end|>" in prompt_after(agent, path, **fields)
 
 
-def test_references_to_items_are_resolved_for_their_owner_alone(tmp_path: Any) -> None:
+def test_item_references_are_resolved_only_for_their_owner(tmp_path: Any) -> None:
     """As Vercel's AI SDK sends the history: by the ids of the items of earlier responses."""
     tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
     reply = "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN["hermes"] % "Oslo"

@@ -33,7 +33,7 @@ SYSTEM = {"role": "system", "content": "import os\nimport sys\n" * 20}
         pytest.param("hermes", (), marks=pytest.mark.long),
     ],
 )
-def test_five_rounds_of_calls_skip_all_but_what_is_new(parser: str, flags: tuple[str, ...]) -> None:
+def test_each_of_five_rounds_computes_only_new_tokens(parser: str, flags: tuple[str, ...]) -> None:
     with running_server("--tool-call-parser", parser, "--api-key", RED, *flags) as server:
         turns = rounds(server)
     for number in range(1, ROUNDS):

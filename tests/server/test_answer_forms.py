@@ -56,7 +56,7 @@ def is_city(arguments: str) -> bool:
     return bool(jsonschema_rs.is_valid(CITY, json.loads(arguments)))
 
 
-def test_a_call_that_is_asked_for_comes_in_every_form(caller: openai.OpenAI) -> None:
+def test_forced_call_is_made_in_every_format(caller: openai.OpenAI) -> None:
     def ask(seed: int) -> None:
         settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": [WEATHER, NOW], "seed": seed}
         chat = caller.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **settings)
@@ -78,7 +78,7 @@ def test_a_call_that_is_asked_for_comes_in_every_form(caller: openai.OpenAI) -> 
     at_once(ask, range(4))
 
 
-def test_an_answer_or_a_call_where_both_are_allowed(caller: openai.OpenAI) -> None:
+def test_reply_is_an_answer_or_a_call_if_both_are_allowed(caller: openai.OpenAI) -> None:
     answer: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
 
     def ask(seed: int) -> None:
@@ -100,7 +100,7 @@ def test_an_answer_or_a_call_where_both_are_allowed(caller: openai.OpenAI) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_parses_what_a_pydantic_model_asks_for(client: openai.OpenAI, stream: bool) -> None:
+def test_openai_client_parses_a_pydantic_reply(client: openai.OpenAI, stream: bool) -> None:
     settings: Any = {"model": "small_python_model", "messages": ASKED, "response_format": City, "seed": 3}
     if stream:
         with client.chat.completions.stream(**settings) as events:
@@ -121,7 +121,7 @@ def test_openai_parses_what_a_pydantic_model_asks_for(client: openai.OpenAI, str
     assert isinstance(first.function.parsed_arguments, City)
 
 
-def test_responses_parse_and_force_calls(client: openai.OpenAI) -> None:
+def test_responses_api_parses_answers_and_forces_calls(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(model="small_python_model", input="A city?", text_format=City)
     assert isinstance(parsed.output_parsed, City) and parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
     flat: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
@@ -135,7 +135,7 @@ def test_responses_parse_and_force_calls(client: openai.OpenAI) -> None:
     assert plain.output_text.startswith("{")
 
 
-def test_messages_answer_in_a_form_and_force_calls(server: RunningServer) -> None:
+def test_messages_api_constrains_answers_and_forces_calls(server: RunningServer) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     settings: Any = {"model": "small_python_model", "max_tokens": 200, "messages": ASKED}
     tools: Any = [{"name": "get_weather", "input_schema": CITY}]
@@ -168,7 +168,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_an_answer_has_the_form_that_a_field_asks_for(server: RunningServer, route: str, name: str) -> None:
+def test_answer_matches_the_requested_format(server: RunningServer, route: str, name: str) -> None:
     fields, pattern = ANSWERS[name]
     asked = {"prompt": "x = "} if route == "/v1/completions" else {"messages": ASKED}
     with server.client() as http:
@@ -183,7 +183,7 @@ def test_an_answer_has_the_form_that_a_field_asks_for(server: RunningServer, rou
             assert name == "schema" and choice["finish_reason"] == "length", reply
 
 
-def test_plain_requests_beside_an_answer_of_a_form_get_their_own_tokens(server: RunningServer) -> None:
+def test_constrained_request_changes_no_plain_one(server: RunningServer) -> None:
     plain = {"prompt": "import os\n", "max_tokens": 40, "temperature": 0, "return_token_ids": True}
     formed = {"prompt": "x = ", "max_tokens": 60, "seed": 1, "structured_outputs": {"json": CITY}, "n": 4}
     with server.client() as http:
@@ -227,7 +227,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "words"), BAD, ids=[f"{bad[1]}-{bad[2][:16]}" for bad in BAD])
-def test_what_cannot_be_followed_is_refused_by_name(
+def test_unsupported_format_is_refused_by_name(
     server: RunningServer, fields: dict[str, Any], field: str, words: str
 ) -> None:
     with server.client() as http:
@@ -237,14 +237,14 @@ def test_what_cannot_be_followed_is_refused_by_name(
     assert error["param"].startswith(field) and words in error["message"], error
 
 
-def test_a_model_without_a_form_of_calls_is_told_so() -> None:
+def test_model_without_a_call_format_is_refused() -> None:
     with running_server(*KEYS, "--tool-call-parser", "none") as server, server.client() as http:
         fields = {"messages": ASKED, "tools": [WEATHER], "tool_choice": "required"}
         reply = http.post("/v1/chat/completions", json=fields)
         assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]
 
 
-def test_a_form_and_its_seed_decide_the_tokens() -> None:
+def test_constrained_reply_depends_only_on_its_seed() -> None:
     """Whatever was drafted or cached before."""
     body = {"messages": ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": CITY}}, "n": 3}
     found = []
@@ -259,16 +259,14 @@ def test_a_form_and_its_seed_decide_the_tokens() -> None:
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 1}])
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_calls_that_are_held_to_a_form_end_by_themselves(
-    client: openai.OpenAI, choice: Any, fields: dict[str, Any]
-) -> None:
+def test_constrained_calls_end_by_themselves(client: openai.OpenAI, choice: Any, fields: dict[str, Any]) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
     with pytest.raises(openai.BadRequestError, match=f"tools says where a reply ends; leave out {next(iter(fields))}"):
         client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
 
 
-def test_strict_tools_leave_text_free_where_no_call_is_asked_for(caller: openai.OpenAI) -> None:
+def test_strict_tools_leave_text_free_if_no_call_is_required(caller: openai.OpenAI) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 30, "temperature": 0}
     held = caller.chat.completions.create(tools=[strict, NOW], **settings)
@@ -277,7 +275,7 @@ def test_strict_tools_leave_text_free_where_no_call_is_asked_for(caller: openai.
     assert held.choices[0].finish_reason == free.choices[0].finish_reason
 
 
-def test_the_schema_of_a_strict_tool_has_to_be_one_that_can_be_held_to(client: openai.OpenAI) -> None:
+def test_unsupported_schema_of_a_strict_tool_is_refused(client: openai.OpenAI) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"const": 1}}}}}
     for strict, choice in ((True, "auto"), (False, "auto"), (False, "required")):
         tools: Any = [{"type": "function", "function": {**function, "strict": strict}}]

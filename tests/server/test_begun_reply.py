@@ -71,7 +71,7 @@ def asked(*contents: str, **fields: Any) -> Conversation:
         ("shows earlier reasoning", {}, False, True),
     ],
 )
-def test_the_template_says_if_reasoning_is_open(
+def test_template_opens_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     quoted: str,
@@ -100,7 +100,7 @@ def test_the_template_says_if_reasoning_is_open(
         ("It is", False, True),
     ],
 )
-def test_a_prefill_says_if_reasoning_is_open(
+def test_prefill_opens_or_closes_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     template: str,
@@ -114,7 +114,7 @@ def test_a_prefill_says_if_reasoning_is_open(
         assert opens_reasoning(tokenizers[kind, template], "deepseek_r1", conversation) is opens_by_hand
 
 
-def test_a_prefill_in_plain_text_may_mention_tags(
+def test_plain_prefill_can_mention_tags(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
 ) -> None:
     tokenizer = tokenizers["plain", "closes when asked to"]
@@ -128,7 +128,7 @@ def test_a_prefill_in_plain_text_may_mention_tags(
 
 
 @pytest.mark.parametrize("kind", ["special", "added"])
-def test_a_reply_that_is_continued_is_open_by_its_exact_tokens(
+def test_continued_reply_opens_reasoning_by_its_exact_tokens(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer], kind: str
 ) -> None:
     """Its text spells a tag that no token of it is."""

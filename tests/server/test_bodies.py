@@ -20,7 +20,7 @@ def bytes_of(server: FrontEnd, key: str) -> int:
     return server.server.bodies.num_bytes(owner)
 
 
-def test_bodies_of_requests_without_a_key_or_to_routes_that_have_none_are_not_read() -> None:
+def test_bodies_without_a_key_or_a_route_are_not_read() -> None:
     with front_end(**TWO_BODIES) as server:
         sent = [unfinished(64 * KIB, "/health", "none"), unfinished(64 * KIB, "/v1/completions", "none")]
         sent += [unfinished(64 * KIB, path) for path in ("/metrics", "/docs", "/nothing")]
@@ -31,7 +31,7 @@ def test_bodies_of_requests_without_a_key_or_to_routes_that_have_none_are_not_re
         assert bytes_of(server, RED) == bytes_of(server, BLUE) == 0
 
 
-def test_a_key_cannot_use_up_the_room_for_bodies_of_another() -> None:
+def test_key_cannot_use_up_another_keys_room_for_bodies() -> None:
     with front_end(**TWO_BODIES) as server:
         open_bodies = [server.connection(unfinished(64 * KIB)) for _ in range(2)]
         wait_until(lambda: bytes_of(server, RED) == 2 * (64 * KIB - 10))
@@ -46,14 +46,14 @@ def test_a_key_cannot_use_up_the_room_for_bodies_of_another() -> None:
             assert red.post("/v1/completions", json=body).status_code == 400
 
 
-def test_the_bytes_of_an_answered_request_count_no_longer() -> None:
+def test_answered_requests_release_their_bytes() -> None:
     with front_end(**TWO_BODIES) as server, server.client() as http:
         for _ in range(10):
             assert http.post("/v1/completions", json={"prompt": "x" * 60_000, "max_tokens": 0}).status_code == 400
         assert bytes_of(server, RED) == 0
 
 
-def test_a_compressed_body_is_refused_by_the_name_of_its_compression() -> None:
+def test_compressed_body_is_refused_by_name() -> None:
     with front_end() as server, server.client() as http:
         content = gzip.compress(b'{"prompt": "x", "max_tokens": 1}')
         refused = http.post("/v1/completions", content=content, headers={"Content-Encoding": "gzip"})
@@ -63,13 +63,13 @@ def test_a_compressed_body_is_refused_by_the_name_of_its_compression() -> None:
         assert http.post("/v1/completions", content=plain, headers=as_it_is).status_code == 400
 
 
-def test_a_body_that_does_not_arrive_in_time_is_answered_with_408() -> None:
+def test_late_body_is_answered_with_408() -> None:
     with front_end(body_timeout_s=0.2) as server:
         assert status_of(server.connection(unfinished(1000))) == 408
         assert bytes_of(server, RED) == 0
 
 
-def test_a_body_without_a_told_size_is_limited_too() -> None:
+def test_body_without_a_content_length_is_limited() -> None:
     def chunks(count: int) -> Iterator[bytes]:
         yield b'{"prompt": "'
         yield from [b"x" * KIB] * count

@@ -109,7 +109,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_breakpoint_is_right_behind_what_is_marked(agent: Agent, name: str) -> None:
+def test_breakpoint_is_right_after_the_mark(agent: Agent, name: str) -> None:
     path, body, wanted = CASES[name]
     limit = {"max_tokens": 5} if path == MESSAGES else {}
     with agent.saying("Yes."):

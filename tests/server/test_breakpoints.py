@@ -66,7 +66,7 @@ def messages_session(server: RunningServer, question: str, after: str | None) ->
 
 @pytest.mark.parametrize("session", [chat_session, messages_session])
 @pytest.mark.parametrize("after", [None, "tools", "instructions"])
-def test_the_second_session_skips_what_is_before_a_breakpoint(server: RunningServer, session: Any, after: str) -> None:
+def test_second_session_skips_the_prefix_up_to_a_breakpoint(server: RunningServer, session: Any, after: str) -> None:
     shared, _ = session(server, "", None)
     server.between_steps(lambda engine: engine.flush())
     questions = ["class A:\n" * 30, "print(1)\n" * 40]
@@ -79,7 +79,7 @@ def test_the_second_session_skips_what_is_before_a_breakpoint(server: RunningSer
         assert shared - 2 * BLOCK <= cached <= shared
 
 
-def test_a_session_of_other_instructions_skips_the_tools_before_a_breakpoint(server: RunningServer) -> None:
+def test_session_with_other_instructions_skips_marked_tools(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     chat_session(server, "x", "tools")
     _, cached = chat_session(server, "x", "tools", instructions="print(2)\n" * 60)
@@ -89,9 +89,7 @@ def test_a_session_of_other_instructions_skips_the_tools_before_a_breakpoint(ser
 
 @pytest.mark.parametrize("template", ["hermes", "tools first"])
 @pytest.mark.parametrize("place", [Breakpoint(keep_s=9), Breakpoint(0, 12, 9), Breakpoint(0, 3), Breakpoint(1, 2)])
-def test_a_mark_behind_tools_or_instructions_stands_behind_both(
-    template: str, place: Breakpoint, tmp_path: Any
-) -> None:
+def test_mark_after_tools_or_instructions_is_after_both(template: str, place: Breakpoint, tmp_path: Any) -> None:
     source = (
         TEMPLATES["hermes"] if template == "hermes" else "{% for t in tools %}{{ t | tojson }}\n{% endfor %}" + TURNS
     )
@@ -110,7 +108,7 @@ def test_a_mark_behind_tools_or_instructions_stands_behind_both(
     assert last.keep_s == own.keep_s == 9 and both == [last] * (own != last)
 
 
-def test_tokens_before_a_breakpoint_are_those_that_two_texts_have_in_common(tmp_path: Any) -> None:
+def test_tokens_up_to_a_breakpoint_are_common_to_two_texts(tmp_path: Any) -> None:
     tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
     reader = PromptReader(tokenizer, Transcripts(0), 4096)
     tool = {"type": "function", "function": {"name": "f"}}
@@ -127,7 +125,7 @@ def test_tokens_before_a_breakpoint_are_those_that_two_texts_have_in_common(tmp_
 @pytest.mark.parametrize(
     ("reads", "count"), [("f.parameters.properties.items()", 1), ("f.parameters.properties.city.items()", 0)]
 )
-def test_a_breakpoint_that_the_template_cannot_show_is_dropped(tmp_path: Any, reads: str, count: int) -> None:
+def test_breakpoint_that_the_template_drops_is_ignored(tmp_path: Any, reads: str, count: int) -> None:
     template = f"{{% for t in tools %}}{{% set f = t.function %}}{{% for key, value in {reads} %}}{{{{ key }}}}"
     tokenizer = agent_tokenizer(tmp_path / "reads", template + "{% endfor %}{% endfor %}" + TEMPLATES["hermes"])
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -178,9 +176,7 @@ def held_seconds(server: RunningServer) -> list[float]:
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [(None, []), ("5m", [300]), ("1h", [3600])])
-def test_a_ttl_holds_the_state_before_its_breakpoint(
-    server: RunningServer, ttl: str | None, seconds: list[int]
-) -> None:
+def test_ttl_keeps_the_state_of_its_breakpoint(server: RunningServer, ttl: str | None, seconds: list[int]) -> None:
     server.between_steps(lambda engine: engine.flush())
     messages: Any = [{"role": "user", "content": "x"}]
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
@@ -193,7 +189,7 @@ def test_a_ttl_holds_the_state_before_its_breakpoint(
     assert held_seconds(server) == []
 
 
-def test_a_mark_of_a_whole_request_holds_its_end(server: RunningServer) -> None:
+def test_request_level_mark_keeps_its_end(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     content = INSTRUCTIONS * 2
     with server.client() as http:
@@ -205,7 +201,7 @@ def test_a_mark_of_a_whole_request_holds_its_end(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
 
 
-def test_usage_tells_what_was_newly_written_and_for_how_long(server: RunningServer) -> None:
+def test_usage_reports_newly_cached_tokens_by_ttl(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     seen = []
@@ -235,7 +231,7 @@ def test_usage_tells_what_was_newly_written_and_for_how_long(server: RunningServ
     assert seen[2][2] > 0 and seen[3][1] == 0 < seen[3][2]
 
 
-def test_openais_interfaces_tell_what_was_newly_written(server: RunningServer) -> None:
+def test_openais_apis_report_newly_cached_tokens(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     for text in ("a = 1\n" * 50, "b = 2\n" * 60, "c = 3\n" * 70):

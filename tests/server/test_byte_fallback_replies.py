@@ -70,7 +70,7 @@ def prompts(backend: Tokenizer) -> list[Any]:
     return [*texts, ids, ids[:-1], ids[:-2]]
 
 
-def test_a_completion_is_the_same_streamed_whole_and_echoed(http: httpx.Client, backend: Tokenizer) -> None:
+def test_completion_is_equal_streamed_whole_and_echoed(http: httpx.Client, backend: Tokenizer) -> None:
     texts = []
     for prompt in prompts(backend):
         for seed in SEEDS[:2]:
@@ -93,7 +93,7 @@ def test_a_completion_is_the_same_streamed_whole_and_echoed(http: httpx.Client, 
     assert first["text"] != second["text"]
 
 
-def test_a_chats_reply_is_the_same_streamed_and_whole(http: httpx.Client, backend: Tokenizer) -> None:
+def test_chat_reply_is_equal_streamed_and_whole(http: httpx.Client, backend: Tokenizer) -> None:
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
         (choice,) = asked(http, "/v1/chat/completions", **body)["choices"]
@@ -103,7 +103,7 @@ def test_a_chats_reply_is_the_same_streamed_and_whole(http: httpx.Client, backen
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == content, seed
 
 
-def test_a_chats_next_turn_has_the_exact_tokens_of_the_reply(http: httpx.Client) -> None:
+def test_next_turn_has_the_exact_tokens_of_the_reply(http: httpx.Client) -> None:
     num_odd = 0
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
@@ -119,7 +119,7 @@ def test_a_chats_next_turn_has_the_exact_tokens_of_the_reply(http: httpx.Client)
 TRIMMING = "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}{% endfor %}<assistant>"
 
 
-def test_a_reply_that_the_template_trims_keeps_its_tokens_in_the_next_turn(tmp_path: Path) -> None:
+def test_trimmed_reply_keeps_its_tokens_in_the_next_turn(tmp_path: Path) -> None:
     save_kind(tmp_path, "SentencePiece BPE", "begin", TRIMMING)
     tokenizer = load_tokenizer(tmp_path, size_of(tmp_path))
     assert tokenizer is not None
@@ -139,7 +139,7 @@ def test_a_reply_that_the_template_trims_keeps_its_tokens_in_the_next_turn(tmp_p
     assert content == " lazydog" and second[: len(first) + len(reply)] == [*first, *reply]
 
 
-def test_responses_and_messages_have_the_text_of_a_chat(http: httpx.Client) -> None:
+def test_responses_and_messages_match_a_chats_text(http: httpx.Client) -> None:
     for script in ("Latin", "Greek", "Hebrew"):
         messages = [{"role": "user", "content": SCRIPTS[script]}]
         body = {"temperature": 0, "max_tokens": NUM_TOKENS}
@@ -156,9 +156,7 @@ def test_responses_and_messages_have_the_text_of_a_chat(http: httpx.Client) -> N
         assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == text
 
 
-def test_as_many_alternatives_as_asked_for_are_told_apart_with_their_bytes(
-    http: httpx.Client, backend: Tokenizer
-) -> None:
+def test_alternatives_are_complete_and_distinct_by_their_bytes(http: httpx.Client, backend: Tokenizer) -> None:
     num_alike = 0
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
@@ -185,7 +183,7 @@ def own_bytes(backend: Tokenizer, token: int) -> bytes:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_completions_best_tokens_are_all_there_whatever_their_texts(
+def test_completion_returns_all_alternatives_even_if_texts_are_equal(
     http: httpx.Client, backend: Tokenizer, echo: bool
 ) -> None:
     text, num_by_id = "The lazy 世 dog", 0
@@ -208,7 +206,7 @@ def test_a_completions_best_tokens_are_all_there_whatever_their_texts(
     assert num_by_id > 20
 
 
-def test_the_end_token_and_the_prompts_tokens_have_their_texts(http: httpx.Client, backend: Tokenizer) -> None:
+def test_end_token_and_prompt_tokens_have_texts(http: httpx.Client, backend: Tokenizer) -> None:
     end = backend.token_to_id("</s>")
     body = {"messages": MESSAGES, "max_tokens": 4, "logit_bias": {str(end): 100}, "logprobs": True, "top_logprobs": 3}
     (choice,) = asked(http, "/v1/chat/completions", **body)["choices"]
@@ -222,7 +220,7 @@ def test_the_end_token_and_the_prompts_tokens_have_their_texts(http: httpx.Clien
     assert texts == [own_bytes(backend, token).decode(errors="replace") for token in tokens] and " lazy" in texts
 
 
-def test_a_stop_string_of_single_bytes_ends_a_completion(http: httpx.Client, backend: Tokenizer) -> None:
+def test_stop_string_of_single_bytes_ends_a_completion(http: httpx.Client, backend: Tokenizer) -> None:
     lines = {str(backend.token_to_id("<0x0A>")): 100, str(backend.token_to_id("<0x41>")): 100}
     body = {"prompt": "The", "logit_bias": lines, "temperature": 1, "max_tokens": 64, "return_token_ids": True}
     for seed in SEEDS:

@@ -48,7 +48,7 @@ def turns_in(text: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, found)) for found in _SHOWN.findall(text)]
 
 
-def test_each_turn_shows_what_was_cached_of_the_turns_before(server: RunningServer) -> None:
+def test_each_turn_shows_its_cached_tokens(server: RunningServer) -> None:
     turns = ("--say", FIRST, "--say", r"\n\n\nclass Quay", "--say", r"\n\n\ndef main")
     script = REPOSITORY / "examples" / "chat_session.py"
     flags = ("--url", f"{server.url}/v1", "--api-key", RED, "--max-tokens", 60, "--seed", 1)
@@ -60,7 +60,7 @@ def test_each_turn_shows_what_was_cached_of_the_turns_before(server: RunningServ
         assert cached >= prompt + generated - 2 * 64
 
 
-def test_clear_forgets_the_conversation_but_not_its_instructions(
+def test_clear_keeps_only_the_instructions(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "def a", "", "def b", "/clear", "def a", "/help", "/quit", "def never")
@@ -71,7 +71,7 @@ def test_clear_forgets_the_conversation_but_not_its_instructions(
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
-def test_the_end_of_the_input_ends_the_chat(
+def test_end_of_input_ends_the_chat(
     end: type[BaseException],
     server: RunningServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -82,7 +82,7 @@ def test_the_end_of_the_input_ends_the_chat(
     assert len(turns_in(capsys.readouterr().out)) == 1
 
 
-def test_an_interrupted_reply_stays_in_the_conversation_and_is_cancelled(
+def test_interrupted_reply_is_cancelled_and_kept(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = ChatClient.stream
@@ -105,7 +105,7 @@ def test_an_interrupted_reply_stays_in_the_conversation_and_is_cancelled(
     assert time.monotonic() - began < 15  # the whole replies would take a minute
 
 
-def test_a_refused_turn_is_left_out_and_ends_a_chat_that_nobody_types(
+def test_refused_turn_is_dropped_and_ends_a_piped_chat(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typing(monkeypatch, "x " * 9000, "def a", "/quit")
@@ -124,7 +124,7 @@ def test_a_refused_turn_is_left_out_and_ends_a_chat_that_nobody_types(
         ([], "http://127.0.0.1:5000: Connection refused; start one with mamba-cache serve"),
     ],
 )
-def test_an_endpoint_that_is_not_there_is_named(
+def test_missing_endpoint_is_named(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_mamba_cache.command_line.chat.DEFAULT_URL", "http://127.0.0.1:9")
@@ -158,7 +158,7 @@ def foreign_server(body: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", b"{}", b'{"data": ["a"]}', b"\xff"])
-def test_a_server_of_something_else_is_named(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unrelated_server_is_named(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--say", "a"]) == 1
         assert capsys.readouterr().err == f"{url} does not list models as OpenAI's API does\n"
@@ -173,14 +173,14 @@ def test_a_server_of_something_else_is_named(body: bytes, capsys: pytest.Capture
         (b'data: {"error": "out of memory"}\n\n', "out of memory"),
     ],
 )
-def test_a_reply_that_cannot_be_read_is_one_line(body: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_reply_is_reported_in_one_line(body: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_a_turn_without_usage_shows_no_numbers_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_turn_without_usage_shows_no_token_counts(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(b'data: {"choices": [{"delta": {"content": "b"}}]}\n\n') as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 0
     assert re.fullmatch(r"b\n\[first token after \d+ ms, cut off\]\n", capsys.readouterr().out)
@@ -196,7 +196,7 @@ def test_a_turn_without_usage_shows_no_numbers_of_tokens(capsys: pytest.CaptureF
         (("--api-key", "ключ"), "--api-key has characters"),
     ],
 )
-def test_flags_that_make_no_request_are_refused(
+def test_invalid_request_flags_are_refused(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", *flags]) == 2
@@ -204,14 +204,14 @@ def test_flags_that_make_no_request_are_refused(
     assert message in error and error.count("\n") == 1
 
 
-def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradicting_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://a", "--load", "x"]) == 2
     assert main(["chat", "--url", "a:5000"]) == 2
     assert capsys.readouterr().err.count("--url") == 2
 
 
 @pytest.mark.long
-def test_a_chat_starts_a_server_for_a_model_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_starts_and_ends_a_server_for_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAMBA_CACHE_CONFIG", "")
     flags = ("--model", SHIPPED_MODEL, "--device", "cpu", "--max-tokens", 3, "--say", "a")
     done = run_process("-m", "megatron_mamba_cache", "chat", *flags, cwd=REPOSITORY)
@@ -222,7 +222,7 @@ def test_a_chat_starts_a_server_for_a_model_and_ends_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
-def test_a_signal_that_ends_a_chat_ends_its_server(number: signal.Signals) -> None:
+def test_signal_that_ends_a_chat_ends_its_server(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "megatron_mamba_cache", "chat", "--model", str(SHIPPED_MODEL), "--device", "cpu"]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -80,7 +80,7 @@ def spoiled_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool
 
 
 @pytest.mark.parametrize("script", CLIENTS)
-def test_a_client_runs_unchanged(
+def test_client_runs_unchanged(
     script: str, server: RunningServer, scripted_url: str, record_property: Callable[[str, object], None]
 ) -> None:
     done = run_script(script, scripted_url if CLIENTS[script].is_scripted else server.url)
@@ -93,7 +93,7 @@ def test_a_client_runs_unchanged(
 
 
 @pytest.mark.parametrize("script", CLIENTS)
-def test_its_script_fails_where_replies_are_false(script: str, spoiled_urls: dict[bool, str]) -> None:
+def test_client_script_fails_on_wrong_replies(script: str, spoiled_urls: dict[bool, str]) -> None:
     done = run_script(script, spoiled_urls[CLIENTS[script].is_scripted])
     assert done.returncode != 0, done.stdout
     assert "not so: " in done.stderr or "spoiled" in done.stderr, done.stderr  # what does not parse raises in a client

@@ -35,7 +35,7 @@ def server() -> Iterator[FrontEnd]:
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("body", [ASKED, STREAMED], ids=["whole", "stream"])
 @pytest.mark.parametrize("is_together", [True, False], ids=["together", "later"])
-def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(
+def test_departure_is_noticed_despite_pipelined_requests(
     server: FrontEnd, ahead: str, body: dict[str, Any], is_together: bool
 ) -> None:
     parts = (request_bytes(body), AHEAD[ahead])
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(
     assert_nothing_inside(server)
 
 
-def test_requests_that_are_sent_ahead_are_answered_in_their_order(server: FrontEnd) -> None:
+def test_pipelined_requests_are_answered_in_order(server: FrontEnd) -> None:
     first, second = request_bytes(ASKED), request_bytes(ASKED | {"prompt": "defg"})
     with server.connection(first + second) as connection:
         for prompt_tokens in (3, 4):
@@ -60,7 +60,7 @@ def test_requests_that_are_sent_ahead_are_answered_in_their_order(server: FrontE
             assert reply.startswith(b"HTTP/1.1 200") and f'"prompt_tokens":{prompt_tokens},'.encode() in reply
 
 
-def test_a_client_that_sends_too_much_ahead_is_cut_off(server: FrontEnd) -> None:
+def test_client_that_pipelines_too_much_is_disconnected(server: FrontEnd) -> None:
     connection = server.connection(request_bytes(ASKED))
     wait_until(lambda: server.backend.running)
     with pytest.raises(ConnectionError):
@@ -69,7 +69,7 @@ def test_a_client_that_sends_too_much_ahead_is_cut_off(server: FrontEnd) -> None
     assert_nothing_inside(server)
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_one_that_does_is_not() -> None:
+def test_only_a_client_that_does_not_read_is_disconnected() -> None:
     with front_end(send_timeout_s=0.5, tokenizer=LongTokens()) as server, ThreadPoolExecutor() as pool:
         idle, busy = (server.connection(request_bytes(STREAMED), receive_buffer=2**16) for _ in range(2))
         wait_until(lambda: len(server.backend.running) == 2)
@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_one_that_does_is_not() -> No
         idle.close()
 
 
-def test_what_the_engine_has_ended_has_no_place_in_the_queue_whoever_reads_it() -> None:
+def test_finished_request_leaves_the_queue_even_if_unread() -> None:
     with front_end(tokenizer=LongTokens()) as server:
         connection = server.connection(request_bytes(STREAMED | {"n": 3}), receive_buffer=4096)
         wait_until(lambda: len(server.backend.running) == 3)
@@ -92,7 +92,7 @@ def test_what_the_engine_has_ended_has_no_place_in_the_queue_whoever_reads_it() 
         assert all_of(connection) > 3 * 4_000_000
 
 
-def test_all_that_waits_for_a_choice_is_read_at_once() -> None:
+def test_pending_progress_of_a_choice_is_read_at_once() -> None:
     async def run() -> None:
         mail = Mail()
         mail.put(1, Progress((1,), log_probs=(0.5,), cached_tokens=3))
@@ -118,7 +118,7 @@ def all_of(connection: socket.socket) -> int:
 
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"])
-def test_a_connection_without_a_request_is_closed(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_closed(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.running.KEEP_ALIVE_S", 0.2)
     with front_end(body_timeout_s=0.2) as server, server.connection(head) as connection:
         connection.settimeout(5)

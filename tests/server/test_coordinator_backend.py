@@ -23,7 +23,7 @@ def states(*versions: str) -> bytes:
     return msgpack.packb([STATES, {str(n): told | {"weights_version": name} for n, name in enumerate(versions)}])
 
 
-def test_after_a_flush_the_new_version_is_told_until_the_replicas_tell_theirs() -> None:
+def test_flush_reports_the_new_version_until_replicas_do() -> None:
     async def run(contexts: ExitStack) -> None:
         context = zmq.asyncio.Context()
         contexts.callback(context.destroy, linger=0)

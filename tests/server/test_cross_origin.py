@@ -42,7 +42,7 @@ def test_no_origin_is_allowed_by_default() -> None:
 
 
 @pytest.mark.parametrize(("origins", "told"), [((CHAT, "http://localhost:3000"), CHAT), (("*",), "*")])
-def test_an_allowed_origin_may_ask_without_a_key_and_read_replies_and_errors(origins: tuple[str], told: str) -> None:
+def test_allowed_origin_can_preflight_and_read_replies_and_errors(origins: tuple[str], told: str) -> None:
     with server(*origins) as url:
         asked = preflight(url, "/v1/chat/completions")
         assert asked.status_code == 200 and asked.headers[ALLOWED] == told
@@ -53,7 +53,7 @@ def test_an_allowed_origin_may_ask_without_a_key_and_read_replies_and_errors(ori
             assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
 
 
-def test_another_origin_is_not_allowed() -> None:
+def test_unlisted_origin_is_not_allowed() -> None:
     with server(CHAT) as url:
         assert ALLOWED not in preflight(url, "/v1/completions", "https://evil.example").headers
         reply = httpx.get(f"{url}/v1/models", headers=bearer() | {"Origin": "https://evil.example"})
@@ -61,7 +61,7 @@ def test_another_origin_is_not_allowed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/dashboard", "/dashboard/history", "/admin/flush", "/admin/weights"])
-def test_what_is_for_admins_is_open_to_no_origin(path: str) -> None:
+def test_admin_routes_allow_no_origin(path: str) -> None:
     with server("*") as url:
         asked = preflight(url, path)
         assert asked.status_code == 401 and ALLOWED not in asked.headers
@@ -72,6 +72,6 @@ def test_what_is_for_admins_is_open_to_no_origin(path: str) -> None:
 @pytest.mark.parametrize(
     "wrong", ["chat.example", "https://chat.example/", "https://", "ftp://chat.example", "", "null"]
 )
-def test_what_is_not_an_origin_is_a_usage_error(wrong: str) -> None:
+def test_malformed_origin_is_a_usage_error(wrong: str) -> None:
     with pytest.raises(UsageError, match="--cors-origin"):
         check_server_arguments(command_parser().parse_args(["serve", "--cors-origin", wrong]))

@@ -53,7 +53,7 @@ def load(server: RunningServer, stop: threading.Event) -> None:
             assert http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_the_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Page, tmp_path: Path) -> None:
+def test_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Page, tmp_path: Path) -> None:
     page.resize(1100, 760)
     page.open(f"{server.url}/dashboard", bearer(RED))
     page.wait_for("document.getElementById('status')?.textContent.startsWith('ready')")
@@ -88,9 +88,7 @@ def test_the_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page
     assert [error for error in page.errors if "favicon" not in error] == []
 
 
-def test_every_chart_has_an_axis_with_numbers_and_a_unit_and_shows_what_was_before_the_page(
-    monkeypatch: pytest.MonkeyPatch, page: Page
-) -> None:
+def test_charts_have_axes_with_units_and_earlier_history(monkeypatch: pytest.MonkeyPatch, page: Page) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.2)
     texts = (
         "[...document.querySelectorAll('.chart')].map(one => [...one.querySelectorAll('text')].map(t => t.textContent))"
@@ -131,9 +129,7 @@ def test_every_chart_has_an_axis_with_numbers_and_a_unit_and_shows_what_was_befo
         assert page.errors == []
 
 
-def test_tiers_are_shown_where_there_are_any_and_fit_a_phone(
-    monkeypatch: pytest.MonkeyPatch, page: Page, tmp_path: Path
-) -> None:
+def test_tiers_are_shown_if_used_and_fit_a_phone(monkeypatch: pytest.MonkeyPatch, page: Page, tmp_path: Path) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.2)
     shown = "[...document.querySelectorAll('.tier')].map(section => section.offsetHeight > 0)"
 

@@ -112,9 +112,7 @@ def read_until(connection: socket.socket, ending: bytes) -> bytes:
 
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_client_that_leaves_before_the_first_token_is_a_499(
-    server: FrontEnd, statuses: Statuses, kind: str, leave: str
-) -> None:
+def test_leaving_before_the_first_token_is_a_499(server: FrontEnd, statuses: Statuses, kind: str, leave: str) -> None:
     connection = server.connection(KINDS[kind])
     wait_until(lambda: server.backend.running)
     LEAVING[leave](connection)
@@ -125,9 +123,7 @@ def test_a_client_that_leaves_before_the_first_token_is_a_499(
 
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("kind", ["stream", "chat", "message"])
-def test_a_client_that_leaves_in_the_middle_of_a_stream_is_a_499(
-    server: FrontEnd, statuses: Statuses, kind: str, leave: str
-) -> None:
+def test_leaving_within_a_stream_is_a_499(server: FrontEnd, statuses: Statuses, kind: str, leave: str) -> None:
     connection = server.connection(KINDS[kind])
     wait_until(lambda: server.backend.running)
     server.backend.deliver(Progress((97,)))
@@ -139,7 +135,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_is_a_499(
 
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_client_that_leaves_after_the_last_byte_counts_by_the_response(
+def test_leaving_after_the_last_byte_keeps_the_status(
     server: FrontEnd, statuses: Statuses, kind: str, leave: str
 ) -> None:
     connection = server.connection(KINDS[kind])
@@ -153,7 +149,7 @@ def test_a_client_that_leaves_after_the_last_byte_counts_by_the_response(
 
 @pytest.mark.parametrize("body", [WHOLE, STREAM], ids=["whole", "stream"])
 @pytest.mark.parametrize("leave", ["close", "reset"])
-def test_a_client_that_leaves_while_megabytes_are_unread_is_a_499_though_the_engine_is_done(
+def test_leaving_with_unread_megabytes_is_a_499(
     long_replies: tuple[FrontEnd, list[Any]], body: dict[str, Any], leave: str
 ) -> None:
     server, statuses = long_replies[0], Statuses(*long_replies)
@@ -167,7 +163,7 @@ def test_a_client_that_leaves_while_megabytes_are_unread_is_a_499_though_the_eng
     statuses.wait_for({499: 1})
 
 
-def test_a_client_that_reads_megabytes_to_the_end_is_a_200(long_replies: tuple[FrontEnd, list[Any]]) -> None:
+def test_reading_megabytes_to_the_end_is_a_200(long_replies: tuple[FrontEnd, list[Any]]) -> None:
     server, statuses = long_replies[0], Statuses(*long_replies)
     connection = server.connection(request_bytes(WHOLE).replace(b"host: x", b"host: x\r\nconnection: close"))
     wait_until(lambda: server.backend.running)
@@ -177,7 +173,7 @@ def test_a_client_that_reads_megabytes_to_the_end_is_a_200(long_replies: tuple[F
     statuses.wait_for({200: 1})
 
 
-def test_a_client_that_leaves_before_its_body_is_whole_is_a_499(server: FrontEnd, statuses: Statuses) -> None:
+def test_leaving_before_the_body_is_complete_is_a_499(server: FrontEnd, statuses: Statuses) -> None:
     for leave in LEAVING.values():
         connection = server.connection(request_bytes(b"{", told_size=500))
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
@@ -186,9 +182,7 @@ def test_a_client_that_leaves_before_its_body_is_whole_is_a_499(server: FrontEnd
     statuses.wait_for({499: 3})
 
 
-def test_refusals_and_errors_in_a_stream_count_by_their_status_whoever_reads_them(
-    server: FrontEnd, statuses: Statuses
-) -> None:
+def test_errors_count_by_their_status_even_if_unread(server: FrontEnd, statuses: Statuses) -> None:
     with server.client() as http:
         assert http.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
         assert http.get("/nothing").status_code == 404
@@ -202,7 +196,7 @@ def test_refusals_and_errors_in_a_stream_count_by_their_status_whoever_reads_the
     statuses.wait_for({400: 1, 404: 1, 405: 1, 401: 1, 200: 1})
 
 
-def test_each_of_two_requests_of_a_connection_counts_by_itself(server: FrontEnd, statuses: Statuses) -> None:
+def test_requests_of_one_connection_count_separately(server: FrontEnd, statuses: Statuses) -> None:
     connection = server.connection(KINDS["stream"] + KINDS["whole"])
     wait_until(lambda: server.backend.running)
     server.backend.deliver(Progress((97,), end="length"))
@@ -212,7 +206,7 @@ def test_each_of_two_requests_of_a_connection_counts_by_itself(server: FrontEnd,
     statuses.wait_for({200: 1, 499: 1})
 
 
-def test_probes_and_scrapes_count_apart_unless_their_key_is_refused(server: FrontEnd, statuses: Statuses) -> None:
+def test_probes_and_scrapes_count_separately_unless_unauthorized(server: FrontEnd, statuses: Statuses) -> None:
     def probes() -> dict[tuple[str, str], float]:
         (family,) = server.server.metrics.probe_responses.collect()
         return {
@@ -235,7 +229,7 @@ def test_probes_and_scrapes_count_apart_unless_their_key_is_refused(server: Fron
     wait_until(lambda: Counter(probes()) - before == expected)
 
 
-def test_a_failure_in_the_middle_of_a_response_is_not_the_client_s(
+def test_failure_within_a_response_is_not_a_499(
     server: FrontEnd, statuses: Statuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:

@@ -39,7 +39,7 @@ def tokens_of(server: RunningServer) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_takes_its_requests_along(server: RunningServer, stream: bool) -> None:
+def test_departure_cancels_a_clients_requests(server: RunningServer, stream: bool) -> None:
     body, before = {"prompt": PROMPTS[1], "n": 3, **LONG, "stream": stream}, tokens_of(server)
     with pytest.raises(httpx.ReadTimeout), server.client() as http:
         if not stream:
@@ -53,7 +53,7 @@ def test_a_client_that_leaves_takes_its_requests_along(server: RunningServer, st
     assert tokens_of(server) - before < 3 * 1000
 
 
-def test_a_client_that_leaves_the_queue_is_never_admitted() -> None:
+def test_departed_queued_request_is_never_admitted() -> None:
     with running_server("--random-model", "--max-running-requests", "1") as server, server.client() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "x", **LONG}) as reply:
             lines = reply.iter_lines()
@@ -66,7 +66,7 @@ def test_a_client_that_leaves_the_queue_is_never_admitted() -> None:
         assert server.between_steps(lambda engine: engine.context.counters.requests_admitted) == 1
 
 
-def test_a_full_queue_answers_429_until_there_is_room() -> None:
+def test_full_queue_answers_429_until_there_is_room() -> None:
     flags = ("--random-model", "--max-running-requests", "1", "--max-queued-requests", "2")
     with running_server(*flags) as server, server.client() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "x", "n": 3, **LONG}) as reply:
@@ -121,7 +121,7 @@ async def read_stream(http: httpx.AsyncClient, body: dict[str, Any], seen: Count
     return "".join(parts)
 
 
-def test_many_streams_of_which_a_third_is_left_disturb_no_other(server: RunningServer) -> None:
+def test_abandoned_streams_affect_no_other(server: RunningServer) -> None:
     seen: Counter[str] = Counter()
     expected: dict[str, str] = {}
 

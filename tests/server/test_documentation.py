@@ -15,7 +15,7 @@ from tests.server.running_server import bearer
 pytest.importorskip("fastapi_offline")
 
 
-def test_the_page_and_what_it_loads_come_from_this_server_alone() -> None:
+def test_documentation_page_loads_only_from_this_server() -> None:
     with front_end() as server, server.client() as http:
         page = http.get("/docs")
         assert page.status_code == 200
@@ -28,7 +28,7 @@ def test_the_page_and_what_it_loads_come_from_this_server_alone() -> None:
         assert not re.search(r"url\((?!['\"]?data:)", styles) and "@import" not in styles
 
 
-def test_the_page_and_its_files_need_a_key_where_there_is_one_and_the_description_says_so() -> None:
+def test_documentation_page_needs_a_key_if_the_server_has_keys() -> None:
     with front_end() as server, server.client() as http, server.client("no-key") as other:
         for path in ("/docs", "/docs/assets/swagger-ui-bundle.js", "/openapi.json"):
             assert other.get(path).status_code == 401
@@ -40,14 +40,14 @@ def test_the_page_and_its_files_need_a_key_where_there_is_one_and_the_descriptio
         assert "security" not in http.get("/openapi.json").json()
 
 
-def test_without_its_files_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_without_its_files_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.documentation._asset_folder", lambda: None)
     with front_end() as server, server.client() as http:
         reply = http.get("/docs")
         assert reply.status_code == 501 and "pip install" in reply.json()["error"]["message"]
 
 
-def test_every_operation_has_a_group_and_a_summary_and_each_group_operations() -> None:
+def test_every_operation_has_a_summary_and_a_group() -> None:
     with front_end(tells_tokenizer=True) as server, server.client() as http:
         schema = http.get("/openapi.json").json()
     found = {
@@ -59,13 +59,13 @@ def test_every_operation_has_a_group_and_a_summary_and_each_group_operations() -
     assert {group for group, _ in found.values()} == {group["name"] for group in schema["tags"]} == set(GROUPS)
 
 
-def test_an_endpoint_that_is_off_is_not_described() -> None:
+def test_disabled_endpoint_is_not_described() -> None:
     with front_end() as server, server.client() as http:
         assert "/tokenizer_info" not in http.get("/openapi.json").json()["paths"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_a_browser_shows_the_operations_and_asks_no_other_host(tmp_path: Path) -> None:
+def test_browser_shows_operations_and_contacts_no_other_host(tmp_path: Path) -> None:
     with front_end() as server, chromium_page(tmp_path / "profile") as page:
         page.open(f"{server.listening.url}/docs", bearer(RED))
         page.wait_for("document.querySelectorAll('.opblock').length > 5")

@@ -19,7 +19,7 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-def test_drafts_are_counted_as_the_engine_verified_and_kept_them(server: RunningServer) -> None:
+def test_draft_metrics_match_the_engine(server: RunningServer) -> None:
     def counted() -> tuple[int, int]:
         counters = server.between_steps(lambda engine: engine.context.snapshot()).counters
         return counters.draft_tokens, counters.accepted_tokens
@@ -38,7 +38,7 @@ def test_drafts_are_counted_as_the_engine_verified_and_kept_them(server: Running
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_the_windows_of_its_drafts(server: RunningServer, stream: bool) -> None:
+def test_departure_frees_draft_windows(server: RunningServer, stream: bool) -> None:
     body = json.dumps(BODY | {"max_tokens": 3000, "n": 2, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\ncontent-type: application/json"
     host, port = server.url.removeprefix("http://").split(":")

@@ -119,7 +119,7 @@ class Answers:
         assert refused[-1] > ended - 1, (refused[-1], ended)
 
 
-def test_from_sigterm_to_the_end_all_connections_answer_503_and_accepted_requests_end() -> None:
+def test_drain_answers_503_and_finishes_accepted_requests() -> None:
     with served("--max-running-requests", "2") as (process, url), ThreadPoolExecutor(9) as pool:
         probe, request = KeptAlive(url), KeptAlive(url)
         assert probe.ask(PROBE) == (200, "") and request.ask(request_bytes(ASKED | {"max_tokens": 1})) == (200, "")
@@ -158,7 +158,7 @@ def answer_to(url: str, body: dict[str, Any]) -> tuple[float, str]:
     [request_bytes(ASKED), request_bytes(CHAT, "/v1/chat/completions"), request_bytes({"prompt": "x" * 200_000})],
     ids=["completion", "chat", "large"],
 )
-def test_every_request_is_refused_while_an_accepted_one_goes_on(body: bytes, is_stream: bool) -> None:
+def test_drain_refuses_every_new_request(body: bytes, is_stream: bool) -> None:
     with front_end() as server:
         accepted = server.connection(request_bytes(ASKED | {"stream": is_stream}))
         kept = KeptAlive(server.listening.url)
@@ -182,7 +182,7 @@ def all_of(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
-def test_refused_requests_and_probes_do_not_prolong_the_drain() -> None:
+def test_refusals_and_probes_do_not_prolong_the_drain() -> None:
     with front_end(drain_s=60) as server, ThreadPoolExecutor(4) as pool:
         accepted, over = server.connection(request_bytes(ASKED)), threading.Event()
         wait_until(lambda: server.backend.running)
@@ -196,7 +196,7 @@ def test_refused_requests_and_probes_do_not_prolong_the_drain() -> None:
         assert not server.listening.thread.is_alive() and b"200 OK" in all_of(accepted)
 
 
-def test_a_request_that_was_sent_ahead_of_the_accepted_response_is_refused_before_the_end() -> None:
+def test_pipelined_request_is_refused_during_drain() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes(ASKED) + request_bytes(ASKED))
         wait_until(lambda: server.backend.running)
@@ -215,7 +215,7 @@ def seconds_to_the_end(process: subprocess.Popen[str]) -> float:
     return time.monotonic() - begun
 
 
-def test_an_idle_server_ends_within_a_second_and_says_what_it_did() -> None:
+def test_idle_server_ends_within_a_second_with_a_summary() -> None:
     for attempt in range(3):  # a machine that runs tests may be too busy once
         with served() as (process, url), httpx.Client(base_url=url, timeout=60) as http:
             body = {"prompt": "abc", "max_tokens": 4}
@@ -232,7 +232,7 @@ def test_an_idle_server_ends_within_a_second_and_says_what_it_did() -> None:
 
 
 @pytest.mark.long
-def test_streams_end_within_two_seconds_after_the_drain_limit_whether_their_clients_read_or_not() -> None:
+def test_streams_end_within_two_seconds_of_the_drain_limit() -> None:
     body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5}
     with served("--drain-seconds", "1") as (process, url), httpx.Client(base_url=url, timeout=60) as http:
         host, port = url.removeprefix("http://").split(":")
@@ -252,12 +252,12 @@ def test_streams_end_within_two_seconds_after_the_drain_limit_whether_their_clie
     assert "stopping: 2 requests may continue for 1 s" in said and ", 2 cut off" in said
 
 
-def test_the_default_drain_fits_a_grace_period_of_30_seconds() -> None:
+def test_default_drain_fits_a_grace_period_of_30_seconds() -> None:
     seconds = command_parser().parse_args(["serve"]).drain_seconds
     assert seconds == ServerLimits().drain_s and seconds + 2 + 1 < 30
 
 
-def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> None:
+def test_unfinished_requests_fail_at_the_drain_limit() -> None:
     with running_server("--random-model", "--drain-seconds", "0.5") as server, server.client() as http:
         body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as reply:
@@ -279,7 +279,7 @@ def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> No
         ("/v1/messages", CHAT | {"model": "scripted"}, "overloaded_error"),
     ],
 )
-def test_a_request_without_a_token_at_the_drain_limit_may_be_sent_again(
+def test_request_without_a_token_at_the_drain_limit_is_retryable(
     path: str, body: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     tokenizer = agent_tokenizer(tmp_path, TEMPLATES["hermes"])
@@ -292,7 +292,7 @@ def test_a_request_without_a_token_at_the_drain_limit_may_be_sent_again(
         assert found.json()["error"]["type"] == kind and "server was stopped" in found.text
 
 
-def test_a_second_signal_ends_everything_at_once() -> None:
+def test_second_signal_ends_at_once() -> None:
     with running_server("--random-model", "--drain-seconds", "600") as server, server.client() as http:
         body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as reply:
@@ -304,7 +304,7 @@ def test_a_second_signal_ends_everything_at_once() -> None:
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
 
 
-def test_a_signal_is_heard_from_the_moment_that_the_server_says_where_it_listens(
+def test_signal_is_handled_once_the_address_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def printed(line: str, **_: Any) -> None:
@@ -321,7 +321,7 @@ def test_a_signal_is_heard_from_the_moment_that_the_server_says_where_it_listens
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_request_whose_body_is_not_whole_does_not_hold_up_the_end() -> None:
+def test_incomplete_body_does_not_delay_shutdown() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes(b"{", told_size=500))
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
@@ -332,7 +332,7 @@ def test_a_request_whose_body_is_not_whole_does_not_hold_up_the_end() -> None:
         assert not server.listening.thread.is_alive()
 
 
-def test_clients_that_do_not_read_hold_up_the_end_no_longer_than_the_limit_and_leave_no_trace_in_the_log(
+def test_clients_that_do_not_read_delay_shutdown_to_the_limit_and_log_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.running._BACKSTOP_S", 0.2)

@@ -52,7 +52,7 @@ def expected_log_probs(server: RunningServer, tokens: list[int]) -> torch.Tensor
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_the_prompts_log_probs_are_those_of_a_forward_without_a_cache(
+def test_prompt_log_probs_match_a_forward_without_cache(
     server: RunningServer, stream: bool, as_ids: bool, max_tokens: int
 ) -> None:
     tokens = token_ids(server, PROMPT)
@@ -83,7 +83,7 @@ def test_the_prompts_log_probs_are_those_of_a_forward_without_a_cache(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_without_log_probs_is_the_prompt_before_the_reply(server: RunningServer, stream: bool) -> None:
+def test_echo_without_log_probs_prepends_the_prompt(server: RunningServer, stream: bool) -> None:
     with server.client() as http:
         (plain,) = choices(http)
         for prompt in (PROMPT, token_ids(server, PROMPT)):
@@ -95,7 +95,7 @@ def test_echo_without_log_probs_is_the_prompt_before_the_reply(server: RunningSe
     assert whole["choices"][0]["prompt_token_ids"] == token_ids(server, PROMPT)
 
 
-def test_each_prompt_and_choice_has_its_own_echo(server: RunningServer) -> None:
+def test_every_choice_echoes_its_own_prompt(server: RunningServer) -> None:
     with server.client() as http:
         found = choices(http, prompt=["def a", "class B:"], n=2, echo=True, logprobs=1, temperature=1, seed=3)
     prompts = ["def a", "def a", "class B:", "class B:"]
@@ -104,7 +104,7 @@ def test_each_prompt_and_choice_has_its_own_echo(server: RunningServer) -> None:
         assert choice["logprobs"]["token_logprobs"].count(None) == 1
 
 
-def test_no_tokens_are_generated_where_none_are_asked_for(server: RunningServer) -> None:
+def test_zero_max_tokens_generates_none(server: RunningServer) -> None:
     with server.client() as http:
         reply = http.post("/v1/completions", json={"prompt": [PROMPT * 9, "x"], "max_tokens": 0}).json()
         assert [choice["text"] for choice in reply["choices"]] == ["", ""]
@@ -114,7 +114,7 @@ def test_no_tokens_are_generated_where_none_are_asked_for(server: RunningServer)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # its prefix was published
 
 
-def test_the_sampled_token_is_among_the_best_of_a_completion(server: RunningServer) -> None:
+def test_sampled_token_is_among_the_alternatives_of_a_completion(server: RunningServer) -> None:
     with server.client() as http:
         found = [choices(http, temperature=2, seed=seed, logprobs=1, max_tokens=12)[0] for seed in range(3)]
     sizes = set()

@@ -31,7 +31,7 @@ def fail_steps(server: RunningServer, error: Exception, count: int, after: int =
     server.between_steps(plant)
 
 
-def test_a_step_that_fails_is_tried_again_and_loses_no_token() -> None:
+def test_failed_step_is_retried_without_losing_tokens() -> None:
     with running_server("--random-model") as server, server.client() as http:
         expected = http.post("/v1/completions", json=BODY).json()["choices"]
         fail_steps(server, RuntimeError("planted"), 1)
@@ -40,7 +40,7 @@ def test_a_step_that_fails_is_tried_again_and_loses_no_token() -> None:
         server.assert_nothing_held()
 
 
-def test_a_step_that_fails_within_a_reply_changes_none_of_its_log_probs() -> None:
+def test_failed_step_changes_no_log_prob() -> None:
     body = BODY | {"logprobs": 3, "n": 2}
     with running_server("--random-model") as server, server.client() as http:
         expected = http.post("/v1/completions", json=body).json()["choices"]
@@ -54,7 +54,7 @@ def test_a_step_that_fails_within_a_reply_changes_none_of_its_log_probs() -> Non
         server.assert_nothing_held()
 
 
-def test_a_request_whose_steps_always_fail_is_answered_with_500_and_the_service_goes_on() -> None:
+def test_request_that_always_fails_gets_500_and_others_continue() -> None:
     with running_server("--random-model") as server, server.client() as http:
         fail_steps(server, RuntimeError("planted"), 4)
         reply = http.post("/v1/completions", json=BODY)
@@ -66,7 +66,7 @@ def test_a_request_whose_steps_always_fail_is_answered_with_500_and_the_service_
 @pytest.mark.parametrize(
     ("error", "count"), [(CacheIntegrityError("planted"), 1), (RuntimeError("planted"), 10 * MOST_FAILED_STEPS)]
 )
-def test_an_engine_that_cannot_go_on_answers_everybody(error: Exception, count: int) -> None:
+def test_broken_engine_answers_every_request(error: Exception, count: int) -> None:
     with running_server("--random-model") as server, server.client() as http:
         fail_steps(server, error, count)
         statuses = [http.post("/v1/completions", json=BODY).status_code for _ in range(MOST_FAILED_STEPS)]
@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_go_on_answers_everybody(error: Exception, count: 
         assert http.get("/metrics").status_code == 200
 
 
-def test_a_flush_that_waits_while_the_engine_fails_does_not_bring_it_back() -> None:
+def test_pending_flush_does_not_revive_a_failed_engine() -> None:
     with running_server("--random-model") as server, server.client() as http, ThreadPoolExecutor() as pool:
         in_step, waiting = threading.Event(), threading.Event()
 

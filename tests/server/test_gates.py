@@ -13,7 +13,7 @@ def basic(key: str) -> str:
     return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
 
 
-def test_a_key_is_known_as_bearer_or_as_password() -> None:
+def test_key_is_accepted_as_bearer_or_password() -> None:
     keys = ApiKeys(["red", "blue"])
     assert keys.owner_of("Bearer red") == keys.owner_of("bearer  red") == keys.owner_of(basic("red"))
     assert keys.owner_of("Bearer red") != keys.owner_of("Bearer blue")
@@ -21,11 +21,11 @@ def test_a_key_is_known_as_bearer_or_as_password() -> None:
         assert keys.owner_of(wrong) is None
 
 
-def test_without_keys_all_clients_are_the_same_owner() -> None:
+def test_all_clients_share_an_owner_without_keys() -> None:
     assert ApiKeys().owner_of("") == ApiKeys().owner_of("Bearer x") == "" and not ApiKeys().are_needed
 
 
-def test_admin_keys_alone_may_administrate_where_there_are_any() -> None:
+def test_only_admin_keys_administrate_if_there_are_any() -> None:
     keys = ApiKeys(["red"], ["boss"])
     assert keys.may_administrate(keys.owner_of("Bearer boss") or "")
     assert not keys.may_administrate(keys.owner_of("Bearer red") or "")
@@ -34,7 +34,7 @@ def test_admin_keys_alone_may_administrate_where_there_are_any() -> None:
 
 
 @pytest.mark.parametrize("wrong", [" red", "red\n", "r\x00d", "clé", "\ud800", "re\td"])
-def test_keys_that_no_header_can_match_are_refused(wrong: str) -> None:
+def test_keys_that_no_header_can_hold_are_refused(wrong: str) -> None:
     for keys in (([wrong], []), (["red"], [wrong])):
         with pytest.raises(ValueError, match="API key"):
             ApiKeys(*keys)
@@ -42,17 +42,17 @@ def test_keys_that_no_header_can_match_are_refused(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [([""], []), ([" "], []), ([], ["boss"])])
-def test_keys_that_protect_nothing_are_refused(keys: tuple[list[str], list[str]]) -> None:
+def test_empty_key_lists_are_refused(keys: tuple[list[str], list[str]]) -> None:
     with pytest.raises(ValueError, match="API key"):
         ApiKeys(*keys)
 
 
-def test_tenants_of_other_owners_or_salts_have_other_names() -> None:
+def test_tenant_names_differ_by_owner_and_salt() -> None:
     names = {tenant.name for tenant in (Tenant(), Tenant("a"), Tenant("b"), Tenant("a", "b"), Tenant("", "ab"))}
     assert len(names) == 5 and Tenant("a", "b").name == Tenant("a", "b").name and Tenant().name == ""
 
 
-def test_a_full_queue_refuses_with_the_time_to_wait_and_takes_more_once_a_request_left() -> None:
+def test_full_queue_refuses_with_retry_after_until_a_request_leaves() -> None:
     now = [0.0]
     gate = QueueGate(ServerLimits(max_running=2, max_queued=1), lambda: now[0])
     gate.enter(2)
@@ -68,13 +68,13 @@ def test_a_full_queue_refuses_with_the_time_to_wait_and_takes_more_once_a_reques
     assert gate.num_inside == 3 and gate.num_refused == 1
 
 
-def test_more_choices_than_ever_fit_are_no_matter_of_time() -> None:
+def test_request_with_more_choices_than_fit_is_not_retryable() -> None:
     with pytest.raises(ApiError) as found:
         QueueGate(ServerLimits(max_running=2, max_queued=1), lambda: 0.0).enter(4)
     assert found.value.status == 400
 
 
 @pytest.mark.parametrize("wrong", [{"max_running": 0}, {"drain_s": 0}, {"max_buffered_bytes": 1}, {"max_queued": -1}])
-def test_limits_that_cannot_work_name_themselves(wrong: dict[str, int]) -> None:
+def test_invalid_limits_are_named(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ServerLimits(**wrong)

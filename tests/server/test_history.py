@@ -31,7 +31,7 @@ def history(now: list[float]) -> History:
     return History(server.backend, server.gate, server.metrics, lambda: now[0])
 
 
-def test_a_sample_tells_the_growth_since_the_one_before(history: History, now: list[float]) -> None:
+def test_sample_holds_the_growth_since_the_last_one(history: History, now: list[float]) -> None:
     for at, generated, skipped in ((105.0, 50, 7), (110.5, 80, 7)):
         now[0] = at
         history._backend.state = state(generated, skipped, running=3)  # type: ignore[misc]
@@ -46,7 +46,7 @@ def test_a_sample_tells_the_growth_since_the_one_before(history: History, now: l
     assert (second["refused"], second["client_errors"], second["left"], second["server_errors"]) == (2, 1, 0, 1)
 
 
-def test_percentiles_are_of_the_sample_and_of_the_last_minute(history: History) -> None:
+def test_percentiles_cover_the_sample_and_the_last_minute(history: History) -> None:
     for seconds in (0.1, 0.2, 0.4):
         history._metrics.note_first_token(seconds)
         history._metrics.note_gap(seconds, 2)
@@ -64,7 +64,7 @@ def test_percentiles_are_of_the_sample_and_of_the_last_minute(history: History) 
     assert history.body()["last_minute"]["first_token"] == {"p50": None, "p95": None, "p99": None}
 
 
-def test_the_ring_is_bounded_and_answers_with_what_is_new(history: History) -> None:
+def test_history_is_bounded_and_returns_new_samples(history: History) -> None:
     for _ in range(800):
         history.sample()
     times = [sample["time"] for sample in named(history.body())]
@@ -72,7 +72,7 @@ def test_the_ring_is_bounded_and_answers_with_what_is_new(history: History) -> N
     assert all(sample["time"] > times[-2] for sample in named(history.body(times[-2])))
 
 
-def test_quantiles_are_within_five_percent_of_the_true_ones() -> None:
+def test_quantiles_are_within_five_percent() -> None:
     drawn = random.Random(5)
     times = sorted(drawn.lognormvariate(-4, 2) for _ in range(5000))
     parts = [Durations(), Durations()]
@@ -85,7 +85,7 @@ def test_quantiles_are_within_five_percent_of_the_true_ones() -> None:
     whole.add(0.0)
 
 
-def test_the_route_is_for_admins_and_the_server_samples_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_route_is_for_admins_and_filled_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.dashboard.INTERVAL_S", 0.02)
     with front_end() as server, server.client() as http:
         assert http.get("/dashboard/history", headers={"Authorization": "Bearer nobody"}).status_code == 401

@@ -54,7 +54,7 @@ def asked(http: httpx.Client, form: dict[str, Any], max_tokens: int = 4) -> tupl
     return reply, time.monotonic() - began
 
 
-def test_other_streams_get_their_tokens_beside_hostile_grammars(server: RunningServer) -> None:
+def test_hostile_grammars_change_no_other_stream(server: RunningServer) -> None:
     with server.client() as http, concurrent.futures.ThreadPoolExecutor(8) as threads:
         alone = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["token_ids"]
         hostile = {name: threads.submit(asked, http, form) for name, form in FORMS.items()}

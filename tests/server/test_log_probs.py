@@ -39,7 +39,7 @@ def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[d
 
 @pytest.mark.parametrize("tokenizer", [SHIPPED, ByteTokenizer()], ids=["shipped", "bytes"])
 @given(text=TEXTS)
-def test_the_bytes_of_a_chats_tokens_are_those_of_its_text(tokenizer: Any, text: str) -> None:
+def test_token_bytes_of_a_chat_join_to_its_text(tokenizer: Any, text: str) -> None:
     found, events = described(tokenizer, tokenizer.tokenize(text), ChatFormat)
     content = [token for event in events for token in event["content"]]
     assert found == text and b"".join(bytes(token["bytes"]) for token in content) == text.encode()
@@ -50,7 +50,7 @@ def test_the_bytes_of_a_chats_tokens_are_those_of_its_text(tokenizer: Any, text:
 
 @pytest.mark.parametrize("tokenizer", [SHIPPED, ByteTokenizer()], ids=["shipped", "bytes"])
 @given(text=TEXTS)
-def test_the_offset_of_a_token_is_that_of_its_first_character(tokenizer: Any, text: str) -> None:
+def test_token_offset_is_that_of_its_first_character(tokenizer: Any, text: str) -> None:
     tokens = tokenizer.tokenize(text)
     _, events = described(tokenizer, tokens, CompletionFormat)
     offsets = [offset for event in events for offset in event["text_offset"]]
@@ -68,18 +68,16 @@ NAMES: list[tuple[str, str, bytes | None]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), NAMES)
-def test_bytes_come_from_the_tokens_name_where_its_text_tells_none(
-    name: str, text: str, expected: bytes | None
-) -> None:
+def test_bytes_come_from_the_token_name_if_its_text_has_none(name: str, text: str, expected: bytes | None) -> None:
     assert token_bytes(name, text) == expected
 
 
-def test_ids_without_a_meaning_have_no_bytes_and_those_without_a_tokenizer_their_digits() -> None:
+def test_unknown_ids_have_no_bytes() -> None:
     assert ByteTokenizer(300).bytes_of(299) is None
     assert TokenIdTokenizer(300).bytes_of(299) == b"299"
 
 
-def test_tokens_with_the_same_text_are_all_among_the_best_of_a_completion() -> None:
+def test_completion_keeps_alternatives_with_equal_texts() -> None:
     part, other, third = (TokenInfo(7 + number, "\ufffd", log_prob=-0.5 - number) for number in range(3))
     letter = TokenInfo(5, "a", log_prob=-2.0)
     chosen = replace(third, alternatives=(part, other, letter))

@@ -47,7 +47,7 @@ def asked(agent: Agent, client: anthropic.Anthropic, reply: str, end: str = "sto
         return client.messages.create(**settings)
 
 
-def test_a_reply_has_a_block_for_each_of_its_parts(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_has_a_block_for_each_of_its_parts(agent: Agent, client: anthropic.Anthropic) -> None:
     message = asked(agent, client, REPLY)
     thinking, text, call = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Hm.") and (text.type, text.text) == ("text", "I look.")
@@ -72,7 +72,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
         (CALL.partition("%")[0] + '{"city": "Oslo", "days": tru', {"malformed_input": '{"city": "Oslo", "days": tru'}),
     ],
 )
-def test_a_streamed_reply_is_the_whole_one(
+def test_streamed_reply_equals_the_whole_one(
     agent: Agent, client: anthropic.Anthropic, reply: str, arguments: dict[str, Any]
 ) -> None:
     whole = asked(agent, client, reply)
@@ -92,7 +92,7 @@ def test_a_streamed_reply_is_the_whole_one(
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_each_turn_begins_with_the_tokens_of_all_turns_before(
+def test_each_turn_starts_with_the_tokens_of_earlier_turns(
     agent: Agent, client: anthropic.Anthropic, thinks: bool
 ) -> None:
     messages = [{"role": "user", "content": f"Thinking {thinks}."}]
@@ -113,7 +113,7 @@ def test_each_turn_begins_with_the_tokens_of_all_turns_before(
     )
 
 
-def test_a_reply_says_why_it_ended(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_has_a_stop_reason(agent: Agent, client: anthropic.Anthropic) -> None:
     assert asked(agent, client, "Yes.").stop_reason == "end_turn"
     assert asked(agent, client, "Yes.", end="length").stop_reason == "max_tokens"
     stopped = asked(agent, client, "Yes. No.", stop_sequences=[" N"])
@@ -124,7 +124,7 @@ def test_a_reply_says_why_it_ended(agent: Agent, client: anthropic.Anthropic) ->
     assert asked(agent, client, "").content == []
 
 
-def test_a_reply_longer_than_fits_is_cut_where_the_context_ends(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_is_cut_at_the_context_length(agent: Agent, client: anthropic.Anthropic) -> None:
     cut = asked(agent, client, "Yes.", end="length", max_tokens=10_000)
     request = agent.server.backend.asked[-1]
     assert cut.stop_reason == "model_context_window_exceeded"
@@ -147,14 +147,14 @@ def test_reasoning_may_be_omitted(agent: Agent, client: anthropic.Anthropic) -> 
     assert streamed.content[0].thinking == "" and streamed.content[1].text == "I look."
 
 
-def test_instructions_may_come_between_messages(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_instructions_between_messages_are_read(agent: Agent, client: anthropic.Anthropic) -> None:
     messages = [*ASKED, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
     asked(agent, client, "Yes.", messages=messages, system="Be kind.")
     text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
     assert text.index("system\nBe kind.") < text.index("user\nWeather?") < text.index("system\nBe brief.")
 
 
-def test_replies_and_errors_have_the_id_of_their_request(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_replies_and_errors_have_the_request_id(agent: Agent, client: anthropic.Anthropic) -> None:
     assert len(asked(agent, client, "Yes.", extra_headers={"x-request-id": "ours"})._request_id) == len("ours")
     with pytest.raises(anthropic.BadRequestError) as found:
         client.messages.create(model="scripted", max_tokens=0, messages=ASKED)
@@ -163,7 +163,7 @@ def test_replies_and_errors_have_the_id_of_their_request(agent: Agent, client: a
     assert "request-id" not in reply.headers and reply.headers["x-request-id"]
 
 
-def test_one_call_ends_a_reply_without_parallel_calls(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_without_parallel_calls_ends_after_one(agent: Agent, client: anthropic.Anthropic) -> None:
     reply = WRITTEN["hermes"] % "Oslo" * 2
     assert len(asked(agent, client, reply).content) == 2
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
@@ -172,7 +172,7 @@ def test_one_call_ends_a_reply_without_parallel_calls(agent: Agent, client: anth
 
 
 @pytest.mark.parametrize("begun", ["The answer is (", [{"type": "text", "text": "The answer is ("}]])
-def test_a_reply_continues_a_last_message_of_the_model(
+def test_reply_continues_a_final_assistant_message(
     agent: Agent, client: anthropic.Anthropic, begun: str | list[Any]
 ) -> None:
     messages = [*ASKED, {"role": "assistant", "content": begun}]
@@ -184,7 +184,7 @@ def test_a_reply_continues_a_last_message_of_the_model(
 
 
 @pytest.mark.parametrize("begun", ["", [], [{"type": "text", "text": " "}]])
-def test_an_empty_last_message_of_the_model_changes_nothing(
+def test_empty_final_assistant_message_changes_nothing(
     agent: Agent, client: anthropic.Anthropic, begun: str | list[Any]
 ) -> None:
     asked(agent, client, "Yes.")
@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
-def test_what_cannot_be_honoured_is_refused(
+def test_unsupported_values_are_refused(
     agent: Agent, client: anthropic.Anthropic, fields: dict[str, Any], words: str
 ) -> None:
     body = {"model": "scripted", "max_tokens": 5, "messages": ASKED} | fields
@@ -252,7 +252,7 @@ def test_what_cannot_be_honoured_is_refused(
         assert error["type"] == "error" and error["error"]["type"] == kind and words in error["error"]["message"], error
 
 
-def test_what_asks_for_nothing_passes(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_neutral_values_are_accepted(agent: Agent, client: anthropic.Anthropic) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     extra = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -267,7 +267,7 @@ def test_what_asks_for_nothing_passes(agent: Agent, client: anthropic.Anthropic)
     assert message.content[0].text == "Yes."
 
 
-def test_every_field_of_the_client_is_known() -> None:
+def test_every_field_of_the_client_library_is_known() -> None:
     """But for those that it sends as headers."""
     for request, params in (
         (MessagesRequest, message_create_params.MessageCreateParamsBase),
@@ -278,19 +278,19 @@ def test_every_field_of_the_client_is_known() -> None:
         assert set(params.__annotations__) <= known
 
 
-def test_tokens_are_counted_as_a_message_has_them(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_token_count_matches_the_message(agent: Agent, client: anthropic.Anthropic) -> None:
     asked(agent, client, "Yes.", system="Be brief.")
     counted = client.messages.count_tokens(model="scripted", messages=ASKED, tools=TOOLS, system="Be brief.")
     assert counted.input_tokens == len(agent.prompts()[-1])
 
 
-def test_errors_in_a_stream_are_events(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_stream_errors_are_events(agent: Agent, client: anthropic.Anthropic) -> None:
     with agent.saying("Ye", end="error"), pytest.raises(anthropic.APIStatusError) as found:
         list(client.messages.create(model="scripted", max_tokens=5, messages=ASKED, stream=True))
     assert found.value.body["error"]["type"] == "api_error"  # type: ignore[index]
 
 
-def test_a_conversation_of_the_shipped_model_hits_and_keys_are_asked_for(server: RunningServer) -> None:
+def test_conversation_with_the_shipped_model_hits_and_needs_a_key(server: RunningServer) -> None:
     """The prompt is that of chat completions; the next turn skips all but its last blocks."""
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "import os\n" * 60}]

@@ -29,12 +29,12 @@ def samples(server: FrontEnd | RunningServer, name: str) -> dict[str, float]:
     return {sample.name: sample.value for sample in families(server)[name].samples if not sample.labels}  # type: ignore[attr-defined]
 
 
-def test_every_counter_of_the_cache_has_a_text() -> None:
+def test_every_cache_counter_has_a_help_text() -> None:
     numbers = {entry.name for entry in fields(CacheCounters) if isinstance(getattr(CacheCounters(), entry.name), int)}
     assert set(COUNTER_TEXTS) == numbers
 
 
-def test_every_metric_is_told_in_a_sentence_under_the_name_it_always_had() -> None:
+def test_every_metric_keeps_its_name_and_has_a_help_sentence() -> None:
     cache = CacheSnapshot(CacheCounters(requests_without_hit={"new_prefix": 1}), {"free": 1}, {"free": 2})
     with front_end(backend=ScriptedBackend(BackendState(is_ready=True, cache=cache))) as server:
         found = families(server)
@@ -45,7 +45,7 @@ def test_every_metric_is_told_in_a_sentence_under_the_name_it_always_had() -> No
         assert {f"mamba_cache_{name}" for name in names} <= set(found)
 
 
-def test_the_process_and_the_model_are_told() -> None:
+def test_process_and_model_metrics_are_exported() -> None:
     with front_end() as server, server.client() as http:
         text = http.get("/metrics").text
         assert 'mamba_cache_model_info{model="scripted"} 1.0' in text
@@ -53,7 +53,7 @@ def test_the_process_and_the_model_are_told() -> None:
         assert re.search(r"^process_cpu_seconds_total ", text, re.MULTILINE)
 
 
-def test_time_between_tokens_counts_each_token_after_the_first_of_a_reply() -> None:
+def test_time_between_tokens_skips_the_first_token() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes({"prompt": "abc", "max_tokens": 9}))
         wait_until(lambda: server.backend.running)
@@ -67,7 +67,7 @@ def test_time_between_tokens_counts_each_token_after_the_first_of_a_reply() -> N
         assert 0.1 <= found["mamba_cache_inter_token_seconds_sum"] < 5
 
 
-def test_queueing_ends_where_the_first_step_of_a_request_began() -> None:
+def test_queueing_ends_at_a_requests_first_step() -> None:
     with front_end() as server:
         connection = server.connection(request_bytes({"prompt": "abc", "max_tokens": 9}))
         wait_until(lambda: server.backend.running)
@@ -81,7 +81,7 @@ def test_queueing_ends_where_the_first_step_of_a_request_began() -> None:
         assert 0.1 <= found["mamba_cache_queue_seconds_sum"] <= to_first_token - 0.35
 
 
-def test_the_engine_tells_since_when_a_request_runs(server: RunningServer) -> None:
+def test_engine_reports_when_a_request_started(server: RunningServer) -> None:
     def count(name: str, suffix: str) -> float:
         return samples(server, name)[f"{name}_{suffix}"]
 

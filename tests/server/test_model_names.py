@@ -26,7 +26,9 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_each_name_is_served_and_replies_have_the_first(named: RunningServer, path: str, body: dict[str, Any]) -> None:
+def test_every_model_name_is_served_and_replies_have_the_first(
+    named: RunningServer, path: str, body: dict[str, Any]
+) -> None:
     with named.client() as http:
         for name in NAMES:
             reply = http.post(path, json=body | {"model": name})
@@ -37,7 +39,7 @@ def test_each_name_is_served_and_replies_have_the_first(named: RunningServer, pa
     assert words in refused.json()["error"]["message"]
 
 
-def test_models_are_listed_by_each_name(named: RunningServer) -> None:
+def test_models_are_listed_under_every_name(named: RunningServer) -> None:
     with named.client() as http:
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == list(NAMES)
         for name in NAMES:

@@ -83,7 +83,7 @@ def test_greedy_requests_get_the_tokens_of_the_generate_command(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_second_turn_of_a_chat_skips_the_first_but_for_two_blocks(client: openai.OpenAI, stream: bool) -> None:
+def test_second_turn_of_a_chat_recomputes_at_most_two_blocks(client: openai.OpenAI, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "# file: bridge.py\n" + "import time\n" * 40 + "class Bridge"}]
     before, usage = 0, None
     for turn in range(2 + stream):
@@ -108,9 +108,7 @@ def test_the_second_turn_of_a_chat_skips_the_first_but_for_two_blocks(client: op
     assert cached >= 192
 
 
-def test_the_next_turn_begins_with_the_tokens_of_the_reply_not_with_others_of_the_same_text(
-    client: openai.OpenAI, server: RunningServer
-) -> None:
+def test_next_turn_keeps_the_exact_tokens_of_the_reply(client: openai.OpenAI, server: RunningServer) -> None:
     tokenizer = server.server.settings.tokenizer
     splits_otherwise = False
     messages: list[Any] = [{"role": "user", "content": "# file: bridge.py\nimport time\n\n\nclass Bridge"}]
@@ -133,7 +131,7 @@ def test_the_next_turn_begins_with_the_tokens_of_the_reply_not_with_others_of_th
     assert splits_otherwise  # else it would hold without the map too
 
 
-def test_cached_tokens_are_those_that_the_engine_skipped(client: openai.OpenAI, server: RunningServer) -> None:
+def test_cached_tokens_are_those_that_the_engine_skips(client: openai.OpenAI, server: RunningServer) -> None:
     def skipped() -> int:
         return server.between_steps(lambda engine: engine.context.snapshot().counters.prompt_tokens_skipped)
 
@@ -146,7 +144,7 @@ def test_cached_tokens_are_those_that_the_engine_skipped(client: openai.OpenAI, 
     assert several.prompt_tokens_details.cached_tokens == 2 * told[1]  # not of every choice
 
 
-def test_a_reply_ends_for_the_reason_that_it_says(client: openai.OpenAI) -> None:
+def test_finish_reason_is_correct(client: openai.OpenAI) -> None:
     def ends(**settings: Any) -> tuple[str, str]:
         choice = client.completions.create(model=MODEL, prompt=PROMPTS[1], temperature=0, **settings).choices[0]
         return choice.finish_reason, choice.text
@@ -168,7 +166,7 @@ def test_a_reply_ends_for_the_reason_that_it_says(client: openai.OpenAI) -> None
     assert longer.choices[0].finish_reason == "length" and longer.choices[0].text.startswith("()\n")
 
 
-def test_choices_have_seeds_of_their_own_and_the_same_ones_again(client: openai.OpenAI) -> None:
+def test_choices_have_their_own_reproducible_seeds(client: openai.OpenAI) -> None:
     def texts(**settings: Any) -> list[str]:
         reply = client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=12, **settings)
         assert [choice.index for choice in reply.choices] == list(range(len(reply.choices)))
@@ -214,7 +212,7 @@ def test_models_and_health(client: openai.OpenAI, server: RunningServer) -> None
         assert http.get("/health").json() == {"status": "ready"}
 
 
-def test_errors_are_those_of_the_client_library(client: openai.OpenAI) -> None:
+def test_errors_raise_the_client_librarys_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.completions.create(model="gpt-5", prompt="x")
     with pytest.raises(openai.BadRequestError) as found:
@@ -227,14 +225,14 @@ def test_errors_are_those_of_the_client_library(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "too_long", [{"prompt": [1] * 5000}, {"prompt": "x" * 2**20}, {"prompt": "x", "max_tokens": 4096}]
 )
-def test_what_exceeds_the_context_is_refused_in_openais_words(client: openai.OpenAI, too_long: dict[str, Any]) -> None:
+def test_context_overflow_is_refused_in_openais_words(client: openai.OpenAI, too_long: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as found:
         client.completions.create(model=MODEL, **too_long)
     assert found.value.code == "context_length_exceeded" and found.value.param == "prompt"
     assert "This model's maximum context length is 4096 tokens, and the prompt is too long: " in found.value.message
 
 
-def test_weights_versions_and_flushes_empty_the_cache(client: openai.OpenAI, server: RunningServer) -> None:
+def test_flushes_and_new_weights_versions_empty_the_cache(client: openai.OpenAI, server: RunningServer) -> None:
     def cached() -> int:
         usage = client.completions.create(model=MODEL, prompt=PROMPTS[3], max_tokens=1).usage
         return usage.prompt_tokens_details.cached_tokens

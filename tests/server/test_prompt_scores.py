@@ -32,7 +32,7 @@ def assert_entries(entries: list[Any], tokens: list[int], after: torch.Tensor, t
 
 @pytest.mark.parametrize("top_n", [0, 3])
 @pytest.mark.parametrize("others", [{}, {"logprobs": 1}, {"echo": True, "logprobs": 5}, {"max_tokens": 0}, {"n": 2}])
-def test_a_completion_tells_the_log_probs_and_ranks_of_its_prompt(
+def test_completion_returns_prompt_log_probs_and_ranks(
     server: RunningServer, others: dict[str, Any], top_n: int
 ) -> None:
     tokens = token_ids(server, PROMPT)
@@ -53,7 +53,7 @@ def test_a_completion_tells_the_log_probs_and_ranks_of_its_prompt(
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_a_chat_tells_them_beside_its_choices(server: RunningServer) -> None:
+def test_chat_returns_prompt_log_probs_next_to_its_choices(server: RunningServer) -> None:
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3, "return_token_ids": True, "n": 2}
     with server.client() as http:
         found = http.post("/v1/chat/completions", json=body | {"prompt_logprobs": 2}).json()
@@ -62,7 +62,7 @@ def test_a_chat_tells_them_beside_its_choices(server: RunningServer) -> None:
     assert found["choices"][0]["logprobs"] is None
 
 
-def test_each_prompt_of_a_request_has_its_own(server: RunningServer) -> None:
+def test_each_prompt_has_its_own_log_probs(server: RunningServer) -> None:
     with server.client() as http:
         body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "prompt_logprobs": 0, "max_tokens": 1}
         choices = http.post("/v1/completions", json=body).json()["choices"]
@@ -81,7 +81,7 @@ def test_each_prompt_of_a_request_has_its_own(server: RunningServer) -> None:
         ({"prompt_logprobs": True}, "integer"),
     ],
 )
-def test_what_cannot_be_told_is_refused(server: RunningServer, fields: dict[str, Any], words: str) -> None:
+def test_unavailable_prompt_log_probs_are_refused(server: RunningServer, fields: dict[str, Any], words: str) -> None:
     with server.client() as http:
         for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
             reply = http.post(f"/v1/{path}", json=body | fields)
@@ -89,9 +89,7 @@ def test_what_cannot_be_told_is_refused(server: RunningServer, fields: dict[str,
             assert reply.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_a_response_that_would_be_too_large_is_refused_before_it_is_computed(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_response_is_refused_before_computing(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_scores, "_MOST_ENTRIES", 20)
     with server.client() as http:
         body = {"prompt": [[1] * 6, [1] * 7], "max_tokens": 1}
@@ -101,7 +99,7 @@ def test_a_response_that_would_be_too_large_is_refused_before_it_is_computed(
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(message)
 
 
-def test_entries_are_json_whatever_the_log_probs_are() -> None:
+def test_infinite_log_probs_are_valid_json() -> None:
     scoring = PromptScoring(2, str)
     scores = [ScoredToken(float("-inf"), 9, (0.0, float("nan")), (5, 6))]
     found = scoring.entries([1, 7], scores)

@@ -105,7 +105,7 @@ def together(deltas: list[Any], name: str) -> str:
 
 
 @pytest.mark.parametrize("fields", [{}, {"chat_template_kwargs": {"enable_thinking": True}}, OFF])
-def test_thinking_is_on_unless_the_client_turns_it_off(qwen: TagAgent, fields: dict[str, Any]) -> None:
+def test_thinking_is_on_by_default(qwen: TagAgent, fields: dict[str, Any]) -> None:
     is_on = fields is not OFF
     reply = ["Hm.\n", Tag("</think>"), "\n\nHello."] if is_on else ["Hello."]
     chat = qwen.answered(reply, tools=openai.omit, extra_body=fields)
@@ -127,7 +127,7 @@ ENDS = {  # what comes between reasoning and the calls, and after them
 
 @pytest.mark.parametrize("ending", ENDS)
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_calls_after_reasoning_or_within_it_are_the_same(agent: TagAgent, ending: str, num_calls: int) -> None:
+def test_calls_within_reasoning_equal_those_after_it(agent: TagAgent, ending: str, num_calls: int) -> None:
     before, after = ENDS[ending]
     wanted = [("search", ARGUMENTS), ("now", {}), ("search", {"text": "", "most": 0})][:num_calls]
     reply = ["I look.\n", *before]
@@ -172,14 +172,14 @@ def test_grammars_allow_calls_after_reasoning_and_within_it(agent: TagAgent, cho
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_grammars_hold_where_thinking_is_off(qwen: TagAgent, choice: str) -> None:
+def test_grammars_apply_without_thinking(qwen: TagAgent, choice: str) -> None:
     asked = qwen.ask(call(qwen), extra_body=OFF, **CHOICES[choice])
     assert arguments_of(asked.message) == [("search", ARGUMENTS)] and asked.message.content is None
     assert prompt_text(qwen).endswith(DOES_NOT) and allows(qwen, call(qwen))
     assert allows(qwen, ["No."]) is (choice == "auto")
 
 
-def test_an_answer_of_a_form_or_calls_within_reasoning(qwen: TagAgent) -> None:
+def test_constrained_answers_and_calls_may_follow_reasoning(qwen: TagAgent) -> None:
     fields: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SEARCH}}}
     reply = ["I look.\n", *call(qwen)]
     assert arguments_of(qwen.ask(reply, tools=TOOLS, **fields).message) == [("search", ARGUMENTS)]
@@ -188,7 +188,7 @@ def test_an_answer_of_a_form_or_calls_within_reasoning(qwen: TagAgent) -> None:
     assert qwen.ask(answer, tools=TOOLS, **fields).message.content == json.dumps(ARGUMENTS)
 
 
-def test_the_other_apis_have_the_same_parts(agent: TagAgent) -> None:
+def test_other_apis_return_the_same_parts(agent: TagAgent) -> None:
     client = anthropic.Anthropic(base_url=agent.server.listening.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "search", "input_schema": SEARCH}, {"name": "now", "input_schema": {"type": "object"}}]
     reply = ["I look.\n", *call(agent), "\n", *call(agent, "now", {})]
@@ -241,9 +241,7 @@ def test_no_effort_turns_thinking_off(qwen: TagAgent) -> None:
 
 
 @pytest.mark.parametrize("ending", ["closed", "open"])
-def test_rounds_of_an_agent_begin_with_the_tokens_before_and_its_next_question_drops_reasoning(
-    agent: TagAgent, ending: str
-) -> None:
+def test_agent_rounds_keep_tokens_until_the_next_question_drops_reasoning(agent: TagAgent, ending: str) -> None:
     messages: list[Any] = [{"role": "user", "content": f"Look {ending}."}]
     for number in range(3):
         reply = [f"Thought {number}.\n", *ENDS[ending][0], *call(agent, arguments={"text": f"{number}", "most": 1})]
@@ -265,7 +263,7 @@ EFFORTS = {"minimal": "low", "low": "low", "medium": "", "high": "xhigh", "xhigh
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_an_effort_that_the_template_refuses_is_the_nearest_that_it_takes(weighing: TagAgent, effort: str) -> None:
+def test_refused_effort_becomes_the_nearest_accepted_one(weighing: TagAgent, effort: str) -> None:
     begin = f"<|im_start|>system\n(effort: {EFFORTS[effort]})" if EFFORTS[effort] else "<|im_start|>user"
     fields: list[dict[str, Any]] = [
         {"reasoning_effort": effort},
@@ -282,14 +280,14 @@ def test_an_effort_that_the_template_refuses_is_the_nearest_that_it_takes(weighi
         assert prompt_text(weighing).startswith(begin)
 
 
-def test_an_unknown_effort_is_refused_as_the_template_says(weighing: TagAgent) -> None:
+def test_unknown_effort_is_refused_by_the_template(weighing: TagAgent) -> None:
     with pytest.raises(openai.BadRequestError, match="there is no effort of utmost"):
         weighing.ask("Hello.", tools=openai.omit, reasoning_effort="utmost")
     weighing.ask("Hello.", tools=openai.omit, reasoning_effort="none")
     assert prompt_text(weighing).startswith("<|im_start|>user") and prompt_text(weighing).endswith(DOES_NOT)
 
 
-def test_reasoning_stays_in_the_history_where_the_template_is_asked_to_keep_it(qwen: TagAgent) -> None:
+def test_reasoning_stays_in_the_history_on_request(qwen: TagAgent) -> None:
     keeps: Any = {"extra_body": {"chat_template_kwargs": {"preserve_thinking": True}}, "tools": TOOLS}
     messages: list[Any] = [{"role": "user", "content": "Keep it."}]
     reply = ["Thought.\n", Tag("</think>"), "\n\nDone."]
@@ -299,7 +297,7 @@ def test_reasoning_stays_in_the_history_where_the_template_is_asked_to_keep_it(q
     assert list(qwen.prompts()[-1][: len(exact)]) == exact and "Thought." in prompt_text(qwen)
 
 
-def test_a_model_that_knows_no_reasoning_calls_tools(instruct: TagAgent) -> None:
+def test_model_without_reasoning_calls_tools(instruct: TagAgent) -> None:
     for fields in ({"tools": TOOLS}, *CHOICES.values()):
         asked = instruct.ask(["I look.\n"] * ("tool_choice" not in fields) + call(instruct), **fields)
         assert arguments_of(asked.message) == [("search", ARGUMENTS)]
@@ -313,9 +311,7 @@ def test_a_model_that_knows_no_reasoning_calls_tools(instruct: TagAgent) -> None
         ({"add_generation_prompt": True}, ("Hm.", "It is fine.")),
     ],
 )
-def test_a_reply_that_is_continued_is_past_its_reasoning(
-    qwen: TagAgent, fields: dict[str, Any], told: tuple[str, str]
-) -> None:
+def test_continued_reply_is_past_its_reasoning(qwen: TagAgent, fields: dict[str, Any], told: tuple[str, str]) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "It"}]
     is_continued = "continue_final_message" in fields
     reply = [" is fine."] if is_continued else ["Hm.", Tag("</think>"), "It is fine."]
@@ -337,9 +333,7 @@ WITH_IMAGES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("path", "body", "words"), WITH_IMAGES)
-def test_tokens_of_images_are_refused(
-    qwen: TagAgent, path: str, body: dict[str, Any], words: str, streams: bool
-) -> None:
+def test_image_tokens_are_refused(qwen: TagAgent, path: str, body: dict[str, Any], words: str, streams: bool) -> None:
     count = len(qwen.prompts())
     with qwen.server.client() as http:
         reply = http.post(path, json=body | {"stream": streams})
@@ -347,7 +341,7 @@ def test_tokens_of_images_are_refused(
     assert len(qwen.prompts()) == count
 
 
-def test_a_reply_with_the_token_of_an_image_does_not_end_the_conversation(weighing: TagAgent) -> None:
+def test_reply_with_an_image_token_does_not_end_the_conversation(weighing: TagAgent) -> None:
     """Models may generate one. It is not shown, and the next turn goes on without it."""
     asked: list[Any] = [{"role": "user", "content": "Show it."}]
     reply = ["Hm.", Tag("</think>"), "See ", Tag("<|image_pad|>"), "there."]
@@ -359,7 +353,7 @@ def test_a_reply_with_the_token_of_an_image_does_not_end_the_conversation(weighi
 
 
 @pytest.mark.parametrize("kind", ["image_url", "image", "video", "video_url", "input_audio"])
-def test_a_part_that_is_not_text_is_refused_by_its_type(qwen: TagAgent, kind: str) -> None:
+def test_non_text_part_is_refused_by_its_type(qwen: TagAgent, kind: str) -> None:
     content = [{"type": "text", "text": "See"}, {"type": kind, kind: {"url": "data:image/png;base64,AA"}}]
     with qwen.server.client() as http:
         reply = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
@@ -374,13 +368,13 @@ MENTIONS = (
 
 
 @pytest.mark.parametrize("mention", MENTIONS)
-def test_a_call_that_is_mentioned_in_reasoning_stays_there(agent: TagAgent, mention: str) -> None:
+def test_call_mentioned_in_reasoning_stays_there(agent: TagAgent, mention: str) -> None:
     for rest, calls in (([], []), ([*call(agent)], [("search", ARGUMENTS)])):
         message = agent.ask([f"{mention}\n", Tag("</think>"), "\n\n", *rest], tools=TOOLS).message
         assert message.reasoning_content == mention and arguments_of(message) == calls
 
 
-def test_a_tag_without_a_call_is_a_mention(qwen: TagAgent) -> None:
+def test_tag_without_a_call_is_text(qwen: TagAgent) -> None:
     """Models have the tag as one token, wherever they write it."""
     for mention in (["A `", Tag("<tool_call>"), "` begins a call."], ["\n", Tag("<tool_call>"), "\n<function=no>\n"]):
         message = qwen.ask(["So. ", *mention, "\n", *call(qwen)], tools=TOOLS).message
@@ -400,7 +394,7 @@ VALUES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_arguments_have_the_types_of_their_schema(agent: TagAgent, values: dict[str, Any]) -> None:
+def test_arguments_have_their_schemas_types(agent: TagAgent, values: dict[str, Any]) -> None:
     for before in (["Hm.\n"], ["Hm.\n", Tag("</think>"), "\n\n"]):
         reply = [*before, *call(agent, arguments=values)]
         message = agent.ask(reply, tools=TOOLS, tool_choice="required").message

@@ -87,7 +87,7 @@ def client(served: tuple[RunningServer, dict[str, int]]) -> openai.OpenAI:
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("num_replies", [20, pytest.param(100, marks=pytest.mark.long)])
-def test_replies_that_grammars_hold_are_parsed(
+def test_constrained_replies_are_parsed(
     served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI, num_replies: int, choice: Any
 ) -> None:
     """The tags and the end are more probable than the rest, or a random model would seldom come to them."""
@@ -126,7 +126,7 @@ def test_replies_that_grammars_hold_are_parsed(
     assert num_calls > 0.6 * num_replies and num_reasoned > 0.2 * num_replies
 
 
-def test_the_next_turn_is_cached_and_images_are_refused(
+def test_next_turn_is_cached_and_images_are_refused(
     served: tuple[RunningServer, dict[str, int]], client: openai.OpenAI
 ) -> None:
     server, ids = served

@@ -47,14 +47,14 @@ def alone(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("serve", [in_a_thread, alone])
-def test_sigterm_is_ignored_from_the_end_of_warmup_on(serve: Callable[[Any], None]) -> None:
+def test_sigterm_is_ignored_after_warmup(serve: Callable[[Any], None]) -> None:
     engine, ending = WatchedEngine(), signal.getsignal(signal.SIGTERM)
     serve(engine)
     assert engine.seen == {"warmup": [ending, signal.SIG_IGN], "joining": [signal.SIG_IGN] * 2}
     assert signal.getsignal(signal.SIGTERM) is ending
 
 
-def test_a_warmup_that_fails_ends_the_start() -> None:
+def test_failed_warmup_ends_the_start() -> None:
     ending = [signal.getsignal(number) for number in NUMBERS]
     replica = ReplicaThread(WatchedEngine(fails=True), RoutingSettings())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="could not join") as found:

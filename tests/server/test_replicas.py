@@ -140,7 +140,7 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
     assert not is_ready(url)
 
 
-def test_replicas_hold_replies_to_grammars_as_one_engine_does() -> None:
+def test_replicas_apply_grammars_as_one_engine_does() -> None:
     schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 2, "maxItems": 4}
     formed = {"guided_json": schema, "max_tokens": 60, "temperature": 1.0, "seed": 3, "n": 3}
     with running_server() as server, server.client() as http:
@@ -152,7 +152,7 @@ def test_replicas_hold_replies_to_grammars_as_one_engine_does() -> None:
     assert refused.status_code == 400 and "not" in refused.json()["error"]["message"]
 
 
-def test_replicas_tell_what_came_back_from_a_directory_that_they_share(tmp_path: Path) -> None:
+def test_replicas_report_tokens_restored_from_a_shared_directory(tmp_path: Path) -> None:
     tiers = ("--cache-gb", "0.1", "--host-cache-gb", "0.2", "--disk-cache-dir", str(tmp_path), "--disk-cache-gb", "0.1")
     turn = PROMPT + "print(add(1, 2))\n"
     with replicas(*tiers) as (_, url), httpx.Client(base_url=url, timeout=120) as http:

@@ -37,7 +37,7 @@ def described(item: Any) -> dict[str, Any]:
     return item.model_dump(exclude={"id", "call_id"}, exclude_none=True)
 
 
-def test_a_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None:
+def test_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None:
     response = asked(agent, REPLY, metadata={"a": "b" * 512}, reasoning={"effort": "low", "summary": "auto"})
     reasoning, text, call = response.output
     assert reasoning.content[0].text == "Hm." and text.content[0].text == response.output_text == "I look."
@@ -50,7 +50,7 @@ def test_a_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_a_streamed_response_is_the_whole_one(agent: Agent) -> None:
+def test_streamed_response_equals_the_whole_one(agent: Agent) -> None:
     whole = asked(agent, REPLY)
     with (
         agent.saying(REPLY),
@@ -73,9 +73,7 @@ SUMMARY_EVENTS = ["part.added", "text.delta", "text.done", "part.done"]
 
 
 @pytest.mark.parametrize(("summary", "is_given"), [("auto", True), ("detailed", True), ("none", False), (None, False)])
-def test_reasoning_is_a_summary_too_where_the_client_asks_for_one(
-    agent: Agent, summary: str | None, is_given: bool
-) -> None:
+def test_reasoning_is_returned_as_a_summary_on_request(agent: Agent, summary: str | None, is_given: bool) -> None:
     fields: Any = {"model": "scripted", "input": "Weather?", "tools": TOOLS, "reasoning": {"summary": summary}}
     whole = asked(agent, REPLY, **fields)
     assert whole.output[0].content[0].text == "Hm." and whole.reasoning.summary == summary
@@ -94,7 +92,7 @@ def test_reasoning_is_a_summary_too_where_the_client_asks_for_one(
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_each_turn_begins_with_the_tokens_of_all_turns_before(agent: Agent, remembers: bool) -> None:
+def test_each_turn_starts_with_the_tokens_of_earlier_turns(agent: Agent, remembers: bool) -> None:
     told: list[Any] = [{"role": "user", "content": f"Remembers {remembers}."}]
     previous: dict[str, Any] = {}
     for number in range(5):
@@ -113,7 +111,7 @@ def test_each_turn_begins_with_the_tokens_of_all_turns_before(agent: Agent, reme
     assert text.count("Be brief.") == 1 and text.count("degrees") == text.count("And?") == 5
 
 
-def test_a_kept_response_is_read_again_by_its_owner_alone_until_it_is_deleted(server: RunningServer) -> None:
+def test_stored_response_is_readable_only_by_its_owner_until_deleted(server: RunningServer) -> None:
     red = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     blue = openai.OpenAI(base_url=f"{server.url}/v1", api_key=BLUE, max_retries=0)
     greedy: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 80}
@@ -141,7 +139,7 @@ def test_a_kept_response_is_read_again_by_its_owner_alone_until_it_is_deleted(se
         red.responses.create(input="x", previous_response_id=second.id, **greedy)
 
 
-def test_responses_of_a_key_stay_within_the_bound_and_out_of_anothers_room() -> None:
+def test_stored_responses_are_bounded_per_key() -> None:
     stored = StoredResponses(1000)
     stored.keep("blue", [], {"id": "blue", "previous_response_id": None})
     for number in range(100):
@@ -198,18 +196,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
-def test_what_cannot_be_honoured_is_refused(agent: Agent, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_values_are_refused(agent: Agent, fields: dict[str, Any], words: str) -> None:
     body = {"model": "scripted", "input": "x"} | fields
     reply = httpx.post(f"{agent.server.listening.url}/v1/responses", json=body, timeout=60)
     assert reply.status_code in (400, 404) and words in reply.json()["error"]["message"], reply.text
 
 
-def test_every_field_of_the_client_is_known() -> None:
+def test_every_field_of_the_client_library_is_known() -> None:
     known = {*ResponsesRequest.model_fields, *ResponsesRequest.unsupported}
     assert set(response_create_params.ResponseCreateParamsBase.__annotations__) <= known
 
 
-def test_what_asks_for_nothing_passes(agent: Agent) -> None:
+def test_neutral_values_are_accepted(agent: Agent) -> None:
     fields = {
         "include": ["reasoning.encrypted_content"],
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
@@ -225,7 +223,7 @@ def test_what_asks_for_nothing_passes(agent: Agent) -> None:
     assert cut.status == "completed" and cut.output[-1].status == "incomplete"
 
 
-def test_an_error_in_a_stream_is_an_event(agent: Agent) -> None:
+def test_stream_error_is_an_event(agent: Agent) -> None:
     with agent.saying("Ye", end="error"):
         events = list(agent.client.responses.create(model="scripted", input="x", stream=True))
     assert events[-1].type == "error" and "the request failed" in events[-1].message

@@ -20,7 +20,7 @@ def answered(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def test_a_bias_makes_a_token_certain_or_impossible(server: RunningServer) -> None:
+def test_bias_makes_a_token_certain_or_impossible(server: RunningServer) -> None:
     plain = answered(server)["token_ids"]
     assert answered(server, logit_bias={"77": 100})["token_ids"] == [77] * NUM_TOKENS
     assert plain[0] not in answered(server, logit_bias={str(plain[0]): -100})["token_ids"]
@@ -34,7 +34,7 @@ def test_penalties_keep_a_reply_from_repeating_itself(server: RunningServer) -> 
     assert min(penalised) > plain, (plain, penalised)
 
 
-def test_stop_tokens_and_the_least_number_of_tokens(server: RunningServer) -> None:
+def test_stop_tokens_and_min_tokens_are_respected(server: RunningServer) -> None:
     plain = answered(server)["token_ids"]
     stopped = answered(server, stop_token_ids=[plain[5]])
     first = plain.index(plain[5])
@@ -43,7 +43,7 @@ def test_stop_tokens_and_the_least_number_of_tokens(server: RunningServer) -> No
     assert plain[5] not in longer["token_ids"][: first + 3] and len(longer["token_ids"]) >= first + 4
 
 
-def test_special_tokens_are_shown_if_that_is_asked_for(server: RunningServer) -> None:
+def test_special_tokens_are_shown_on_request(server: RunningServer) -> None:
     end = {"logit_bias": {"0": 100}, "ignore_eos": True, "max_tokens": 2}
     assert answered(server, **end)["text"] == ""
     assert answered(server, skip_special_tokens=False, **end)["text"] == "<|endoftext|>" * 2
@@ -65,7 +65,7 @@ FIELDS = {
 }
 
 
-def test_the_seed_decides_with_drafts_and_without_and_from_the_cache(server: RunningServer) -> None:
+def test_seed_fixes_tokens_with_drafts_and_cache(server: RunningServer) -> None:
     prompt = PROMPT * 20
     first = answered(server, prompt=prompt, **FIELDS)["token_ids"]
     assert answered(server, prompt=prompt, **FIELDS)["token_ids"] == first

@@ -67,7 +67,7 @@ def spelled(tokenizer: HuggingFaceTokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("stop", [TURN_END, END, ["x!", TURN_END], NOT_SPECIAL[0]])
 @pytest.mark.parametrize("shows", [True, False])
-def test_a_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, shows: bool) -> None:
+def test_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, shows: bool) -> None:
     name = stop if isinstance(stop, str) else stop[-1]
     extra = {"skip_special_tokens": not shows}
     found = agent.ask(f"the dog{name} and the fox", messages=ASKED, tools=[], stop=stop, extra_body=extra)
@@ -79,13 +79,13 @@ def test_a_reply_ends_before_the_special_token(agent: StoppingAgent, stop: Any, 
     assert "".join(delta.content or "" for delta in deltas) == "the dog" and reason == "stop"
 
 
-def test_stops_by_id_and_by_name_are_the_same(agent: StoppingAgent) -> None:
+def test_stopping_by_id_equals_stopping_by_name(agent: StoppingAgent) -> None:
     number = agent.tokenizer.id_of(TURN_END)
     agent.ask("x", messages=ASKED, tools=[], stop=[TURN_END, END], extra_body={"stop_token_ids": [number, 5]})
     assert agent.server.backend.asked[-1].sampling.stop_token_ids == (number, 5, agent.tokenizer.id_of(END))
 
 
-def test_the_special_token_is_no_part_of_the_reply_that_the_next_turn_continues(agent: StoppingAgent) -> None:
+def test_special_stop_token_is_not_part_of_the_next_turn(agent: StoppingAgent) -> None:
     for fields in ({"stop": TURN_END}, {"extra_body": {"stop_token_ids": [agent.tokenizer.id_of(TURN_END)]}}):
         fox = "a red fox" if "stop" in fields else "a big fox"
         agent.ask(f"{fox}{TURN_END}", messages=ASKED, tools=[], **fields)
@@ -96,7 +96,7 @@ def test_the_special_token_is_no_part_of_the_reply_that_the_next_turn_continues(
         assert second[: len(exact)] == exact and second[len(exact)] != exact[-1]
 
 
-def test_anthropics_api_names_the_special_token(agent: StoppingAgent) -> None:
+def test_anthropics_api_names_the_special_stop_token(agent: StoppingAgent) -> None:
     body = {"model": "scripted", "max_tokens": 20, "messages": ASKED, "stop_sequences": ["never", TURN_END]}
     with agent.server.client() as http, agent.saying(f"the dog{TURN_END} and"):
         found = http.post("/v1/messages", json=body).json()

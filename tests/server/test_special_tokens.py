@@ -52,7 +52,7 @@ def reader_of(tokenizer: HuggingFaceTokenizer, transcript_bytes: int = 0) -> Pro
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_a_chats_tokens_are_those_of_transformers(saved: Saved, name: str) -> None:
+def test_chat_tokens_match_transformers(saved: Saved, name: str) -> None:
     tools = [TOOL] if name == "calls" else []
     for adds_prompt in (True, False):
         found = reader_of(saved.ours).read_chat(TENANT, Conversation(CHATS[name], tools, adds_prompt=adds_prompt))
@@ -63,7 +63,7 @@ def test_a_chats_tokens_are_those_of_transformers(saved: Saved, name: str) -> No
         assert expected[0] == saved.theirs.bos_token_id and expected[-1] != saved.theirs.eos_token_id
 
 
-def test_special_tokens_are_added_to_a_chat_if_that_is_asked_for(saved: Saved) -> None:
+def test_special_tokens_are_added_to_a_chat_on_request(saved: Saved) -> None:
     conversation = Conversation(CHATS["one turn"])
     plain = reader_of(saved.ours).read_chat(TENANT, conversation)
     added = reader_of(saved.ours).read_chat(TENANT, conversation, add_special_tokens=True)
@@ -72,7 +72,7 @@ def test_special_tokens_are_added_to_a_chat_if_that_is_asked_for(saved: Saved) -
 
 
 @pytest.mark.parametrize("text", ["The lazy dog", " x", f"{BEGIN}a", f"a{END}", "日本語 größe"])
-def test_a_texts_special_tokens_are_added_or_not_as_asked_for(saved: Saved, text: str) -> None:
+def test_special_tokens_of_a_text_are_optional(saved: Saved, text: str) -> None:
     read = reader_of(saved.ours).read
     for add in (True, False):
         expected = saved.theirs(text, add_special_tokens=add)["input_ids"]
@@ -85,7 +85,7 @@ ECHOED = ("The lazy dog", f"lazy{TURN_END}dog{TURN_END}", f"{BEGIN}x\n<tool_call
 
 
 @pytest.mark.parametrize("text", ECHOED)
-def test_offsets_of_an_echoed_text_are_where_its_tokens_begin(saved: Saved, text: str) -> None:
+def test_offsets_of_an_echoed_text_are_its_token_starts(saved: Saved, text: str) -> None:
     for add in (None, True, False):
         prompt = reader_of(saved.ours).read_to_echo(TENANT, text, add, has_tokens=True)
         assert prompt.echo is not None and prompt.echo.text == text
@@ -101,7 +101,7 @@ def test_offsets_of_an_echoed_text_are_where_its_tokens_begin(saved: Saved, text
         assert num_found >= 2
 
 
-def test_the_next_turn_of_a_chat_continues_the_exact_tokens(saved: Saved) -> None:
+def test_next_turn_of_a_chat_continues_the_exact_tokens(saved: Saved) -> None:
     reader = reader_of(saved.ours, 10**6)
     first = Conversation(CHATS["one turn"])
     prompt = reader.read_chat(TENANT, first)
@@ -123,7 +123,7 @@ def spelled(tokenizer: HuggingFaceTokenizer, text: str) -> list[int]:
     return [by_bytes[character.encode()] for character in text]
 
 
-def test_texts_with_other_special_tokens_do_not_share_exact_tokens(tmp_path: Path) -> None:
+def test_exact_tokens_are_kept_per_special_token_setting(tmp_path: Path) -> None:
     for kind in THREE_KINDS:
         ours, theirs = saved_in(tmp_path / kind, kind, "begin", template="{{ messages[0].content }}")
         reader, text, reply = reader_of(ours, 10**6), "The lazy", " dog, and"
@@ -136,7 +136,7 @@ def test_texts_with_other_special_tokens_do_not_share_exact_tokens(tmp_path: Pat
         assert list(reader.read(TENANT, text + reply, True).token_ids) == theirs(text + reply)["input_ids"]
 
 
-def test_an_end_token_that_is_added_to_a_text_is_never_inside_of_one(tmp_path: Path) -> None:
+def test_added_end_token_is_never_inside_a_text(tmp_path: Path) -> None:
     for kind in THREE_KINDS:
         ours, theirs = saved_in(tmp_path / kind, kind, "both")
         reader, text, reply = reader_of(ours, 10**6), "The lazy", " dog, and"
@@ -147,7 +147,7 @@ def test_an_end_token_that_is_added_to_a_text_is_never_inside_of_one(tmp_path: P
         assert found == theirs(text + reply + " others")["input_ids"]
 
 
-def test_breakpoints_of_a_chat_are_places_of_its_tokens(saved: Saved) -> None:
+def test_breakpoints_of_a_chat_are_token_positions(saved: Saved) -> None:
     places = (Breakpoint(0, 3), Breakpoint(1, 4))
     messages = [{"role": "system", "content": "The lazy dog"}, {"role": "user", "content": "quick brown"}]
     for add in (False, True):
@@ -159,7 +159,7 @@ def test_breakpoints_of_a_chat_are_places_of_its_tokens(saved: Saved) -> None:
         assert "lazy dog" in texts[1] and "brown" not in texts[1] and ends[0] < ends[1]
 
 
-def test_a_chat_with_tools_is_fitted_to_the_template_for_tools(tmp_path: Path) -> None:
+def test_chat_with_tools_uses_the_tool_template(tmp_path: Path) -> None:
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     calls = "{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
     with_tools = "{{ tools | tojson }}" + plain.replace("{% endfor %}", calls + "{% endfor %}")
@@ -174,7 +174,7 @@ def test_a_chat_with_tools_is_fitted_to_the_template_for_tools(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", THREE_KINDS)
-def test_every_route_takes_add_special_tokens(kind: str, tmp_path: Path) -> None:
+def test_every_route_accepts_add_special_tokens(kind: str, tmp_path: Path) -> None:
     ours, theirs = saved_in(tmp_path, kind, "both")
     text, messages = "The lazy dog", CHATS["one turn"]
     rendered = ours.render_chat(messages)

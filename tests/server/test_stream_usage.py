@@ -19,7 +19,7 @@ def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-def test_continuous_usage_is_in_each_event(
+def test_continuous_usage_is_in_every_event(
     server: RunningServer, path: str, body: dict[str, Any], include_usage: bool
 ) -> None:
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
@@ -32,7 +32,7 @@ def test_continuous_usage_is_in_each_event(
     ] * include_usage
 
 
-def test_a_replys_id_ends_with_the_requests_own(server: RunningServer) -> None:
+def test_reply_id_ends_with_the_request_id(server: RunningServer) -> None:
     with server.client() as http:
         whole = http.post("/v1/completions", json=COMPLETION | {"request_id": "abc-7"}).json()
     assert whole["id"] == "cmpl-abc-7"
@@ -42,7 +42,7 @@ def test_a_replys_id_ends_with_the_requests_own(server: RunningServer) -> None:
     assert events(server, "/v1/chat/completions", CHAT)[0]["id"] != "chatcmpl-é"
 
 
-def test_hundreds_of_prompts_fit_one_request(server: RunningServer) -> None:
+def test_one_request_holds_hundreds_of_prompts(server: RunningServer) -> None:
     body = {"prompt": [f"def a{number}" for number in range(500)], "max_tokens": 1, "top_k": 1}
     with server.client() as http:
         reply = http.post("/v1/completions", json=body)

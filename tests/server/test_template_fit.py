@@ -107,7 +107,7 @@ def test_messages_stay_in_order(readers: dict[str, PromptReader], family: str) -
     assert "Be kind.\n\nWrite no code." in text
 
 
-def test_a_template_that_reads_all_messages_gets_them_as_they_are(readers: dict[str, PromptReader]) -> None:
+def test_template_that_reads_all_messages_gets_them_unchanged(readers: dict[str, PromptReader]) -> None:
     for talk in ("instructions in between", "two users", "two replies", "instructions last"):
         talked = [said("system", "Be kind.") if message is RULE else message for message in TALKS[talk]]
         if talk == "instructions in between":
@@ -131,7 +131,7 @@ LONG = [
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mistral 3"}))  # which puts instructions into the last message
-def test_each_turn_begins_like_the_turn_before(readers: dict[str, PromptReader], family: str) -> None:
+def test_each_turn_starts_with_the_previous_one(readers: dict[str, PromptReader], family: str) -> None:
     talk = [message for message in LONG if knows_tools(family) or message["role"] != "tool"]
     if not knows_tools(family):
         talk = [message for message in talk if "tool_calls" not in message]
@@ -195,7 +195,7 @@ def test_breakpoints_around_calls_move_too(
     assert abs(len(found) - end) <= 3, found
 
 
-def test_text_before_a_call_is_put_where_it_is_read(readers: dict[str, PromptReader]) -> None:
+def test_text_before_a_call_moves_to_where_the_template_reads_it(readers: dict[str, PromptReader]) -> None:
     messages = [ASKED, calling("I look.", "Oslo"), result("5 degrees")]
     assert "assistant\nI look.<|eot|><|header|>assistant\n{" in (
         prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
@@ -204,7 +204,7 @@ def test_text_before_a_call_is_put_where_it_is_read(readers: dict[str, PromptRea
     assert "[RESULTS] [Said with the call]\nI look.\n\n5 degrees " in text  # since its messages alternate
 
 
-def test_calls_are_divided_and_named_as_the_template_wants_them(readers: dict[str, PromptReader]) -> None:
+def test_calls_are_split_and_named_for_the_template(readers: dict[str, PromptReader]) -> None:
     messages = CALLING_TALKS["two calls"]
     text = prompt_of(readers["llama 3"], messages, tools=[TOOL]).text or ""
     words = ["Oslo?", '"Oslo"}', "5 degrees", '"Rome"}', "20 degrees", "Hello"]
@@ -214,7 +214,7 @@ def test_calls_are_divided_and_named_as_the_template_wants_them(readers: dict[st
     assert not any(call_id in text for call_id in ids) and text.count("[RESULTS]") == 2
 
 
-def test_results_that_a_template_drops_are_text_of_the_user(readers: dict[str, PromptReader]) -> None:
+def test_tool_results_that_the_template_drops_become_user_text(readers: dict[str, PromptReader]) -> None:
     text = prompt_of(readers["phi 4"], CALLING_TALKS["a call"], tools=[TOOL]).text or ""
     assert '<|assistant|>[Called get_weather with {"city": "Oslo"}]<|end|>' in text
     assert text.endswith("<|user|>[Result of get_weather]\n5 degrees<|end|><|assistant|>")
@@ -233,7 +233,7 @@ FIRST_CALLS = (  # as DeepSeek R1's: the text before a call is read in the first
 
 
 @pytest.mark.parametrize("source", [NO_CALLS, FIRST_CALLS])
-def test_calls_and_text_before_later_ones_are_read(tmp_path: Path, source: str) -> None:
+def test_earlier_calls_and_texts_are_kept(tmp_path: Path, source: str) -> None:
     reader = PromptReader(agent_tokenizer(tmp_path / "model", source), Transcripts(0), 4096)
     first = [ASKED, calling("I look.", "Oslo"), result("5 degrees"), HELLO, AGAIN]
     second = [*first, calling("I look again.", "Rome"), result("20 degrees")]
@@ -263,7 +263,7 @@ NO_DEVELOPER = EVERYWHERE.replace("developer", "")
         (NO_DEVELOPER, [BRIEF | {"name": "a"}, KIND | {"name": "b"}], "<system>Be brief.<system>Be kind."),
     ],
 )
-def test_the_developer_keeps_its_role_where_every_place_for_it_is_read(
+def test_developer_role_is_kept_if_the_template_reads_it(
     tmp_path: Path, source: str, messages: list[dict[str, Any]], text: str
 ) -> None:
     reader = PromptReader(agent_tokenizer(tmp_path / "model", source), Transcripts(0), 4096)
@@ -282,7 +282,7 @@ DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endi
         ("mistral 3", [HELLO], "the model's chat template refuses the messages: roles must alternate"),
     ],
 )
-def test_what_no_form_of_a_conversation_shows_is_refused(
+def test_conversation_that_no_rewrite_shows_is_refused(
     tmp_path: Path, family: str, messages: list[dict[str, Any]], words: str
 ) -> None:
     reader = PromptReader(agent_tokenizer(tmp_path / "model", FAMILIES.get(family, family)), Transcripts(0), 4096)
@@ -291,7 +291,7 @@ def test_what_no_form_of_a_conversation_shows_is_refused(
     assert words in found.value.message
 
 
-def test_reasoning_of_earlier_turns_may_be_left_out(readers: dict[str, PromptReader]) -> None:
+def test_template_may_drop_earlier_reasoning(readers: dict[str, PromptReader]) -> None:
     reply = said("assistant", "Hello there.", reasoning_content="Hm, well.")
     for family in FAMILIES:
         text = prompt_of(readers[family], [ASKED, reply, AGAIN]).text or ""

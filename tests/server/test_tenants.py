@@ -41,7 +41,7 @@ def cached(server: RunningServer, key: str, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"Authorization": RED}], ids=["none", "wrong", "bare"])
-def test_without_a_known_key_everything_but_health_answers_401(server: RunningServer, headers: dict[str, str]) -> None:
+def test_only_health_answers_without_a_key(server: RunningServer, headers: dict[str, str]) -> None:
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
         assert http.get("/health").status_code == 200
         for method, path in PATHS:
@@ -50,18 +50,18 @@ def test_without_a_known_key_everything_but_health_answers_401(server: RunningSe
             assert reply.json()["error"]["code"] == "invalid_api_key" and "www-authenticate" in reply.headers
 
 
-def test_two_keys_never_share_a_prefix_and_each_finds_its_own(server: RunningServer) -> None:
+def test_keys_reuse_only_their_own_prefixes(server: RunningServer) -> None:
     assert cached(server, RED) == 0 < cached(server, RED)
     assert cached(server, BLUE) == 0 < cached(server, BLUE)
 
 
-def test_a_salt_keeps_requests_of_one_key_apart(server: RunningServer) -> None:
+def test_salt_isolates_requests_of_one_key(server: RunningServer) -> None:
     assert cached(server, RED) == 0 == cached(server, RED, cache_salt="mine")
     assert cached(server, RED, cache_salt="mine") == cached(server, RED) > 0
     assert cached(server, BLUE, cache_salt="mine") == 0
 
 
-def test_the_hash_map_has_no_block_of_two_keys(server: RunningServer) -> None:
+def test_no_cached_block_belongs_to_two_keys(server: RunningServer) -> None:
     def keys(engine: Any) -> set[int]:
         kv = engine.context.cache.kv
         return {kv.key_of(block) for block in range(kv.num_blocks)} - {None}
@@ -77,7 +77,7 @@ def test_the_hash_map_has_no_block_of_two_keys(server: RunningServer) -> None:
     assert new_blocks(RED) == set()
 
 
-def test_a_key_does_not_wait_for_the_prefix_that_another_one_is_computing(server: RunningServer) -> None:
+def test_key_does_not_wait_for_another_keys_prefix(server: RunningServer) -> None:
     """A request that waits for the same prefix is deferred, which could be timed."""
 
     def deferred(engine: Any) -> int:
@@ -103,7 +103,7 @@ def test_a_key_does_not_wait_for_the_prefix_that_another_one_is_computing(server
     assert together(1, RED, RED) > 0 == together(2, RED, BLUE)
 
 
-def test_only_an_admin_key_reads_metrics_and_flushes_where_there_is_one() -> None:
+def test_only_an_admin_key_reads_metrics_and_flushes() -> None:
     flags = ("--random-model", "--api-key", RED, "--admin-api-key", "boss")
     with running_server(*flags) as server, server.client(RED) as user, server.client("boss") as admin:
         for path in ("/metrics", "/dashboard", "/admin/weights"):

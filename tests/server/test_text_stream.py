@@ -89,7 +89,7 @@ def pieces_of(tokens: list[int], tokenizer: object) -> list[str]:
 
 
 @pytest.mark.parametrize("shows_all", [False, True])
-def test_a_replys_text_is_that_of_all_tokens_less_the_prompts(tokenizer: HuggingFaceTokenizer, shows_all: bool) -> None:
+def test_reply_text_is_the_full_text_less_the_prompt(tokenizer: HuggingFaceTokenizer, shows_all: bool) -> None:
     num_exact = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -104,7 +104,7 @@ def test_a_replys_text_is_that_of_all_tokens_less_the_prompts(tokenizer: Hugging
     assert num_exact > 120  # but where the prompt ends inside a character
 
 
-def test_text_is_held_back_only_while_a_token_may_change_it(tokenizer: HuggingFaceTokenizer) -> None:
+def test_text_is_held_only_while_it_may_change(tokenizer: HuggingFaceTokenizer) -> None:
     single = byte_tokens(tokenizer)
     plain = tokenizer.tokenize("a.")
     num_held = 0
@@ -126,7 +126,7 @@ def test_text_is_held_back_only_while_a_token_may_change_it(tokenizer: HuggingFa
     assert bool(num_held) == bool(single)
 
 
-def test_pieces_need_few_tokens_of_the_prompt_and_the_reply(tokenizer: HuggingFaceTokenizer) -> None:
+def test_decoding_a_piece_reads_few_tokens(tokenizer: HuggingFaceTokenizer) -> None:
     class Counting(TokenReader):
         num_decoded = 0
 
@@ -143,7 +143,7 @@ def test_pieces_need_few_tokens_of_the_prompt_and_the_reply(tokenizer: HuggingFa
 
 
 @pytest.mark.parametrize("split", [1, 2])
-def test_a_character_that_the_prompt_begins_belongs_to_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
+def test_character_begun_by_the_prompt_belongs_to_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
     single = {tokenizer.bytes_of(token): token for token in reversed(range(tokenizer.vocab_size))}
     parts = [single.get(bytes([byte])) for byte in "日".encode()]
     if None in parts or tokenizer.detokenize(parts) != "日":
@@ -156,7 +156,7 @@ def test_a_character_that_the_prompt_begins_belongs_to_the_reply(tokenizer: Hugg
 @pytest.mark.parametrize(
     ("kind", "piece"), [("SentencePiece BPE", "▁lazy"), ("unigram", "▁lazy"), ("byte-level BPE", "Ġlazy")]
 )
-def test_the_first_space_of_a_reply_is_part_of_it(kind: str, piece: str, tmp_path: Path) -> None:
+def test_leading_space_of_a_reply_is_kept(kind: str, piece: str, tmp_path: Path) -> None:
     tokenizer = loaded(kind, tmp_path)
     token = tokenizer.id_of(piece)
     assert token is not None
@@ -165,7 +165,7 @@ def test_the_first_space_of_a_reply_is_part_of_it(kind: str, piece: str, tmp_pat
         assert Reply(tokenizer, prompt=ReplyPrompt(before)).take(Progress((token,), end="length")).text == " lazy"
 
 
-def test_a_tokenizer_that_transformers_cleans_up_takes_no_space_back(tmp_path: Path) -> None:
+def test_cleanup_of_spaces_retracts_no_text(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "do", "n", "'", "t", "##t", ".", ",", "!", "s", "ve", "##ld"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     settings = {"tokenizer_class": "BertTokenizer", "clean_up_tokenization_spaces": True}
@@ -179,7 +179,7 @@ def test_a_tokenizer_that_transformers_cleans_up_takes_no_space_back(tmp_path: P
         assert tokenizer.detokenize(tokens[:cut]) + text == tokenizer.detokenize(tokens), (tokens, cut)
 
 
-def test_a_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceTokenizer) -> None:
+def test_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceTokenizer) -> None:
     stop = [joining.id_of(f"<0x{byte:02X}>") for byte in "本\n".encode()]
     first = [joining.id_of(f"<0x{byte:02X}>") for byte in "日".encode()]
     reply, text = Reply(joining, ("\n",), prompt=ReplyPrompt(joining.tokenize("a"))), ""
@@ -190,14 +190,14 @@ def test_a_stop_string_of_byte_tokens_ends_a_reply_at_once(joining: HuggingFaceT
     assert reply.exact() == ("日本", [*first, *stop[:3]])
 
 
-def test_bytes_that_never_become_a_character_are_not_held_back(joining: HuggingFaceTokenizer) -> None:
+def test_invalid_bytes_are_not_held(joining: HuggingFaceTokenizer) -> None:
     lead, letter = joining.id_of("<0xE6>"), joining.id_of("<0x41>")
     stream = IncrementalText(TokenReader(joining), joining.tokenize("a"))
     assert [stream.push(token) for token in [letter, lead, letter, *[lead] * 100]] == ["", "", "���", *"�" * 100]
     assert (stream.push(joining.id_of("a")), stream.finish()) == ("a", "")
 
 
-def test_real_replacement_characters_are_part_of_a_reply(tokenizer: HuggingFaceTokenizer) -> None:
+def test_genuine_replacement_characters_are_kept(tokenizer: HuggingFaceTokenizer) -> None:
     before, tokens = tokenizer.tokenize("a"), tokenizer.tokenize("a�b��")
     whole = decoded(tokenizer, [*before, *tokens], shows_all=False)
     assert text_after(tokenizer, before, tokens) == less(whole, decoded(tokenizer, before, shows_all=False))
@@ -206,7 +206,7 @@ def test_real_replacement_characters_are_part_of_a_reply(tokenizer: HuggingFaceT
 
 
 @given(TEXTS)
-def test_pieces_of_bytes_are_the_text_and_no_piece_has_half_a_character(text: str) -> None:
+def test_pieces_join_to_the_text_without_split_characters(text: str) -> None:
     pieces = pieces_of(BYTES.tokenize(text), BYTES)
     assert "".join(pieces) == text
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
@@ -215,25 +215,23 @@ def test_pieces_of_bytes_are_the_text_and_no_piece_has_half_a_character(text: st
 @given(st.lists(st.integers(0, 300), max_size=200))
 @example([0xE2, 0x82] * 60)
 @example([0x80] * 90)
-def test_pieces_of_any_bytes_are_the_text_of_all(tokens: list[int]) -> None:
+def test_pieces_of_random_bytes_join_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, BYTES)) == BYTES.detokenize(tokens)
 
 
 @given(st.lists(st.integers(0, 2047), max_size=80))
-def test_pieces_of_any_tokens_are_the_text_of_all(tokens: list[int]) -> None:
+def test_pieces_of_random_tokens_join_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, SHIPPED)) == SHIPPED.detokenize(tokens)
 
 
-def test_a_complete_character_is_given_out_at_once() -> None:
+def test_complete_character_is_sent_at_once() -> None:
     stream = IncrementalText(TokenReader(BYTES))
     assert [stream.push(token) for token in "a€�b".encode()] == ["a", "", "", "€", "", "", "�", "b"]
     assert not stream.holds_back
 
 
 @given(TEXTS, st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5), max_size=60))
-def test_text_ends_where_the_first_complete_stop_string_begins_however_it_is_cut(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_text_ends_at_the_first_stop_string_however_it_is_split(text: str, stops: list[str], sizes: list[int]) -> None:
     ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
     matcher, given_out, start = StopStrings(stops), "", 0
     for size in [*sizes, len(text)]:
@@ -249,7 +247,7 @@ def test_text_ends_where_the_first_complete_stop_string_begins_however_it_is_cut
         assert (given_out, matcher.found) == (text[:start], text[start:end])
 
 
-def test_nothing_of_a_stop_string_is_given_out_before_it_is_known_to_be_none() -> None:
+def test_possible_stop_string_is_held() -> None:
     matcher = StopStrings(["abc"])
     assert [matcher.push(piece) for piece in ("xa", "b", "d", "ab", "c", "z")] == ["x", "", "abd", "", "", ""]
     assert matcher.found == "abc" and matcher.finish() == ""

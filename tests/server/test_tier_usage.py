@@ -38,7 +38,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_api_tells_what_came_back(scripted: FrontEnd, path: str) -> None:
+def test_every_api_reports_restored_tokens(scripted: FrontEnd, path: str) -> None:
     body, details = BODIES[path]
     told = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
     with scripted.client() as http, ThreadPoolExecutor(1) as pool:
@@ -50,7 +50,7 @@ def test_every_api_tells_what_came_back(scripted: FrontEnd, path: str) -> None:
     assert [found[name] for name in TIERS] == [3, 2]
 
 
-def test_anthropics_client_accepts_it(scripted: FrontEnd) -> None:
+def test_anthropics_client_accepts_tier_usage(scripted: FrontEnd) -> None:
     told = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
     client = anthropic.Anthropic(base_url=scripted.listening.url, api_key="none", max_retries=0)
     with ThreadPoolExecutor(1) as pool:
@@ -61,7 +61,7 @@ def test_anthropics_client_accepts_it(scripted: FrontEnd) -> None:
     assert (usage.cache_read_input_tokens, *(getattr(usage, name) for name in TIERS)) == (6, 3, 2)
 
 
-def test_with_several_choices_each_prompt_counts_once(scripted: FrontEnd) -> None:
+def test_prompt_of_several_choices_counts_once(scripted: FrontEnd) -> None:
     told = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, end="length")
     with scripted.client() as http, ThreadPoolExecutor(1) as pool:
         body = {"prompt": ["abcdefgh", "ijklmnop"], "n": 3, "max_tokens": 9}
@@ -72,7 +72,7 @@ def test_with_several_choices_each_prompt_counts_once(scripted: FrontEnd) -> Non
     assert (found["cached_tokens"], *(found[name] for name in TIERS)) == (12, 6, 0)
 
 
-def test_what_was_written_is_not_counted_as_cached() -> None:
+def test_newly_cached_tokens_are_not_counted_as_cached() -> None:
     request = RequestSpec(0, np.arange(8), 9, SamplingSettings())
     latest = Progress(cached_tokens=6, cached_tokens_from_host=4, cached_tokens_from_disk=2, written_tokens=9)
     found = prompt_usage(request, latest)
@@ -93,7 +93,7 @@ def completed(server: RunningServer, prompt: str = PROMPT) -> Any:
     return reply.usage.prompt_tokens_details  # type: ignore[union-attr]
 
 
-def test_clients_of_a_restarted_server_are_told_what_came_from_the_disk(tmp_path: Path) -> None:
+def test_restarted_server_reports_tokens_from_disk(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         first = completed(server)
         assert (first.cached_tokens, *(getattr(first, name) for name in TIERS)) == (0, 0, 0)

@@ -48,7 +48,7 @@ def slow(number: int) -> bytes:
     return request_bytes({"prompt": f"slow {number}", "max_tokens": 1, "stream": True})
 
 
-def test_prompts_that_are_being_read_have_places_in_the_queue(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
+def test_prompts_being_tokenized_count_in_the_queue(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
     connections = [server.connection(slow(number)) for number in range(6)]
     wait_until(lambda: server.server.gate.num_inside == 6)
     with server.client(BLUE) as http:
@@ -59,7 +59,7 @@ def test_prompts_that_are_being_read_have_places_in_the_queue(server: FrontEnd, 
         connection.close()
 
 
-def test_a_key_with_many_prompts_to_read_delays_another_by_one(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
+def test_key_with_many_prompts_delays_another_by_one(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
     connections = [server.connection(slow(number)) for number in range(5)]
     wait_until(lambda: server.server.gate.num_inside == 5)
     connections.append(server.connection(request_bytes({"prompt": "x", "max_tokens": 1, "stream": True}, key=BLUE)))
@@ -72,7 +72,7 @@ def test_a_key_with_many_prompts_to_read_delays_another_by_one(server: FrontEnd,
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed_at_once(
+def test_departure_during_tokenizing_is_noticed_at_once(
     server: FrontEnd, tokenizer: SlowTokenizer, stream: bool
 ) -> None:
     body = {"prompt": ["slow 1", "slow 2", "slow 3"], "max_tokens": 1, "stream": stream}
@@ -84,7 +84,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_is_noticed_at_once(
     assert tokenizer.begun == ["slow 1"] and not server.backend.asked
 
 
-def test_a_prompt_that_cannot_fit_is_refused_without_reading_it(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
+def test_oversized_prompt_is_refused_before_tokenizing(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
     bodies = [{"prompt": "slow" * 10_000}, {"prompt": [1] * 10_000}, {"prompt": ["a", "slow" * 10_000]}]
     for body in bodies:
         connection = server.connection(request_bytes(body))
@@ -92,7 +92,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_reading_it(server: FrontEnd
     assert tokenizer.begun == ["a"] and server.server.gate.num_inside == 0
 
 
-def test_work_whose_turn_comes_as_it_is_cancelled_leaves_its_thread_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_work_releases_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         threads, allowed = FairThreads(1), threading.Event()
         pass_on = threads._pass_on

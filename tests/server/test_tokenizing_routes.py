@@ -24,7 +24,7 @@ def posted(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
-def test_the_tokens_are_those_of_a_completion_and_come_back_as_the_text(server: RunningServer) -> None:
+def test_tokens_match_a_completion_and_round_trip(server: RunningServer) -> None:
     found = posted(server, "/tokenize", model=MODEL, prompt=TEXT)
     assert set(found) == {"count", "max_model_len", "tokens", "token_strs"} and found["token_strs"] is None
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 4096
@@ -33,7 +33,7 @@ def test_the_tokens_are_those_of_a_completion_and_come_back_as_the_text(server: 
     assert posted(server, "/v1/completions", **body)["choices"][0]["prompt_token_ids"] == found["tokens"]
 
 
-def test_messages_have_the_tokens_of_a_chat(server: RunningServer) -> None:
+def test_messages_tokenize_as_a_chat(server: RunningServer) -> None:
     found = posted(server, "/tokenize", messages=MESSAGES, return_token_strs=True)
     chat = posted(server, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
     assert found["count"] == chat["usage"]["prompt_tokens"] == len(found["token_strs"])
@@ -51,14 +51,14 @@ class BeginningTokenizer(ByteTokenizer):
 
 
 @pytest.mark.parametrize(("add", "expected"), [(None, [0]), (True, [0]), (False, [])])
-def test_special_tokens_are_left_out_if_that_is_asked_for(add: bool | None, expected: list[int]) -> None:
+def test_special_tokens_are_left_out_on_request(add: bool | None, expected: list[int]) -> None:
     with front_end(tokenizer=BeginningTokenizer()) as server, server.client() as http:
         for text, own in (("a", [97]), ("", [])):
             reply = http.post("/tokenize", json={"prompt": text, "add_special_tokens": add})
             assert reply.json()["tokens"] == [*expected, *own]
 
 
-def test_bare_and_empty_texts_come_back(server: RunningServer) -> None:
+def test_bare_and_empty_texts_round_trip(server: RunningServer) -> None:
     for text in (TEXT, "x"):
         found = posted(server, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
         assert posted(server, "/detokenize", tokens=found) == {"prompt": text}
@@ -86,7 +86,7 @@ def test_bare_and_empty_texts_come_back(server: RunningServer) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens.0", "greater than or equal to 0"),
     ],
 )
-def test_what_cannot_be_read_is_refused(
+def test_malformed_bodies_are_refused(
     server: RunningServer, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     with server.client() as http:
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_refused(
     assert reply.status_code == 400 and error["param"] == param and words in error["message"], error
 
 
-def test_another_model_is_not_served_here(server: RunningServer) -> None:
+def test_other_models_are_refused(server: RunningServer) -> None:
     with server.client() as http:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
             assert http.post(path, json=body | {"model": "gpt-5"}).status_code == 404
@@ -110,20 +110,20 @@ def test_the_routes_need_a_key_and_ping_does_not(server: RunningServer) -> None:
         assert reply.status_code == 200 and reply.json() == {"status": "ready"}
 
 
-def test_the_version_is_the_packages(server: RunningServer) -> None:
+def test_version_route_returns_the_packages(server: RunningServer) -> None:
     with server.client() as http:
         found = http.get("/version").json()
     assert found["version"] == __version__ and found["megatron-core"].startswith("0.16") and found["torch"]
 
 
-def test_a_ping_tells_what_health_tells() -> None:
+def test_ping_equals_health() -> None:
     with front_end() as server:
         server.server.rules.is_draining = True
         for method in ("GET", "POST"):
             assert httpx.request(method, f"{server.listening.url}/ping", timeout=60).status_code == 503
 
 
-def test_the_model_is_described_in_vllms_shape(server: RunningServer) -> None:
+def test_model_description_has_vllms_shape(server: RunningServer) -> None:
     with server.client() as http:
         (listed,) = http.get("/v1/models").json()["data"]
         assert listed == http.get(f"/v1/models/{MODEL}").json()
@@ -139,7 +139,7 @@ def test_the_model_is_described_in_vllms_shape(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
-def test_the_tokenizer_is_described_if_that_is_enabled(name: str, tmp_path: Path) -> None:
+def test_tokenizer_is_described_if_enabled(name: str, tmp_path: Path) -> None:
     tokenizer = agent_tokenizer(tmp_path / name, TEMPLATES[name])
     with front_end(tokenizer=tokenizer, tells_tokenizer=True) as server, server.client() as http:
         found = http.get("/tokenizer_info").json()
@@ -152,11 +152,11 @@ def test_the_tokenizer_is_described_if_that_is_enabled(name: str, tmp_path: Path
     }
 
 
-def test_a_tokenizer_without_files_is_described_by_its_class() -> None:
+def test_tokenizer_without_files_is_described_by_its_class() -> None:
     with front_end(tells_tokenizer=True) as server, server.client() as http:
         assert http.get("/tokenizer_info").json() == {"tokenizer_class": "ByteTokenizer", "chat_template": None}
 
 
-def test_the_tokenizer_is_not_described_by_default(server: RunningServer) -> None:
+def test_tokenizer_is_not_described_by_default(server: RunningServer) -> None:
     with server.client() as http:
         assert http.get("/tokenizer_info").status_code == 404

@@ -37,7 +37,7 @@ def accumulated(deltas: list[Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-def test_streamed_calls_are_those_of_a_whole_reply(agents: dict[str, Agent], form: str) -> None:
+def test_streamed_calls_equal_those_of_a_whole_reply(agents: dict[str, Agent], form: str) -> None:
     agent, reply = agents[form], "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN[form] % "Oslo é"
     whole = agent.ask(reply)
     assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
@@ -54,7 +54,7 @@ def test_streamed_calls_are_those_of_a_whole_reply(agents: dict[str, Agent], for
 
 @pytest.mark.parametrize("form", WRITTEN)
 @pytest.mark.parametrize("reasoning", ["", "<think>\nHm.\n</think>\n\n"])
-def test_each_turn_of_an_agent_begins_with_the_tokens_of_all_turns_before(
+def test_agent_turns_start_with_the_tokens_of_earlier_turns(
     agents: dict[str, Agent], form: str, reasoning: str
 ) -> None:
     agent, messages = agents[form], [{"role": "system", "content": f"Be {form}{reasoning}."}, *ASKED]
@@ -72,7 +72,7 @@ def test_each_turn_of_an_agent_begins_with_the_tokens_of_all_turns_before(
     assert len(agent.prompts()) == earlier + 10
 
 
-def test_what_a_client_changed_is_not_taken_for_the_reply(agents: dict[str, Agent]) -> None:
+def test_edited_reply_is_tokenized_again(agents: dict[str, Agent]) -> None:
     agent, messages = agents["hermes"], [{"role": "system", "content": "Changed."}, *ASKED]
     reply = WRITTEN["hermes"] % "Oslo"
     changed = agent.ask(reply, messages=messages).message.model_dump(exclude_none=True)
@@ -83,7 +83,7 @@ def test_what_a_client_changed_is_not_taken_for_the_reply(agents: dict[str, Agen
     assert list(prompt[: len(exact)]) != exact and "Bergen" in agent.tokenizer.detokenize(prompt)
 
 
-def test_a_template_that_drops_reasoning_gets_none_of_it_back(tmp_path: Path) -> None:
+def test_dropped_reasoning_is_not_restored(tmp_path: Path) -> None:
     with agent_of(tmp_path / "drops", DROPS_REASONING) as agent:
         message = agent.ask("<think>\nHm.\n</think>\n\n" + WRITTEN["hermes"] % "Oslo").message
         assert message.reasoning_content == "Hm."
@@ -92,7 +92,7 @@ def test_a_template_that_drops_reasoning_gets_none_of_it_back(tmp_path: Path) ->
         assert "Hm." not in text and '"arguments": {"days": 3' in text.replace('"city": "Oslo", ', "")
 
 
-def test_one_call_ends_a_reply_without_parallel_calls(agents: dict[str, Agent]) -> None:
+def test_reply_without_parallel_calls_ends_after_one(agents: dict[str, Agent]) -> None:
     agent, both = agents["hermes"], (WRITTEN["hermes"] % "Oslo") + (WRITTEN["hermes"] % "Bergen")
     assert len(agent.ask(both).message.tool_calls) == 2
     alone = agent.ask(both, parallel_tool_calls=False)
@@ -105,7 +105,7 @@ def test_one_call_ends_a_reply_without_parallel_calls(agents: dict[str, Agent]) 
 @pytest.mark.parametrize(
     "cut", [{"parallel_tool_calls": False}, {"stop": ["</tool_call>", "</TOOLCALL>"]}, {"end": "length"}]
 )
-def test_what_a_template_writes_after_a_call_that_was_cut_there_follows_its_tokens(
+def test_cut_call_is_continued_as_the_template_writes_it(
     agents: dict[str, Agent], form: str, cut: dict[str, Any]
 ) -> None:
     agent, messages = agents[form], [{"role": "system", "content": f"Cut {form} {[*cut]}."}, *ASKED]
@@ -127,7 +127,7 @@ def test_what_a_template_writes_after_a_call_that_was_cut_there_follows_its_toke
     assert fresh.endswith(rest) and rest.lstrip("\n]").startswith(("</tool_call><|im_end|>", "</TOOLCALL><|im_end|>"))
 
 
-def test_calls_are_text_where_no_tool_may_be_called(agents: dict[str, Agent]) -> None:
+def test_calls_are_text_if_tools_are_off(agents: dict[str, Agent]) -> None:
     reply = WRITTEN["hermes"] % "Oslo"
     for fields in ({"tool_choice": "none"}, {"tools": openai.omit}):
         choice = agents["hermes"].ask(reply, **fields)
@@ -136,7 +136,7 @@ def test_calls_are_text_where_no_tool_may_be_called(agents: dict[str, Agent]) ->
 
 @pytest.mark.parametrize("form", WRITTEN)
 @pytest.mark.parametrize(("cut", "finish"), [({"end": "length"}, "length"), ({}, "stop"), ({"stop": ["STOP"]}, "stop")])
-def test_a_call_that_is_cut_off_is_told_by_the_finish_reason_and_the_conversation_goes_on(
+def test_cut_off_call_has_a_finish_reason_and_the_chat_continues(
     agents: dict[str, Agent], form: str, cut: dict[str, Any], finish: str
 ) -> None:
     agent, begun = agents[form], (WRITTEN[form] % "Oslo STOP").partition(" STOP" if "stop" not in cut else "\0")[0]
@@ -152,7 +152,7 @@ def test_a_call_that_is_cut_off_is_told_by_the_finish_reason_and_the_conversatio
 
 
 @pytest.mark.parametrize("written", ["", " ", "{}"])
-def test_a_call_of_the_history_may_have_no_arguments(agents: dict[str, Agent], written: str) -> None:
+def test_earlier_call_may_have_no_arguments(agents: dict[str, Agent], written: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": written}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     agents["hermes"].ask("Done.", messages=[*ASKED, said, {"role": "tool", "tool_call_id": "a", "content": "5"}])
@@ -161,16 +161,14 @@ def test_a_call_of_the_history_may_have_no_arguments(agents: dict[str, Agent], w
 
 
 @pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
-def test_a_template_that_knows_no_developer_gets_instructions_of_the_system(
-    tmp_path: Path, knows: str, role: str
-) -> None:
+def test_developer_message_becomes_system_if_unknown(tmp_path: Path, knows: str, role: str) -> None:
     with agent_of(tmp_path / "developer", knows + TEMPLATES["hermes"]) as agent:
         agent.ask("Yes.", messages=[{"role": "developer", "content": "Be brief."}, *ASKED])
         text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
     assert f"<|im_start|>{role}\nBe brief.<|im_end|>" in text
 
 
-def test_reasoning_can_be_left_out_and_is_counted(agents: dict[str, Agent]) -> None:
+def test_omitted_reasoning_is_counted(agents: dict[str, Agent]) -> None:
     reply = "<think>\nHm, well.\n</think>\n\nYes."
     told = agents["hermes"].answered(reply)
     hidden = agents["hermes"].answered(reply, extra_body={"include_reasoning": False})
@@ -180,7 +178,7 @@ def test_reasoning_can_be_left_out_and_is_counted(agents: dict[str, Agent]) -> N
     assert hidden.usage.completion_tokens_details.reasoning_tokens > 5
 
 
-def test_the_template_reads_what_clients_set(tmp_path: Path) -> None:
+def test_client_settings_reach_the_template(tmp_path: Path) -> None:
     template = (
         "{{ effort }}{{ reasoning_effort }}{{ enable_thinking }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     )
@@ -200,7 +198,7 @@ def test_the_template_reads_what_clients_set(tmp_path: Path) -> None:
                 prompt_of(extra_body={"chat_template_kwargs": {name: 1}})
 
 
-def test_a_defect_ends_a_stream_with_an_error_and_is_logged(
+def test_bug_ends_a_stream_with_an_error_and_is_logged(
     agents: dict[str, Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raises(*_: Any) -> None:

@@ -84,7 +84,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_each_request_to_the_model_is_a_span_with_its_tokens_and_times(tmp_path: Path) -> None:
+def test_each_request_is_a_span_with_tokens_and_times(tmp_path: Path) -> None:
     with traced(tmp_path) as (server, collector):
         began = time.time()
         for path, body, _ in BODIES.values():
@@ -115,7 +115,7 @@ def test_each_request_to_the_model_is_a_span_with_its_tokens_and_times(tmp_path:
 WAITS = ("time_in_queue", "time_to_first_token", "e2e")
 
 
-def test_a_request_with_a_traceparent_continues_the_callers_trace_and_others_begin_one(tmp_path: Path) -> None:
+def test_traceparent_continues_the_callers_trace(tmp_path: Path) -> None:
     with traced(tmp_path) as (server, collector), server.client() as http:
         http.get("/v1/models", headers={"traceparent": f"00-{TRACE}-{CALLER}-01"})
         http.get("/v1/models", headers={"traceparent": "nonsense"})
@@ -126,7 +126,7 @@ def test_a_request_with_a_traceparent_continues_the_callers_trace_and_others_beg
     assert child.name == "GET" and values_of(child)["url.path"] == "/v1/models"
 
 
-def test_what_fails_is_an_error_with_its_type(tmp_path: Path) -> None:
+def test_failed_span_has_its_error_type(tmp_path: Path) -> None:
     with traced(tmp_path) as (server, collector), server.client() as http:
         assert http.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
         for end in (Progress(end="error", error="out of luck"), None):
@@ -143,9 +143,7 @@ def test_what_fails_is_an_error_with_its_type(tmp_path: Path) -> None:
     assert all("abc" not in str(one) for one, _ in found)
 
 
-def test_standard_variables_name_the_service_and_choose_the_sampler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_variables_set_service_name_and_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with traced(tmp_path) as (server, collector), server.client() as http:
@@ -154,7 +152,7 @@ def test_standard_variables_name_the_service_and_choose_the_sampler(
     assert collector.services == {"chat"} and [span.trace_id.hex() for span in collector.spans] == [TRACE]
 
 
-def test_a_collector_that_does_not_answer_holds_up_neither_requests_nor_the_end() -> None:
+def test_silent_collector_delays_neither_requests_nor_exit() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with front_end(traces=ExportedTraces("http://127.0.0.1:9/v1/traces", "scripted")) as server:
         with server.client() as http:
@@ -166,12 +164,12 @@ def test_a_collector_that_does_not_answer_holds_up_neither_requests_nor_the_end(
 
 
 @pytest.mark.parametrize("url", ["localhost:4317", "grpc://collector:4317", "http://"])
-def test_an_endpoint_that_is_no_http_url_is_refused_by_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_trace_endpoint_is_refused_by_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--random-model", "--port", "0", "--otlp-traces-endpoint", url]) == 2
     assert "--otlp-traces-endpoint is" in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_named_before_the_model_loads(
+def test_missing_extra_is_named_before_loading(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(extra: str, purpose: str) -> None:

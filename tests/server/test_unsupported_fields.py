@@ -81,39 +81,39 @@ def error_of(server: FrontEnd, path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "name"), REFUSED)
-def test_a_field_that_is_not_supported_is_refused_by_its_name(server: FrontEnd, path: str, name: str) -> None:
+def test_unsupported_field_is_refused_by_name(server: FrontEnd, path: str, name: str) -> None:
     error = error_of(server, path, **{name: ASKING[path][name]})
     assert error["message"].startswith(f"`{name}` is not supported by this server; leave it out"), error
     assert (error["param"], error["code"], error["type"]) == (name, "unsupported_field", "invalid_request_error")
 
 
 @pytest.mark.parametrize(("path", "name"), REFUSED)
-def test_what_asks_for_nothing_passes(server: FrontEnd, path: str, name: str) -> None:
+def test_neutral_values_are_accepted(server: FrontEnd, path: str, name: str) -> None:
     for value in (None, *TABLES[path][name].neutral):
         assert error_of(server, path, **{name: value})["code"] == "model_not_found", value
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
-def test_every_field_of_openai_is_known_and_every_row_is_tried(path: str) -> None:
+def test_every_openai_field_is_known_and_tested(path: str) -> None:
     assert OPENAI[path] - set(SCHEMAS[path].model_fields) <= set(ASKING[path])
     assert set(TABLES[path]) == set(ASKING[path])
     assert not set(TABLES[path]) & set(SCHEMAS[path].model_fields)
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
-def test_a_field_of_no_api_is_told_apart(server: FrontEnd, path: str) -> None:
+def test_unknown_field_is_distinguished_from_an_unsupported_one(server: FrontEnd, path: str) -> None:
     error = error_of(server, path, temprature=0.5)
     assert error["message"] == "`temprature` is not a known field; leave it out" and error["param"] == "temprature"
 
 
-def test_the_sentence_says_what_to_send_instead(server: FrontEnd) -> None:
+def test_refusal_names_the_alternative(server: FrontEnd) -> None:
     expected = "`length_penalty` is not supported by this server; leave it out or send 1"
     assert error_of(server, COMPLETIONS, length_penalty=2)["message"] == expected
     assert error_of(server, COMPLETIONS, length_penalty=True)["message"] == expected  # true is not 1
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
-def test_the_description_has_every_row_with_what_it_takes(server: FrontEnd, path: str) -> None:
+def test_api_description_lists_every_unsupported_field(server: FrontEnd, path: str) -> None:
     with server.client() as http:
         schemas = http.get("/openapi.json").json()["components"]["schemas"]
     fields = schemas[SCHEMAS[path].__name__]["properties"]
@@ -143,7 +143,7 @@ MESSAGES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("message", "param", "words"), MESSAGES)
-def test_a_message_that_a_template_would_lose_is_refused(
+def test_message_that_the_template_drops_is_refused(
     server: FrontEnd, message: dict[str, Any], param: str, words: tuple[str, ...]
 ) -> None:
     error = error_of(server, CHATS, messages=[message])
@@ -151,13 +151,13 @@ def test_a_message_that_a_template_would_lose_is_refused(
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
-def test_the_roles_of_a_conversation_pass(server: FrontEnd, role: str) -> None:
+def test_conversation_roles_are_accepted(server: FrontEnd, role: str) -> None:
     assert error_of(server, CHATS, messages=[{"role": role, "content": "x"}])["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
 @pytest.mark.parametrize("stream", [None, False])
-def test_options_of_a_stream_need_a_stream(server: FrontEnd, path: str, stream: bool | None) -> None:
+def test_stream_options_need_a_stream(server: FrontEnd, path: str, stream: bool | None) -> None:
     error = error_of(server, path, stream_options={"include_usage": True}, stream=stream)
     assert error["message"] == "stream_options needs stream to be true", error
     error = error_of(server, path, stream_options={"include_obfuscation": True}, stream=True)
@@ -192,15 +192,13 @@ TOOLS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), TOOLS)
-def test_tools_that_cannot_be_honoured_are_refused(
-    server: FrontEnd, fields: dict[str, Any], param: str, words: str
-) -> None:
+def test_unsupported_tools_are_refused(server: FrontEnd, fields: dict[str, Any], param: str, words: str) -> None:
     error = error_of(server, CHATS, **fields)
     assert error["param"] == param and words in error["message"], error
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_tools_pass(server: FrontEnd, choice: str | None) -> None:
+def test_function_tools_are_accepted(server: FrontEnd, choice: str | None) -> None:
     assert error_of(server, CHATS, tools=[TOOL], tool_choice=choice)["code"] == "model_not_found"
 
 
@@ -217,7 +215,7 @@ BODIES: list[tuple[bytes, str | None, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("body", "content_type", "words"), BODIES)
-def test_a_body_that_cannot_be_read_is_told_why(
+def test_malformed_body_gets_the_reason(
     server: FrontEnd, body: bytes, content_type: str | None, words: tuple[str, ...]
 ) -> None:
     headers = {} if content_type is None else {"content-type": content_type}

@@ -83,13 +83,13 @@ WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("word", WHOLE_OBJECTS)
-def test_words_about_all_parameters_are_refused_where_each_is_written_alone(word: str, grammars: Grammars) -> None:
+def test_constraints_on_all_parameters_are_refused_if_each_is_written_alone(word: str, grammars: Grammars) -> None:
     schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
     fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert fault == f"the parameters of save_all: {word} cannot be held to; leave it out"
 
 
-def test_words_about_all_parameters_that_say_nothing_are_taken(grammars: Grammars) -> None:
+def test_empty_constraints_on_all_parameters_are_accepted(grammars: Grammars) -> None:
     words = {"if": {}, "dependencies": {}, "unevaluatedProperties": False, "minProperties": 1, "maxProperties": 2}
     schema = {"type": "object", "properties": AB, "required": ["b"], "patternProperties": {"^x-": {}}, **words}
     assert check_calls("qwen3_coder", schema, grammars, 0)
@@ -112,7 +112,7 @@ HELD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", HELD)
-def test_parameters_are_held_wherever_their_schemas_are(family: str, name: str, grammars: Grammars) -> None:
+def test_parameters_are_constrained_wherever_their_schemas_are(family: str, name: str, grammars: Grammars) -> None:
     for seed in range(4):
         assert check_calls(family, {"type": "object", "required": ["a"], **HELD[name]}, grammars, seed)
 
@@ -130,7 +130,7 @@ DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DEAD_ENDS)
-def test_parameters_that_no_text_can_be_are_refused_before_the_call(name: str, grammars: Grammars) -> None:
+def test_unsatisfiable_parameters_are_refused_before_the_call(name: str, grammars: Grammars) -> None:
     parameter, words = DEAD_ENDS[name]
     schema = {"type": "object", "properties": {"a": parameter}, "required": ["a"]}
     fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
@@ -138,14 +138,14 @@ def test_parameters_that_no_text_can_be_are_refused_before_the_call(name: str, g
 
 
 @pytest.mark.parametrize("words", [{"unevaluatedProperties": False}, {"propertyNames": {"pattern": "^[b-z]$"}}])
-def test_names_that_are_not_allowed_are_refused(words: dict[str, Any], grammars: Grammars) -> None:
+def test_illegal_names_are_refused(words: dict[str, Any], grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"b": TEXT}, "required": ["a"], **words}
     fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert fault is not None and fault.startswith("the parameters of save_all: "), fault
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_beyond_float64_of_a_held_reply_stay_numbers(family: str, grammars: Grammars) -> None:
+def test_numbers_beyond_float64_stay_numbers(family: str, grammars: Grammars) -> None:
     """A number may have any number of digits in a grammar."""
     number, texts = {"type": "number"}, ["1e999", "-1E+400", "9" * 400, "1e2", "9" * 5000]
     schema = {"type": "object", "properties": {"x": {"type": "array", "items": number}}, "required": ["x"]}
@@ -164,12 +164,12 @@ def test_numbers_beyond_float64_of_a_held_reply_stay_numbers(family: str, gramma
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_calls_have_arguments_of_the_schemas_of_clients(family: str, kind: str, grammars: Grammars) -> None:
+def test_calls_match_client_schemas(family: str, kind: str, grammars: Grammars) -> None:
     check_many(family, kind, 10, grammars)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_calls_have_arguments_of_300_schemas_of_clients(family: str, kind: str, grammars: Grammars) -> None:
+def test_calls_match_300_client_schemas(family: str, kind: str, grammars: Grammars) -> None:
     check_many(family, kind, 1, grammars)

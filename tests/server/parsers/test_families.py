@@ -111,13 +111,13 @@ def check_random_replies(calls: str | None, reasoning: str | None, count: int) -
 
 
 @pytest.mark.parametrize(("calls", "reasoning"), FORMS)
-def test_parts_do_not_depend_on_how_the_text_arrives(calls: str | None, reasoning: str | None) -> None:
+def test_parsing_does_not_depend_on_how_text_is_split(calls: str | None, reasoning: str | None) -> None:
     check_random_replies(calls, reasoning, 400)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("calls", "reasoning"), FORMS)
-def test_parts_of_10_000_replies_do_not_depend_on_how_the_text_arrives(
+def test_parsing_of_10_000_replies_does_not_depend_on_how_text_is_split(
     calls: str | None, reasoning: str | None
 ) -> None:
     check_random_replies(calls, reasoning, 10_000)
@@ -160,7 +160,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_calls_that_a_model_writes_are_found_again(form: str) -> None:
+def test_calls_are_parsed_back(form: str) -> None:
     syntax = ReplySyntax(form.partition(",")[0], REASONING_PARSERS["think"])
     rng = random.Random(form)
     for _ in range(400):
@@ -182,7 +182,7 @@ def test_calls_that_a_model_writes_are_found_again(form: str) -> None:
         assert [{"name": call.name, "arguments": json.loads(call.arguments)} for call in found.calls] == calls
 
 
-def test_arguments_are_passed_on_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     for form, begun, rest in (
         ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', 'lo"}}'),
         ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs", "lo\n</parameter></function>"),
@@ -235,13 +235,11 @@ CUT_OFF = ParsedReply("", "", (ToolCall("f", '{"a": "b'),))
         ),
     ],
 )  # fmt: skip
-def test_what_is_cut_off_or_malformed_stays_what_the_model_wrote(
-    form: str, reply: str, found: ParsedReply | None
-) -> None:
+def test_cut_off_or_malformed_calls_are_kept_as_written(form: str, reply: str, found: ParsedReply | None) -> None:
     assert assembled(parsed(ReplySyntax(form), [reply])) == (found or ParsedReply(reply, "", ()))
 
 
-def test_parameters_have_the_type_that_the_schema_says() -> None:
+def test_parameters_have_the_type_of_the_schema() -> None:
     for key, text, value in (
         ("days", "12", 12),
         ("days", "a dozen", "a dozen"),
@@ -308,7 +306,7 @@ def test_parameters_have_the_type_that_the_schema_says() -> None:
         ("qwen3_coder", '["\\ud800\\ud83d\\ude00"]', '{"anything": ["\ufffd\U0001f600"]}'),
     ],
 )
-def test_what_clients_cannot_read_as_json_becomes_text(form: str, written: str, told: str) -> None:
+def test_values_that_are_not_json_become_text(form: str, written: str, told: str) -> None:
     reply = f'<tool_call>{{"name": "\\udc00", "arguments": {written}}}</tool_call>'
     if form == "qwen3_coder":
         reply = f"<function=get_weather><parameter=anything>{written}</parameter></function>"
@@ -334,7 +332,7 @@ REFERRING = {"anyOf": [{"$ref": "#/properties/x"}] * 99}
         ({"type": {"a": 1}}, 1),
     ],
 )
-def test_a_schema_is_read_in_bounded_time_whatever_it_is(schema: Any, value: Any) -> None:
+def test_any_schema_is_read_in_bounded_time(schema: Any, value: Any) -> None:
     syntax = ReplySyntax("qwen3_coder")
     reply = "<function=f><parameter=x>1</parameter></function>" * 20
     begun = time.monotonic()
@@ -386,22 +384,20 @@ def test_reasoning_is_split_off(reasoning: str | None, prompt: str, reply: str, 
         ("", None, None),
     ],
 )
-def test_the_template_says_how_replies_are_written(
-    template: str, tool_calls: str | None, reasoning: str | None
-) -> None:
+def test_template_selects_the_parsers(template: str, tool_calls: str | None, reasoning: str | None) -> None:
     assert reply_syntax(template) == ReplySyntax(tool_calls, REASONING_PARSERS.get(reasoning or ""))
     assert reply_syntax(template, "json", "none") == ReplySyntax("json", None)
     assert reply_syntax(template, "none", "deepseek_r1") == ReplySyntax(None, REASONING_PARSERS["deepseek_r1"])
 
 
-def test_every_form_of_calls_can_be_asked_for() -> None:
+def test_every_call_format_has_a_grammar() -> None:
     assert {*MARKED_CALLS, "json"} == TOOL_CALL_PARSERS.keys()
     for name, form in MARKED_CALLS.items():
         assert {form.marker, *form.others} == set(TOOL_CALL_PARSERS[name]({}).open)
 
 
 @pytest.mark.parametrize(("unit", "is_allowed"), [("C", True), ("X", False), ('"C"', False)])
-def test_a_parameter_that_refers_to_text_is_written_as_the_parser_reads_it(unit: str, is_allowed: bool) -> None:
+def test_referenced_text_parameter_is_written_as_parsed(unit: str, is_allowed: bool) -> None:
     """As pydantic's enums are declared."""
     units = {"type": "string", "enum": ["C", "F"]}
     parameters = {"type": "object", "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
@@ -439,7 +435,7 @@ SEARCH = CallableTool("f", {"type": "object", "properties": {"a": {"type": "stri
 
 
 @pytest.mark.parametrize("value", [*VALUES, *BROKEN])
-def test_a_parameters_text_is_what_the_parser_reads(value: str) -> None:
+def test_parameter_text_round_trips(value: str) -> None:
     """Whatever would end it before its end is not of the grammar."""
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
     grammar = calls_grammar("qwen3_coder", [SEARCH], TOKENIZER.id_of, only_one=True)
@@ -458,7 +454,7 @@ TEXT_PARAMETERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TEXT_PARAMETERS)
-def test_a_text_parameter_is_held_to_its_schema_beside_others(name: str) -> None:
+def test_text_parameter_is_constrained_among_others(name: str) -> None:
     schema, good, bad = TEXT_PARAMETERS[name]
     text: dict[str, Any] = {"type": "string", **schema}
     others = {key: {"type": "string", "maxLength": 45} for key in ("b", "c", "d")}
@@ -469,7 +465,7 @@ def test_a_text_parameter_is_held_to_its_schema_beside_others(name: str) -> None
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "granite"])
-def test_128_tools_with_long_descriptions_can_be_asked_for(form: str) -> None:
+def test_grammar_of_128_tools_with_long_descriptions_compiles(form: str) -> None:
     kinds: list[dict[str, Any]] = [{"type": "string", "maxLength": 90}, {"type": "integer"}, {"enum": ["a", "b"]}]
     properties = {f"p{number}": {**kinds[number % 3], "description": "word " * 40} for number in range(18)}
     parameters = {"type": "object", "properties": properties, "required": ["p0"]}
@@ -510,7 +506,7 @@ PUT_TOGETHER: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", PUT_TOGETHER)
-def test_xml_calls_have_the_parameters_of_schemas_that_are_put_together(name: str) -> None:
+def test_xml_calls_have_the_parameters_of_combined_schemas(name: str) -> None:
     parameters, good, bad = PUT_TOGETHER[name]
     grammar = calls_grammar("qwen3_coder", [CallableTool("f", parameters)], TOKENIZER.id_of, only_one=True)
     for arguments in (*good, *bad):
@@ -542,7 +538,7 @@ def xml_of(name: str, arguments: str) -> str:
 
 
 @pytest.mark.parametrize("form", MARKED_CALLS)
-def test_strict_tools_are_held_to_where_calls_are_free(form: str) -> None:
+def test_strict_tools_are_constrained_if_calls_are_optional(form: str) -> None:
     grammar = text_and_calls_grammar(form, TOOLS, TOKENIZER.id_of)
     assert grammar is not None
 
@@ -567,7 +563,7 @@ def test_strict_tools_are_held_to_where_calls_are_free(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", MARKED_CALLS)
-def test_random_replies_with_strict_tools_call_them_by_their_schema(form: str) -> None:
+def test_random_replies_call_strict_tools_by_their_schema(form: str) -> None:
     """Tokens are drawn at random of those allowed, after a marker now and then."""
     grammar = text_and_calls_grammar(form, TOOLS[:1], TOKENIZER.id_of)
     assert grammar is not None

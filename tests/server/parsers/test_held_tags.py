@@ -65,7 +65,7 @@ def words_of(tokenizer: HuggingFaceTokenizer, markers: Sequence[str]) -> list[li
     [("hermes", "think"), ("qwen3_coder", "think"), ("nemotron_nano_v2", "deepseek_r1"), ("granite", "granite")],
 )
 @pytest.mark.parametrize("asks", ["required", "answer", "strict"])
-def test_what_a_grammar_allows_is_parsed_as_it_means(
+def test_constrained_replies_are_parsed_as_meant(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
@@ -106,7 +106,7 @@ def test_what_a_grammar_allows_is_parsed_as_it_means(
 @pytest.mark.parametrize("kind", ["added", "plain"])
 @pytest.mark.parametrize("calls", ["qwen3_coder", "hermes"])
 @pytest.mark.parametrize("choice", ["required", None])
-def test_calls_that_begin_within_reasoning_end_it(
+def test_call_within_reasoning_ends_it(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, choice: Any
 ) -> None:
     """Of 200 random replies, many call a tool before they close their reasoning, or never close it."""

@@ -66,7 +66,7 @@ def calls_of(reply: ParsedReply) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reasoning", REASONING_FORMS)
 @pytest.mark.parametrize("calls", CALL_FORMS)
-def test_mentions_stay_text_in_reasoning_content_and_arguments(
+def test_mentioned_tags_stay_text(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, reasoning: str, calls: str
 ) -> None:
     syntax, (opening, closing) = ReplySyntax(calls, REASONING_PARSERS[reasoning]), markers(reasoning)
@@ -103,7 +103,7 @@ def samples(calls: str, reasoning: str) -> st.SearchStrategy[Sample]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("calls", "reasoning"), [*((form, "think") for form in CALL_FORMS), ("granite", "granite")])
-def test_a_reply_is_the_same_however_its_tokens_arrive(
+def test_parsing_does_not_depend_on_how_tokens_arrive(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str
 ) -> None:
     syntax, tokenizer = ReplySyntax(calls, REASONING_PARSERS[reasoning]), tokenizers[kind]
@@ -127,7 +127,7 @@ def test_a_reply_is_the_same_however_its_tokens_arrive(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("calls", CALL_FORMS)
-def test_random_content_and_calls_are_found_again(
+def test_random_content_and_calls_are_parsed_back(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str
 ) -> None:
     syntax, rng = ReplySyntax(calls, REASONING_PARSERS["think"]), random.Random(f"{calls} {kind} round trip")
