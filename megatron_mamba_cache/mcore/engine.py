@@ -27,7 +27,7 @@ from .controller import MambaCacheController
 from .cpu import WallClockEvent
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
-from .request_spec import SpecParams, check_identity, ended_by, fault_of_end, prompt_ids, scoring_allowed, spec_of
+from .request_spec import SpecParams, check_identity, ended_by, fault_of_end, prompt_ids, spec_of
 from .request_states import DraftCounts, RequestState, RequestStates, TierTokens, complete_parts
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
@@ -96,21 +96,21 @@ class MambaCacheEngine(SuspendableEngine):
         request = self._new_request(request_id, prompt, sampling_params or SamplingParams())
         tokenize = partial(self.controller.tokenize_prompt, add_BOS=False)
         stop_words = [*map(tokenize, request.sampling_params.stop_words or ())]
-        given = {} if seed is None else {"seed": seed}
         try:
             spec = spec_of(
                 request,
                 stop_words=stop_words,
                 longest=self.context.max_sequence_length,
+                seed=seed,
                 default_seed=(self._random_seed << 32) + request_id,
-                **(given | {"tenant": tenant} if tenant else given),
+                tenant=tenant,
             )
-            fault = self.context.request_rules.fault_of(spec)
         except ValueError as error:
-            fault = str(error)
-        return (
-            self._refuse(request, fault) if fault else self._enter(request, ended_by(spec, self.controller.tokenizer))
-        )
+            return self._refuse(request, str(error))
+        fault = self.context.request_rules.fault_of(spec)
+        if fault is not None:
+            return self._refuse(request, fault)
+        return self._enter(request, ended_by(spec, self.controller.tokenizer))
 
     def _new_request(self, request_id: int, prompt: Any, sampling: SamplingParams) -> DynamicInferenceRequest:
         """Return Megatron's request. Its tokens stay on the host; each step sends those that it computes."""
@@ -124,27 +124,26 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _enter(self, request: DynamicInferenceRequest, spec: RequestSpec) -> asyncio.Future:
         """Queue a request that can run, unless its grammar cannot be followed."""
-        request_id, grammar = spec.request_id, spec.sampling.grammar
+        grammar, params = spec.sampling.grammar, request.sampling_params
         fault = self.context.grammars.fault_of(grammar) if grammar else None
         fault = fault or fault_of_end(spec, self.controller.tokenizer)
         if fault is not None:
             return self._refuse(request, fault)
-        self._states[request_id] = RequestState(Candidate(spec))
-        try:
-            with scoring_allowed(request.sampling_params):
-                future = super()._add_request(request)
-        except BaseException:  # leave no trace of it
-            self._states.pop(request_id)
-            self.requests.pop(request_id, None)
-            raise
-        request.sampling_params.num_tokens_total = None  # Megatron has set num_tokens_to_generate from it
-        self.context.note_arrival()
+        params.num_tokens_to_generate, params.num_tokens_total = spec.max_tokens, None
+        params.termination_id = spec.sampling.termination_id
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        self.requests[spec.request_id] = self._entry_of(request)
+        self._states[spec.request_id] = RequestState(Candidate(spec))
         self._hint.note_prompt(spec.prompt_len)
-        return future
+        return self._add_request(request)
+
+    def _entry_of(self, request: DynamicInferenceRequest) -> RequestEntry:
+        record = DynamicInferenceRequestRecord.from_request(request)
+        return RequestEntry(record=record, future=self._loop.create_future())
 
     @override
     def _add_request(self, request: Any) -> asyncio.Future:
-        """Queue a request again; Megatron calls it when it resumes."""
+        """Queue a request; Megatron calls it for each one when it resumes."""
         self.waiting_request_ids.append(request.request_id)
         self.context.note_arrival()
         return self.requests[request.request_id].future
@@ -419,8 +418,7 @@ class MambaCacheEngine(SuspendableEngine):
         """Fail a request alone; the next step reports it."""
         request_id = request.request_id
         if request_id not in self.requests:
-            record = DynamicInferenceRequestRecord.from_request(request)
-            self.requests[request_id] = RequestEntry(record=record, future=self._loop.create_future())
+            self.requests[request_id] = self._entry_of(request)
         if request_id in self.waiting_request_ids:
             self.waiting_request_ids.remove(request_id)
         if request_id not in self.failed_request_ids:

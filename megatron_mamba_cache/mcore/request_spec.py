@@ -1,7 +1,7 @@
 """Read what a request asks for from Megatron's parameters, once, and carry it in them between processes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -52,24 +52,25 @@ def spec_of(
     *,
     stop_words: Sequence[Sequence[int]] = (),
     longest: int | None = None,
+    seed: int | None = None,
     default_seed: int = 0,
-    **given: Any,
+    tenant: str = "",
 ) -> RequestSpec:
     """Return what a DynamicInferenceRequest asks for, which `RequestRules` may still refuse.
 
     Args:
         stop_words: Token ids of the stop words that Megatron's parameters have as text.
         longest: Prompt and generated tokens of a request that sets no number; None if it has to.
+        seed, tenant: Replace those of its parameters, unless they are None and "".
         default_seed: Seed of a request that sets none.
-        given: Fields that replace those of its parameters.
 
     Raises:
         ValueError: If a parameter is of a wrong type or contradicts another one.
     """
-    asked = _asked_of(request.sampling_params) | given
+    asked = _asked_of(request.sampling_params)
     prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
-    seed, end = asked.get("seed"), asked["termination_id"]
-    ends = [*stop_words, *asked.get("stop_word_ids", ()), *([end] for end in asked.get("stop_token_ids", ()))]
+    seed, end = asked.get("seed") if seed is None else seed, asked["termination_id"]
+    ends = [*stop_words, *asked.get("stop_words", ()), *([end] for end in asked.get("stop_token_ids", ()))]
     return RequestSpec(
         request_id=request.request_id,
         prompt=prompt,
@@ -84,7 +85,7 @@ def spec_of(
             logits=logits_settings_of(asked.get("logits")),
             grammar=asked.get("grammar", ""),
         ),
-        tenant=asked.get("tenant", ""),
+        tenant=tenant or asked.get("tenant", ""),
         log_probs=LogProbSettings(
             wanted=asked["return_log_probs"],
             skip_prompt=asked["skip_prompt_log_probs"],
@@ -171,16 +172,6 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
     return packed_ids(tokens)
 
 
-@contextmanager
-def scoring_allowed(sampling: Any) -> Iterator[None]:
-    """Let the block add a request whose prompt is scored, although Megatron asserts that all logits exist."""
-    skips, sampling.skip_prompt_log_probs = sampling.skip_prompt_log_probs, True
-    try:
-        yield
-    finally:
-        sampling.skip_prompt_log_probs = skips
-
-
 def _asked_of(sampling: Any) -> dict[str, Any]:
     """Return Megatron's fields and those of `SPEC`, each of its type."""
     carried = getattr(sampling, SPEC, {})
@@ -253,7 +244,7 @@ _CARRIED: dict[str, _Field] = {
     **{name: field for name, field in _OF_MEGATRON.items() if name != "num_tokens_total"},
     "seed": _COUNT,
     "tenant": (is_encodable, "Unicode text"),
-    "stop_word_ids": (_are_words, "a list of lists of token ids"),
+    "stop_words": (_are_words, "a list of lists of token ids"),
     "stop_token_ids": (_are_natural, "a list of token ids"),
     "logits": (lambda _: True, "a mapping"),  # `logits_settings_of` says what is wrong
     "grammar": (lambda found: isinstance(found, str), "text"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 _MOST_BIASED = 1024
@@ -36,10 +36,6 @@ class LogitsSettings:
     def depends_on_text(self) -> bool:
         """True when tokens that were seen change logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
-
-    def as_mapping(self) -> dict[str, Any]:
-        """Return what `logits_settings_of` reads."""
-        return {**asdict(self), "logit_bias": [list(pair) for pair in self.logit_bias]}
 
     def fault(self, vocab_size: int) -> str | None:
         """Return what cannot be honoured, with the value and what is allowed; None if all can."""

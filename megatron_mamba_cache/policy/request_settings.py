@@ -1,7 +1,7 @@
 """What a request asks for, fixed for its life."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 from struct import error as PackError
 from struct import pack_into
@@ -163,24 +163,17 @@ class RequestSpec:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return all but the id and the prompt in types that msgpack can serialize; `mcore.request_spec` reads it."""
-        sampling, log_probs = self.sampling, self.log_probs
+        log_probs = self.log_probs
         return {
+            **asdict(self.sampling),
             "num_tokens_to_generate": self.max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            "termination_id": sampling.termination_id,
-            "stop_word_ids": list(map(list, sampling.stop_words)),
-            "logits": sampling.logits.as_mapping(),
-            "grammar": sampling.grammar,
             "tenant": self.tenant,
             "return_log_probs": log_probs.wanted,
             "skip_prompt_log_probs": log_probs.skip_prompt,
             "top_n_logprobs": log_probs.top_n,
             "top_n_by_id": log_probs.names_ids,
             "prompt_top_n": log_probs.prompt_top_n,
-            "breakpoints": list(map(list, self.breakpoints)),
+            "breakpoints": self.breakpoints,
             "arrived_s": self.arrived_s,
         }
 
