@@ -15,7 +15,7 @@ import numpy.typing as npt
 from loads.conversation_load import Conversation
 
 from megatron_mamba_cache.policy.admission import AdmissionPlan, Refusal
-from megatron_mamba_cache.policy.block_growth import grow_rows
+from megatron_mamba_cache.policy.block_growth import grow_requests
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
@@ -172,7 +172,7 @@ class ServedLoad:
         ended = [row for row in running if self._advance(row)]
         for row in ended:
             self._leave(row)
-        outcome = grow_rows(self._rows, self._cache, self._cache.kv.num_blocks // 4)
+        outcome = grow_requests(self._rows, self._cache, self._cache.kv.num_blocks // 4)
         for row in outcome.evicted:
             self._rows.remove(row)
             prompt = np.array([*row.spec.prompt.tolist(), *row.generated], np.int64)

@@ -112,6 +112,6 @@ class TracedEngine:
         if not self._keeps_logits:
             return
         step, logits = self.engine.context.step.batch, output[0].flatten(0, 1)  # [logits, vocab]
-        for row, index in zip(step.rows, step.logits.starts, strict=False):  # starts has an end too
+        for row, index in zip(step.requests, step.logits.starts, strict=False):  # starts has an end too
             if row.samples_this_step:
                 self._traces[row.request_id].logits.append(logits[index].clone())

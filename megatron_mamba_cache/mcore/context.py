@@ -47,7 +47,7 @@ from .megatron_settings import megatron_settings
 from .request_spec import checked_spec_of, spec_of
 
 _OVERFLOWS = {
-    Refusal.NO_ROW: RequestOverflowError,
+    Refusal.TOO_MANY_REQUESTS: RequestOverflowError,
     Refusal.NO_TOKENS: TokenOverflowError,
     Refusal.NO_BLOCKS: BlockOverflowError,
 }
@@ -73,12 +73,12 @@ class MambaCacheContext(DynamicInferenceContext):
     """
 
     is_tensor_state_allocated: bool
-    total_request_count = RunnerCount("rows")
+    total_request_count = RunnerCount("requests")
     paused_request_count = RunnerCount("paused")
     num_prefill_requests = RunnerCount("prefilling")
     active_token_count = RunnerCount("tokens")
     padded_active_token_count = RunnerCount("padded_tokens")
-    padded_active_request_count = RunnerCount("padded_rows")
+    padded_active_request_count = RunnerCount("padded_requests")
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class MambaCacheContext(DynamicInferenceContext):
     @property
     def rows(self) -> Sequence[RunningRequest]:
         """Admitted requests, oldest admission first, paused ones included; none while the engine is suspended."""
-        return () if self._runner is None else self._runner.requests.rows
+        return () if self._runner is None else self._runner.requests.oldest_first
 
     @property
     def is_computing(self) -> bool:
@@ -339,7 +339,7 @@ class MambaCacheContext(DynamicInferenceContext):
         Returns:
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
-        entries = zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True)
+        entries = zip(self.step.requests, _ints(active_requests_mask), _ints(new_tokens), strict=True)
         kept = [
             KeptTokens((token,), ends=not continues) if row.samples_this_step else KeptTokens()
             for row, continues, token in entries
@@ -352,7 +352,7 @@ class MambaCacheContext(DynamicInferenceContext):
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
         """Return each row's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
-        tokens = zip(self.step.rows, new_tokens.tolist(), strict=True)
+        tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
         kept = [(token,) if row.samples_this_step else () for row, token in tokens]
         places = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
         log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)

@@ -68,7 +68,7 @@ def _step_result(outcome: StepOutcome) -> dict[str, Any]:
         "sample": torch.tensor([new[-1] if new else 0 for new in kept], dtype=torch.int64),
         "kept_tokens": kept,
         "draft_counts": _draft_counts(outcome),
-        "cuda_graph_request_count": None if graph is None else graph.shape.num_rows,
+        "cuda_graph_request_count": None if graph is None else graph.shape.num_requests,
         "log_probs": outcome.log_probs.of_tokens,
         "top_n_logprobs": outcome.log_probs.best,
         "prompt_log_probs": outcome.log_probs.of_prompts,

@@ -9,7 +9,7 @@ import numpy as np
 from ..config import CacheConfig
 from ..errors import CacheCapacityError
 from ..policy.admission import Refusal
-from ..policy.block_growth import grow_rows
+from ..policy.block_growth import grow_requests
 from ..policy.block_hashing import TokenIds
 from ..policy.boundaries import prefill_chunk_end
 from ..policy.identifiers import BlockKey
@@ -156,56 +156,56 @@ def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, ma
     requests = RunningRequests(cache, max_requests=1, max_tokens=max_tokens)
     cache.look_ahead([candidate])
     make_copies()
-    row = requests.admit(candidate, max_tokens)
-    if isinstance(row, Refusal):
+    request = requests.admit(candidate, max_tokens)
+    if isinstance(request, Refusal):
         cache.tiers.forget(number)
         return 0
-    skipped = row.computed
-    for steps in (_prefill(row, cache, max_tokens), _decode(row, cache)):
+    skipped = request.computed
+    for steps in (_prefill(request, cache, max_tokens), _decode(request, cache)):
         for _ in steps:
             make_copies()
-    requests.drop([row])
+    requests.drop([request])
     make_copies()
     return skipped
 
 
-def _prefill(row: RunningRequest, cache: PrefixCache, max_tokens: int) -> Iterator[None]:
+def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> Iterator[None]:
     """Compute the prompt, and yield after each step."""
     while True:
-        cache.publish(row, row.scheduled)
-        cache.advance(row, row.scheduled)
+        cache.publish(request, request.scheduled)
+        cache.advance(request, request.scheduled)
         yield
-        if not row.is_prefilling:
+        if not request.is_prefilling:
             return
         chunk_end = prefill_chunk_end(
-            start=row.computed,
-            prompt_len=row.spec.prompt_len,
+            start=request.computed,
+            prompt_len=request.spec.prompt_len,
             budget=max_tokens,
             block_size=cache.block_size,
             align=cache.rules.align_prefill_chunks,
         )
-        cache.schedule_chunk(row, chunk_end)
+        cache.schedule_chunk(request, chunk_end)
 
 
-def _decode(row: RunningRequest, cache: PrefixCache) -> Iterator[None]:
+def _decode(request: RunningRequest, cache: PrefixCache) -> Iterator[None]:
     """Generate the reply, as far as there is room; yield after each step that reaches a block boundary, or the end.
 
     The others change nothing but counts.
     """
-    if row.length < row.spec.max_len:
-        row.append([_ANY_TOKEN])
-    while row.length < row.spec.max_len:
-        until_boundary = cache.block_size - row.computed % cache.block_size
-        quiet = min(until_boundary, row.spec.max_len - row.length) - 1
+    if request.length < request.spec.max_len:
+        request.append([_ANY_TOKEN])
+    while request.length < request.spec.max_len:
+        until_boundary = cache.block_size - request.computed % cache.block_size
+        quiet = min(until_boundary, request.spec.max_len - request.length) - 1
         try:
-            grow_rows([row], cache, paused_capacity=0)
+            grow_requests([request], cache, paused_capacity=0)
         except CacheCapacityError:
             return
-        row.append([_ANY_TOKEN] * (quiet + 1))
-        row.advance(quiet)
-        cache.schedule_decode(row)
-        cache.publish(row, row.scheduled)
-        cache.advance(row, row.scheduled)
+        request.append([_ANY_TOKEN] * (quiet + 1))
+        request.advance(quiet)
+        cache.schedule_decode(request)
+        cache.publish(request, request.scheduled)
+        cache.advance(request, request.scheduled)
         yield
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlignCopy:
-    """A copy of the state at a block boundary out of a row's columns.
+    """A copy of the state at a block boundary out of a request's columns.
 
     Args:
         source_column: column that holds the SSM state at the boundary.
-        shift: accepted drafts before the boundary; the conv window of the row's state column moves left by it.
+        shift: accepted drafts before the boundary; the conv window of the request's state column moves left by it.
         destination_column: block that ends on the boundary.
         moves_bytes: False when both states are already in place.
-        num_accepted_after: accepted tokens that the next step counts from the row's state column.
+        num_accepted_after: accepted tokens that the next step counts from the request's state column.
     """
 
     source_column: int
@@ -28,7 +28,7 @@ class AlignCopy:
 def plan_align_copy(
     num_computed: int, num_scheduled: int, num_draft: int, num_accepted: int, state_column: int, block_size: int
 ) -> AlignCopy | None:
-    """Plan the align copy of one row after verification; None when the row reached no boundary.
+    """Plan the align copy of one request after verification; None when the request reached no boundary.
 
     Args:
         num_computed: tokens before the step.

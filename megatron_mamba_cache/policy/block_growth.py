@@ -10,17 +10,17 @@ from .requests import RunningRequest
 
 
 @dataclass(frozen=True, slots=True)
-class RowDemand:
-    """What one row holds and needs for the next step.
+class RequestDemand:
+    """What one request holds and needs for the next step.
 
     Args:
-        age: order of admission; smaller is older and goes first, ties broken by `row`.
-        needs_block: the row cannot continue without one more block; true of every paused row.
-        blocks: blocks held; one that several rows hold is available once the last of them has left.
-        prefilling: the row holds all its blocks already, and is never paused.
+        age: order of admission; smaller is older and goes first, ties broken by `index`.
+        needs_block: the request cannot continue without one more block; true of every paused request.
+        blocks: blocks held; one that several requests hold is available once the last of them has left.
+        prefilling: the request holds all its blocks already, and is never paused.
     """
 
-    row: int
+    index: int
     age: int
     needs_block: bool
     blocks: tuple[int, ...]
@@ -29,19 +29,19 @@ class RowDemand:
 
     def __post_init__(self) -> None:
         if self.paused and not self.needs_block:
-            raise ValueError(f"row {self.row}: a paused row needs a block, got needs_block=False")
+            raise ValueError(f"request {self.index}: a paused request needs a block, got needs_block=False")
         if self.prefilling and self.needs_block:
-            raise ValueError(f"row {self.row}: a prefilling row holds its blocks, got needs_block=True")
+            raise ValueError(f"request {self.index}: a prefilling request holds its blocks, got needs_block=True")
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """What happens to the rows that need a block; every other row continues.
+    """What happens to the requests that need a block; every other request continues.
 
     Args:
-        grants: rows that get one new block, oldest first; a paused row among them resumes.
-        paused: rows that are paused from now on, oldest first.
-        evicted: rows that leave, in the order they leave: youngest first.
+        grants: requests that get one new block, oldest first; a paused request among them resumes.
+        paused: requests that are paused from now on, oldest first.
+        evicted: requests that leave, in the order they leave: youngest first.
     """
 
     grants: tuple[int, ...]
@@ -49,30 +49,32 @@ class PreemptionPlan:
     evicted: tuple[int, ...]
 
 
-def plan_preemption(rows: Sequence[RowDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
-    """Give the remaining blocks to the oldest rows, pause the others, and evict the youngest that may not stay.
+def plan_preemption(requests: Sequence[RequestDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
+    """Give the remaining blocks to the oldest requests, pause the others, and evict the youngest that may not stay.
 
-    A paused row may not stay while the paused rows together hold more than `paused_capacity` blocks, or while no
-    row would be active.
+    A paused request may not stay while the paused requests together hold more than `paused_capacity` blocks, or while
+    no request would be active.
 
     Args:
         num_available: blocks available now, evictable cached ones included.
 
     Raises:
-        ValueError: If a row occurs twice or a number of blocks is negative.
-        CacheCapacityError: If a single row remains and there is no block for it.
+        ValueError: If a request occurs twice or a number of blocks is negative.
+        CacheCapacityError: If a single request remains and there is no block for it.
     """
-    _check_rows(rows, num_available, paused_capacity)
-    waiting = sorted((row for row in rows if row.needs_block), key=_seniority)
-    has_active = len(waiting) < len(rows)
-    holders = Counter(block for row in rows for block in row.blocks)
-    grants: list[RowDemand] = []
-    evicted: list[RowDemand] = []
+    _check_demands(requests, num_available, paused_capacity)
+    waiting = sorted((request for request in requests if request.needs_block), key=_seniority)
+    has_active = len(waiting) < len(requests)
+    holders = Counter(block for request in requests for block in request.blocks)
+    grants: list[RequestDemand] = []
+    evicted: list[RequestDemand] = []
     while True:
         grants += waiting[:num_available]
         num_available, waiting = max(num_available - len(waiting), 0), waiting[num_available:]
         has_active = has_active or bool(grants)
-        if not waiting or (has_active and len({block for row in waiting for block in row.blocks}) <= paused_capacity):
+        if not waiting or (
+            has_active and len({block for request in waiting for block in request.blocks}) <= paused_capacity
+        ):
             return PreemptionPlan(_numbers(grants), _numbers(waiting), _numbers(evicted))
         if len(waiting) == 1 and not has_active:
             if evicted:  # what they hold beside blocks may make room
@@ -84,26 +86,26 @@ def plan_preemption(rows: Sequence[RowDemand], num_available: int, paused_capaci
         holders.subtract(leaving.blocks)
 
 
-def _check_rows(rows: Sequence[RowDemand], num_available: int, paused_capacity: int) -> None:
+def _check_demands(requests: Sequence[RequestDemand], num_available: int, paused_capacity: int) -> None:
     if num_available < 0 or paused_capacity < 0:
         raise ValueError(
             f"num_available and paused_capacity must not be negative, got {num_available} and {paused_capacity}"
         )
-    if len({row.row for row in rows}) != len(rows):
-        raise ValueError(f"each row may occur once, got {[row.row for row in rows]}")
+    if len({request.index for request in requests}) != len(requests):
+        raise ValueError(f"each request may occur once, got {[request.index for request in requests]}")
 
 
-def _seniority(row: RowDemand) -> tuple[int, int]:
-    return row.age, row.row
+def _seniority(request: RequestDemand) -> tuple[int, int]:
+    return request.age, request.index
 
 
-def _numbers(rows: Sequence[RowDemand]) -> tuple[int, ...]:
-    return tuple(row.row for row in rows)
+def _numbers(requests: Sequence[RequestDemand]) -> tuple[int, ...]:
+    return tuple(request.index for request in requests)
 
 
-def _no_room(row: RowDemand) -> CacheCapacityError:
+def _no_room(request: RequestDemand) -> CacheCapacityError:
     return CacheCapacityError(
-        f"row {row.row}, the only one, holds {len(row.blocks)} KV blocks and needs 1 more, 0 available; "
+        f"request {request.index}, the only one, holds {len(request.blocks)} KV blocks, needs 1 more, 0 available; "
         "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
     )
 
@@ -116,8 +118,8 @@ class GrowthOutcome:
     evicted: tuple[RunningRequest, ...] = ()
 
 
-def grow_rows(
-    rows: Sequence[RunningRequest],
+def grow_requests(
+    requests: Sequence[RunningRequest],
     cache: PrefixCache,
     paused_capacity: int,
     release: Callable[[RunningRequest], object] | None = None,
@@ -125,22 +127,22 @@ def grow_rows(
     """Grow, pause, resume and evict requests after a step.
 
     Args:
-        rows: All admitted requests that have not finished.
+        requests: All admitted requests that have not finished.
         paused_capacity: Blocks that paused requests may keep.
         release: Takes back all that an evicted request holds; None is `cache.release`.
 
     Raises:
         CacheCapacityError: If a single request cannot continue even with the whole pool.
     """
-    needing = [row for row in rows if _needs_block(row, cache.block_size)]
+    needing = [request for request in requests if _needs_block(request, cache.block_size)]
     if len(needing) <= cache.kv.num_available:
-        for row in needing:
-            cache.grow(row)
+        for request in needing:
+            cache.grow(request)
         return GrowthOutcome()
-    if not cache.kv.num_available and len(needing) < len(rows) and _may_stay_paused(needing, paused_capacity):
+    if not cache.kv.num_available and len(needing) < len(requests) and _may_stay_paused(needing, paused_capacity):
         return GrowthOutcome()
-    left, evicted = list(rows), []
-    # Rows leave one by one: where memory is shared, the states of one that leaves may make room for blocks too.
+    left, evicted = list(requests), []
+    # Requests leave one by one: where memory is shared, the states of one that leaves may make room for blocks too.
     while (plan := _plan(left, cache, paused_capacity)).evicted:
         leaving = left.pop(plan.evicted[0])
         evicted.append(leaving)
@@ -148,40 +150,43 @@ def grow_rows(
     for index in plan.grants:
         cache.grow(left[index])
     paused = tuple(left[index] for index in plan.paused if not left[index].is_paused)
-    for row in paused:
-        row.pause()
+    for request in paused:
+        request.pause()
     return GrowthOutcome(paused, tuple(evicted))
 
 
-def resume_rows(rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
+def resume_requests(requests: Sequence[RunningRequest], cache: PrefixCache) -> None:
     """Give paused requests, in order, the block each waits for, while blocks last; for use after others left.
 
     When only paused requests are left, at least one resumes: together they may hold less than the pool.
     """
-    for row in rows:
-        if row.is_paused and cache.kv.num_available:
-            cache.grow(row)
+    for request in requests:
+        if request.is_paused and cache.kv.num_available:
+            cache.grow(request)
 
 
-def _plan(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> PreemptionPlan:
+def _plan(requests: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> PreemptionPlan:
     demands = [
-        RowDemand(
-            row=index,
-            age=row.age,
-            needs_block=_needs_block(row, cache.block_size),
-            blocks=tuple(row.block_ids),
-            paused=row.is_paused,
-            prefilling=row.is_prefilling,
+        RequestDemand(
+            index=index,
+            age=request.age,
+            needs_block=_needs_block(request, cache.block_size),
+            blocks=tuple(request.block_ids),
+            paused=request.is_paused,
+            prefilling=request.is_prefilling,
         )
-        for index, row in enumerate(rows)
+        for index, request in enumerate(requests)
     ]
     return plan_preemption(demands, cache.kv.num_available, paused_capacity)
 
 
-def _needs_block(row: RunningRequest, block_size: int) -> bool:
-    return not row.is_prefilling and row.computed == len(row.block_ids) * block_size
+def _needs_block(request: RunningRequest, block_size: int) -> bool:
+    return not request.is_prefilling and request.computed == len(request.block_ids) * block_size
 
 
-def _may_stay_paused(rows: Sequence[RunningRequest], capacity: int) -> bool:
-    """Return whether all rows are already paused and together hold at most `capacity` blocks."""
-    return all(row.is_paused for row in rows) and len({block for row in rows for block in row.block_ids}) <= capacity
+def _may_stay_paused(requests: Sequence[RunningRequest], capacity: int) -> bool:
+    """Return whether all requests are already paused and together hold at most `capacity` blocks."""
+    return (
+        all(request.is_paused for request in requests)
+        and len({block for request in requests for block in request.block_ids}) <= capacity
+    )

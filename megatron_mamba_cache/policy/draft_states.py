@@ -155,12 +155,12 @@ class ReplayStates:
             )
 
 
-def num_folded(row: RunningRequest, fold_len: int) -> int:
+def num_folded(request: RunningRequest, fold_len: int) -> int:
     """Return after how many tokens the state in the live slot of a request with a draft buffer is.
 
     The prompt's state is there since its prefill ended. A step folds the tokens that it finds in the buffer, up to a
     multiple of `fold_len`.
     """
-    cursor = row.cursor
-    start_of_last_step = row.computed - cursor.accepted
-    return max(row.spec.prompt_len, cursor.settled, start_of_last_step // fold_len * fold_len)
+    cursor = request.cursor
+    start_of_last_step = request.computed - cursor.accepted
+    return max(request.spec.prompt_len, cursor.settled, start_of_last_step // fold_len * fold_len)

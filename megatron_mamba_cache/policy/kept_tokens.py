@@ -14,11 +14,11 @@ class KeptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What the rows of a step keep.
+    """What the requests of a step keep.
 
     Args:
-        tokens: [rows] new tokens of each, in order: at least one for a row that decodes, none in mid-prefill.
-        ended: Indices of the rows that end with them.
+        tokens: [requests] new tokens of each, in order: at least one for a request that decodes, none in mid-prefill.
+        ended: Indices of the requests that end with them.
     """
 
     tokens: Sequence[tuple[int, ...]]
@@ -26,5 +26,5 @@ class StepTokens:
 
     @staticmethod
     def of(kept: Sequence[KeptTokens]) -> "StepTokens":
-        """Collect what each row keeps."""
+        """Collect what each request keeps."""
         return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])

@@ -51,8 +51,8 @@ class CachePools:
         return bool(slots.num_available_to_run) and self.space.fits(num_blocks, num_cached, beside_blocks, beside_slots)
 
 
-def check_rows_and_pools(
-    rows: Sequence[RunningRequest],
+def check_requests_and_pools(
+    requests: Sequence[RunningRequest],
     pools: CachePools,
     held: Mapping[BlockId, int] = MappingProxyType({}),
     expected: Sequence[SlotId] = (),
@@ -67,32 +67,32 @@ def check_rows_and_pools(
     pools.space.check_integrity()
     kv.check_integrity()
     slots.check_integrity()
-    _check_blocks(rows, kv, held)
+    _check_blocks(requests, kv, held)
     stray = [block for block in slots.cached_blocks() if kv.key_of(block) is None]
     if stray:
         raise CacheIntegrityError(f"blocks {stray} have a cached state but no key")
-    _check_slots(rows, slots, expected)
+    _check_slots(requests, slots, expected)
 
 
-def _check_blocks(rows: Sequence[RunningRequest], kv: KVBlockPool, held: Mapping[BlockId, int]) -> None:
-    refs = Counter(block for row in rows for block in row.block_ids)
+def _check_blocks(requests: Sequence[RunningRequest], kv: KVBlockPool, held: Mapping[BlockId, int]) -> None:
+    refs = Counter(block for request in requests for block in request.block_ids)
     refs.update(held)
     for block, count in refs.items():
         if kv.num_refs(block) != count:
-            raise CacheIntegrityError(f"block {block}: {kv.num_refs(block)} references, {count} rows hold it")
+            raise CacheIntegrityError(f"block {block}: {kv.num_refs(block)} references, {count} requests hold it")
     if kv.num_referenced != len(refs):
-        raise CacheIntegrityError(f"{kv.num_referenced} blocks referenced, rows hold {len(refs)}")
+        raise CacheIntegrityError(f"{kv.num_referenced} blocks referenced, requests hold {len(refs)}")
 
 
-def _check_slots(rows: Sequence[RunningRequest], slots: SlotPool, expected: Sequence[SlotId]) -> None:
+def _check_slots(requests: Sequence[RunningRequest], slots: SlotPool, expected: Sequence[SlotId]) -> None:
     held = {
-        SlotOwner.LIVE: [row.cursor.live_slot for row in rows],
-        SlotOwner.RESERVED: [*expected, *(state.slot for row in rows for state in row.reserved)],
-        SlotOwner.DRAFT: [slot for row in rows for slot in row.cursor.draft_slots],
+        SlotOwner.LIVE: [request.cursor.live_slot for request in requests],
+        SlotOwner.RESERVED: [*expected, *(state.slot for request in requests for state in request.reserved)],
+        SlotOwner.DRAFT: [slot for request in requests for slot in request.cursor.draft_slots],
     }
     counts = slots.count_by_owner()
     for owner, listed in held.items():
         owner_of = slots.owner_of if owner is SlotOwner.RESERVED else slots.owner_of_running
         strange = [slot for slot in listed if owner_of(slot) is not owner]
         if strange or len(set(listed)) != len(listed) or len(listed) != counts[owner.value]:
-            raise CacheIntegrityError(f"rows hold {owner.value} slots {listed}, the pool owns {counts}")
+            raise CacheIntegrityError(f"requests hold {owner.value} slots {listed}, the pool owns {counts}")

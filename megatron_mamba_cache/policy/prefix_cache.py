@@ -30,7 +30,7 @@ from .admission import (
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
 from .draft_states import DraftStates
-from .pools import CachePools, check_rows_and_pools
+from .pools import CachePools, check_requests_and_pools
 from .request_settings import RequestSpec
 from .requests import Candidate, RunningRequest
 from .slot_owners import SlotOwner
@@ -144,7 +144,7 @@ class PrefixCache:
             undo.callback(self.slots.release_live, live_slot)
             cursor = self.draft_states.begin(live_slot)
             undo.callback(self.draft_states.end, cursor)
-            row = RunningRequest(
+            request = RunningRequest(
                 spec=candidate.spec,
                 chain=candidate.chain,
                 epoch=candidate.epoch,
@@ -158,144 +158,144 @@ class PrefixCache:
                 source_slot=None if source is None else self.slots.slot_of(source),
                 branches=branches,
             )
-            undo.callback(self._reservations.cancel, row)
-            self.schedule_chunk(row, plan.chunk_end)
-            self._claim(row)
-            self._count_admission(row, candidate)
+            undo.callback(self._reservations.cancel, request)
+            self.schedule_chunk(request, plan.chunk_end)
+            self._claim(request)
+            self._count_admission(request, candidate)
             undo.pop_all()
         self._num_admitted += 1
-        return row
+        return request
 
-    def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
+    def schedule_chunk(self, request: RunningRequest, chunk_end: int) -> None:
         """Schedule prefill up to `chunk_end` and reserve the boundaries that get a cached state."""
-        row.schedule(chunk_end - row.computed)
-        if not self._publishes(row):
+        request.schedule(chunk_end - request.computed)
+        if not self._publishes(request):
             return
         positions = select_boundaries(
             self.rules.boundaries,
-            prompt_len=row.spec.prompt_len,
-            start=row.computed,
+            prompt_len=request.spec.prompt_len,
+            start=request.computed,
             end=chunk_end,
-            kv_match_end=row.num_shared_blocks * self.block_size,
-            branches=row.branches,
+            kv_match_end=request.num_shared_blocks * self.block_size,
+            branches=request.branches,
         )
         for position in positions:
-            self._reservations.reserve_in_prompt(row, position)
+            self._reservations.reserve_in_prompt(request, position)
 
-    def schedule_decode(self, row: RunningRequest, drafts: Sequence[int] = ()) -> None:
+    def schedule_decode(self, request: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule a decoding request's next token and the drafts that fit after it, and reserve its boundary."""
-        boundary = (row.computed // self.block_size + 1) * self.block_size
-        if not drafts and not row.reserved and boundary > row.computed + 1:  # most steps of most requests
-            row.schedule(1)
+        boundary = (request.computed // self.block_size + 1) * self.block_size
+        if not drafts and not request.reserved and boundary > request.computed + 1:  # most steps of most requests
+            request.schedule(1)
             return
-        room = self._room_for_drafts(row, len(drafts)) if drafts else 0
-        if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
-            self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
-        num_drafts = self.draft_states.widen(row.cursor, room)
-        row.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
-        if boundary > row.computed + row.scheduled:
-            self._reservations.cancel(row)
+        room = self._room_for_drafts(request, len(drafts)) if drafts else 0
+        if boundary <= request.computed + 1 + room and self._keeps_decode_states and self._publishes(request):
+            self._reservations.reserve_in_decode(request, boundary)  # first: it is worth more than a draft
+        num_drafts = self.draft_states.widen(request.cursor, room)
+        request.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
+        if boundary > request.computed + request.scheduled:
+            self._reservations.cancel(request)
 
-    def publish(self, row: RunningRequest, num_tokens: int) -> None:
+    def publish(self, request: RunningRequest, num_tokens: int) -> None:
         """Make what the step wrote for the request findable, before the request advances by the same tokens.
 
         Args:
             num_tokens: Of the scheduled tokens: all in prefill, once the forward is launched; the kept ones in decode,
                 once they are added to the request and their align copy is launched.
         """
-        end = row.computed + num_tokens
-        if self._publishes(row):
-            if end // self.block_size > row.num_published_blocks:
-                self._publish_blocks(row, end)
-            if row.reserved:
-                self._reservations.publish(row, end)
-            if row.spec.breakpoints and row.is_prefilling:
-                self._hold_states(row, end)
-        elif row.reserved:
-            self._reservations.cancel(row)
-        self._unpin_source(row)
+        end = request.computed + num_tokens
+        if self._publishes(request):
+            if end // self.block_size > request.num_published_blocks:
+                self._publish_blocks(request, end)
+            if request.reserved:
+                self._reservations.publish(request, end)
+            if request.spec.breakpoints and request.is_prefilling:
+                self._hold_states(request, end)
+        elif request.reserved:
+            self._reservations.cancel(request)
+        self._unpin_source(request)
 
-    def abort(self, row: RunningRequest) -> None:
+    def abort(self, request: RunningRequest) -> None:
         """Return every reservation and pin of a step that will not be published."""
-        self._reservations.cancel(row)
-        self._unpin_source(row)
-        row.unschedule()
+        self._reservations.cancel(request)
+        self._unpin_source(request)
+        request.unschedule()
 
-    def advance(self, row: RunningRequest, num_tokens: int) -> None:
+    def advance(self, request: RunningRequest, num_tokens: int) -> None:
         """Count `num_tokens` of the scheduled tokens as computed: all in prefill, the kept ones in decode."""
-        if row.is_prefilling:
+        if request.is_prefilling:
             self.counters.prefill_tokens_computed += num_tokens
-            self.draft_states.accept(row.cursor, 1)
+            self.draft_states.accept(request.cursor, 1)
         else:
-            self.counters.decode_tokens_computed += row.scheduled
-            self.counters.count_drafts(len(row.drafts), num_tokens - 1)
-            self.draft_states.accept(row.cursor, num_tokens)
-        row.advance(num_tokens)
+            self.counters.decode_tokens_computed += request.scheduled
+            self.counters.count_drafts(len(request.drafts), num_tokens - 1)
+            self.draft_states.accept(request.cursor, num_tokens)
+        request.advance(num_tokens)
 
-    def close_draft_states(self, row: RunningRequest) -> None:
+    def close_draft_states(self, request: RunningRequest) -> None:
         """Take back what the states of a request's drafts took; its live slot must hold the live state by now."""
-        self.draft_states.close(row.cursor, row.computed)
+        self.draft_states.close(request.cursor, request.computed)
 
-    def grow(self, row: RunningRequest) -> None:
+    def grow(self, request: RunningRequest) -> None:
         """Give the request one more KV block.
 
         Raises:
             CacheCapacityError: If there is none; nothing has changed then.
         """
-        row.add_blocks(self.kv.allocate(1))
+        request.add_blocks(self.kv.allocate(1))
 
-    def at_edges(self, rows: Iterable[RunningRequest]) -> list[RunningRequest]:
+    def at_edges(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:
         """Return the requests that begin or complete a block in the step after the one-token step that runs."""
         block_size = self.block_size
-        return [row for row in rows if (row.computed + 2) % block_size < 2]
+        return [request for request in requests if (request.computed + 2) % block_size < 2]
 
-    def reserve_ahead(self, rows: Iterable[RunningRequest]) -> None:
+    def reserve_ahead(self, requests: Iterable[RunningRequest]) -> None:
         """Give requests what they need in the step after the one-token step that runs, see `at_edges`.
 
         Raises:
             CacheCapacityError: If there are too few blocks.
         """
-        edges = self.at_edges(rows)
-        for row in edges:  # first: memory that both share may have too little left for a state
-            if row.computed + 1 == len(row.block_ids) * self.block_size:
-                self.grow(row)
-        for row in edges if self._keeps_decode_states else ():
-            if (row.computed + 2) % self.block_size == 0 and self._publishes(row):  # it completes one
-                self._reservations.reserve_in_decode(row, row.computed + 2)
+        edges = self.at_edges(requests)
+        for request in edges:  # first: memory that both share may have too little left for a state
+            if request.computed + 1 == len(request.block_ids) * self.block_size:
+                self.grow(request)
+        for request in edges if self._keeps_decode_states else ():
+            if (request.computed + 2) % self.block_size == 0 and self._publishes(request):  # it completes one
+                self._reservations.reserve_in_decode(request, request.computed + 2)
 
-    def lengthen_prompt(self, row: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
+    def lengthen_prompt(self, request: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
         """Let the request prefill to the end of a longer prompt, which begins with the current one."""
-        row.lengthen_prompt(prompt)
+        request.lengthen_prompt(prompt)
         if self.enabled:
-            row.extend_keys(len(prompt))
+            request.extend_keys(len(prompt))
 
-    def take_draft_slot(self, row: RunningRequest) -> bool:
+    def take_draft_slot(self, request: RunningRequest) -> bool:
         """Give the request a draft slot if one can be spared; return whether it has one."""
-        return self.draft_states.widen(row.cursor, 1) == 1
+        return self.draft_states.widen(request.cursor, 1) == 1
 
-    def return_draft_slots(self, row: RunningRequest) -> None:
+    def return_draft_slots(self, request: RunningRequest) -> None:
         """Take back the request's draft slots past the accepted one."""
-        self.draft_states.trim(row.cursor)
+        self.draft_states.trim(request.cursor)
 
-    def release(self, row: RunningRequest) -> None:
+    def release(self, request: RunningRequest) -> None:
         """Take back all that the request holds; its published blocks and states stay findable.
 
         If this raises, it can be called again: what is gone by then is not released twice.
         """
-        self.abort(row)
-        self.slots.touch_path(row.block_ids, row.first_generated)
-        self.draft_states.end(row.cursor)
-        if (owner := self.slots.owner_of_running(row.cursor.live_slot)) is not SlotOwner.LIVE:
-            raise CacheIntegrityError(f"need slot {row.cursor.live_slot} live, found it {owner}")
-        self.keep_below(row)
-        self.kv.release(row.block_ids)
-        row.release_blocks()
-        self.slots.release_live(row.cursor.live_slot)
+        self.abort(request)
+        self.slots.touch_path(request.block_ids, request.first_generated)
+        self.draft_states.end(request.cursor)
+        if (owner := self.slots.owner_of_running(request.cursor.live_slot)) is not SlotOwner.LIVE:
+            raise CacheIntegrityError(f"need slot {request.cursor.live_slot} live, found it {owner}")
+        self.keep_below(request)
+        self.kv.release(request.block_ids)
+        request.release_blocks()
+        self.slots.release_live(request.cursor.live_slot)
 
-    def keep_below(self, row: RunningRequest) -> None:
+    def keep_below(self, request: RunningRequest) -> None:
         """Keep the last states that the request has published in the tiers below."""
-        if self._publishes(row):
-            self.tiers.write_last(row.block_ids, row.first_generated)
+        if self._publishes(request):
+            self.tiers.write_last(request.block_ids, request.first_generated)
 
     def flush(self, weights_version: str | None = None, epoch: int | None = None) -> None:
         """Make everything cached unreachable; running requests publish nothing more until they are prefilled again.
@@ -311,11 +311,11 @@ class PrefixCache:
         self.slots.flush()  # first: a pinned state must leave the map before its block does
         self.kv.flush()
 
-    def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
+    def check_integrity(self, requests: Sequence[RunningRequest]) -> None:
         """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
-        check_rows_and_pools(rows, self.pools, self.tiers.blocks_held(), self.tiers.slots_reserved())
+        check_requests_and_pools(requests, self.pools, self.tiers.blocks_held(), self.tiers.slots_reserved())
         self.tiers.check_integrity()
-        self.draft_states.check_integrity([row.cursor for row in rows])
+        self.draft_states.check_integrity([request.cursor for request in requests])
 
     def root_of(self, tenant: str) -> bytes:
         """Return the root digest of a tenant's key chains in this epoch."""
@@ -340,8 +340,8 @@ class PrefixCache:
             chain.extend(spec.prompt)
         return chain
 
-    def _publishes(self, row: RunningRequest) -> bool:
-        return self.enabled and row.epoch == self.epoch
+    def _publishes(self, request: RunningRequest) -> bool:
+        return self.enabled and request.epoch == self.epoch
 
     def _check_plan(self, candidate: Candidate, plan: AdmissionPlan) -> None:
         match = plan.match
@@ -353,50 +353,50 @@ class PrefixCache:
         if not has_room(match, plan.num_new_blocks, self.pools, self.block_size):
             raise CacheIntegrityError("the room an admission plan counted on is gone; plan again before admitting")
 
-    def _room_for_drafts(self, row: RunningRequest, num_drafts: int) -> int:
+    def _room_for_drafts(self, request: RunningRequest, num_drafts: int) -> int:
         """Return how many drafts fit the request's KV blocks, after adding one block if needed and possible."""
-        room = len(row.block_ids) * self.block_size - row.computed - 1
+        room = len(request.block_ids) * self.block_size - request.computed - 1
         if num_drafts > room and self.kv.num_available:
-            self.grow(row)
+            self.grow(request)
             room += self.block_size
         return min(num_drafts, room)
 
-    def _publish_blocks(self, row: RunningRequest, end: int) -> None:
+    def _publish_blocks(self, request: RunningRequest, end: int) -> None:
         num_full = end // self.block_size
-        if num_full > len(row.chain.keys):
-            row.extend_keys(num_full * self.block_size)
-        for index in range(row.num_published_blocks, num_full):
-            parent = row.block_ids[index - 1] if index else None
-            row.publish_block(self.kv.register(row.block_ids[index], row.chain.keys[index], parent))
+        if num_full > len(request.chain.keys):
+            request.extend_keys(num_full * self.block_size)
+        for index in range(request.num_published_blocks, num_full):
+            parent = request.block_ids[index - 1] if index else None
+            request.publish_block(self.kv.register(request.block_ids[index], request.chain.keys[index], parent))
 
-    def _hold_states(self, row: RunningRequest, end: int) -> None:
+    def _hold_states(self, request: RunningRequest, end: int) -> None:
         """Keep the worth of the states before a request's breakpoints for as long as they say."""
-        spec, block_size = row.spec, self.block_size
+        spec, block_size = request.spec, self.block_size
         for position, keep_s in spec.breakpoints:
             index = position // block_size
             if keep_s and spec.arrived_s and 0 < index * block_size <= end:
-                self.slots.hold(row.block_ids[index - 1], spec.arrived_s + keep_s)
+                self.slots.hold(request.block_ids[index - 1], spec.arrived_s + keep_s)
 
-    def _claim(self, row: RunningRequest) -> None:
+    def _claim(self, request: RunningRequest) -> None:
         """Release what was restored for a request, which holds it by now."""
-        brought = self.tiers.claim(row.request_id)
-        from_disk = min(brought.disk * self.block_size, row.computed)
-        from_host = min(brought.host * self.block_size, row.computed - from_disk)
-        row.count_restored(from_disk=from_disk, from_host=from_host)
+        brought = self.tiers.claim(request.request_id)
+        from_disk = min(brought.disk * self.block_size, request.computed)
+        from_host = min(brought.host * self.block_size, request.computed - from_disk)
+        request.count_restored(from_disk=from_disk, from_host=from_host)
 
-    def _unpin_source(self, row: RunningRequest) -> None:
-        if row.source_block is not None:
-            self.slots.unpin(row.source_block)
-            row.release_source()
+    def _unpin_source(self, request: RunningRequest) -> None:
+        if request.source_block is not None:
+            self.slots.unpin(request.source_block)
+            request.release_source()
 
-    def _count_admission(self, row: RunningRequest, candidate: Candidate) -> None:
+    def _count_admission(self, request: RunningRequest, candidate: Candidate) -> None:
         if candidate.age is None:
             awaited_copy = candidate.awaited_copy
-            reason = reason_for_no_hit(row, self.block_size, enabled=self.enabled, awaited_copy=awaited_copy)
+            reason = reason_for_no_hit(request, self.block_size, enabled=self.enabled, awaited_copy=awaited_copy)
             self.counters.count_without_hit(reason)
         self.counters.requests_admitted += 1
-        self.counters.prompt_tokens_matched += row.num_shared_blocks * self.block_size
-        self.counters.prompt_tokens_skipped += row.computed
-        self.counters.prompt_tokens_from_host += row.from_host
-        self.counters.prompt_tokens_from_disk += row.from_disk
-        self.counters.states_restored += row.source_slot is not None
+        self.counters.prompt_tokens_matched += request.num_shared_blocks * self.block_size
+        self.counters.prompt_tokens_skipped += request.computed
+        self.counters.prompt_tokens_from_host += request.from_host
+        self.counters.prompt_tokens_from_disk += request.from_disk
+        self.counters.states_restored += request.source_slot is not None

@@ -1,4 +1,4 @@
-"""Fill a step: rows in mid-prefill first, then waiting requests in order, within the budget of tokens to compute."""
+"""Fill a step within its token budget: requests in mid-prefill first, then waiting ones in order."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ MOST_PASSED_OVER = 64
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What a step got: newly admitted rows, and the id of the request whose prompt continues in the next, or -1."""
+    """What a step got: newly admitted requests, and the id of the request whose prompt continues in the next, or -1."""
 
     admitted: tuple[RunningRequest, ...]
     unfinished_prefill_id: int
@@ -96,8 +96,8 @@ class QueueState:
 class StepScheduler:
     """Admits waiting requests, oldest first.
 
-    Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one row
-    is left in mid-prefill, and no request is admitted while a row is paused for lack of blocks. Up to
+    Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one
+    request is left in mid-prefill, and no request is admitted while a request is paused for lack of blocks. Up to
     `MOST_PASSED_OVER` requests that wait for a prefix, which another computes or a copy brings, do not block those
     after them; a request that finds no room does. An admitted request keeps a state where the `LOOK_AHEAD` requests
     after it part from its prompt, so that what they share is computed once.
@@ -147,16 +147,16 @@ class StepScheduler:
         self._in_hand = in_hand
 
     def _continue_prefills(self, requests: RunningRequests) -> RunningRequest | None:
-        """Give rows in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""
+        """Give requests in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""
         unfinished = None
-        for row in requests.prefilling:
+        for request in requests.prefilling:
             if requests.prompt_budget > 0:
-                self._in_hand = row.request_id
-                requests.continue_prefill(row, requests.prompt_budget)
-            if _is_unfinished(row):
-                unfinished = row
+                self._in_hand = request.request_id
+                requests.continue_prefill(request, requests.prompt_budget)
+            if _is_unfinished(request):
+                unfinished = request
         return unfinished
 
 
-def _is_unfinished(row: RunningRequest) -> bool:
-    return row.is_prefilling and row.computed + row.scheduled < row.spec.prompt_len
+def _is_unfinished(request: RunningRequest) -> bool:
+    return request.is_prefilling and request.computed + request.scheduled < request.spec.prompt_len

@@ -1,7 +1,7 @@
 """Check every few steps that all ranks of a model made the same decisions.
 
-Decisions are read from the rows once a step is planned and once it is finished, so the check costs nothing where it is
-switched off. Ranks are compared before the forward, whose collectives would not match, and in steps with nothing to
+Decisions are read from the requests once a step is planned and once it is finished, so the check costs nothing where it
+is switched off. Ranks are compared before the forward, whose collectives would not match, and in steps with nothing to
 compute: a rank may lack all that the others have. A rank that does not step at all, because it was given no request, is
 not detected: the others wait for it until the process group's timeout.
 """
@@ -114,21 +114,23 @@ def _at(recent: RecentDecisions, number: int) -> Decision | None:
 class NoDigest:
     """Compares nothing."""
 
-    def note_plan(self, requests: RunningRequests, step_rows: Sequence[RunningRequest]) -> None:
+    def note_plan(self, requests: RunningRequests, step_requests: Sequence[RunningRequest]) -> None:
         """Do nothing."""
 
     def note_idle_step(self) -> None:
         """Do nothing."""
 
-    def note_outcome(self, requests: RunningRequests, step_rows: Sequence[RunningRequest], kept: StepTokens) -> None:
+    def note_outcome(
+        self, requests: RunningRequests, step_requests: Sequence[RunningRequest], kept: StepTokens
+    ) -> None:
         """Do nothing."""
 
 
 @dataclass(slots=True)
 class _NotedRow:
-    """How much of a row has been noted."""
+    """How much of a request has been noted."""
 
-    row: RunningRequest
+    request: RunningRequest
     num_blocks: int
     num_published: int
     newest_checkpoint: int | None = None
@@ -148,16 +150,16 @@ class RankDigest:
         self._evictions = (0, 0)
         self.log = DecisionLog()
 
-    def note_plan(self, requests: RunningRequests, step_rows: Sequence[RunningRequest]) -> None:
+    def note_plan(self, requests: RunningRequests, step_requests: Sequence[RunningRequest]) -> None:
         """Note what a step that is laid out will compute, and compare if it is time.
 
         Raises:
             CacheIntegrityError: On all ranks, if they have decided differently; it names the first such decision.
         """
         self.log.step += 1
-        self._noted = {row.request_id: self._noted_of(row) for row in requests}
-        for row in step_rows:
-            self._note_row(row)
+        self._noted = {request.request_id: self._noted_of(request) for request in requests}
+        for request in step_requests:
+            self._note_request(request)
         self._note_evictions(requests.cache)
         self._compare_if_due()
 
@@ -166,50 +168,56 @@ class RankDigest:
         self.log.step += 1
         self._compare_if_due()
 
-    def note_outcome(self, requests: RunningRequests, step_rows: Sequence[RunningRequest], kept: StepTokens) -> None:
-        """Note what happened to the rows of a step that has landed."""
+    def note_outcome(
+        self, requests: RunningRequests, step_requests: Sequence[RunningRequest], kept: StepTokens
+    ) -> None:
+        """Note what happened to the requests of a step that has landed."""
         note, staying, ended = self.log.note, set(map(id, requests)), set(kept.ended)
-        for index, (row, tokens) in enumerate(zip(step_rows, kept.tokens, strict=True)):
-            note(DecisionKind.KEEP, row.request_id, int(index in ended), *tokens)
-            if id(row) in staying:
-                self._note_publishes(row)
+        for index, (request, tokens) in enumerate(zip(step_requests, kept.tokens, strict=True)):
+            note(DecisionKind.KEEP, request.request_id, int(index in ended), *tokens)
+            if id(request) in staying:
+                self._note_publishes(request)
             elif index not in ended:
-                note(DecisionKind.PREEMPT, row.request_id)
-            if row.is_paused:
-                note(DecisionKind.PAUSE, row.request_id)
+                note(DecisionKind.PREEMPT, request.request_id)
+            if request.is_paused:
+                note(DecisionKind.PAUSE, request.request_id)
         self._note_evictions(requests.cache)
 
-    def _noted_of(self, row: RunningRequest) -> "_NotedRow":
-        noted = self._noted.get(row.request_id)
-        if noted is None or noted.row is not row:  # new, or admitted once more
-            start = row.computed, row.cursor.live_slot, -1 if row.source_slot is None else row.source_slot
-            prompt = crc32(row.spec.prompt.tobytes())
-            self.log.note(DecisionKind.ADMIT, row.request_id, prompt, *start, *row.block_ids)
-            return _NotedRow(row, len(row.block_ids), row.num_published_blocks)
+    def _noted_of(self, request: RunningRequest) -> "_NotedRow":
+        noted = self._noted.get(request.request_id)
+        if noted is None or noted.request is not request:  # new, or admitted once more
+            start = (
+                request.computed,
+                request.cursor.live_slot,
+                -1 if request.source_slot is None else request.source_slot,
+            )
+            prompt = crc32(request.spec.prompt.tobytes())
+            self.log.note(DecisionKind.ADMIT, request.request_id, prompt, *start, *request.block_ids)
+            return _NotedRow(request, len(request.block_ids), request.num_published_blocks)
         return noted
 
-    def _note_row(self, row: RunningRequest) -> None:
-        note, request_id, noted = self.log.note, row.request_id, self._noted[row.request_id]
-        if len(row.block_ids) > noted.num_blocks:
-            note(DecisionKind.GROW, request_id, *row.block_ids[noted.num_blocks :])
-            noted.num_blocks = len(row.block_ids)
-        fed = () if row.is_prefilling else map(int, row.inputs)
-        note(DecisionKind.SCHEDULE, request_id, row.computed, row.scheduled, *fed)
-        if row.reserved:
-            places = (number for state in row.reserved for number in (state.position, state.slot))
+    def _note_request(self, request: RunningRequest) -> None:
+        note, request_id, noted = self.log.note, request.request_id, self._noted[request.request_id]
+        if len(request.block_ids) > noted.num_blocks:
+            note(DecisionKind.GROW, request_id, *request.block_ids[noted.num_blocks :])
+            noted.num_blocks = len(request.block_ids)
+        fed = () if request.is_prefilling else map(int, request.inputs)
+        note(DecisionKind.SCHEDULE, request_id, request.computed, request.scheduled, *fed)
+        if request.reserved:
+            places = (number for state in request.reserved for number in (state.position, state.slot))
             note(DecisionKind.RESERVE, request_id, *places)
-        if row.cursor.draft_slots:
-            note(DecisionKind.WINDOW, request_id, *row.cursor.draft_slots, row.cursor.accepted - 1)
+        if request.cursor.draft_slots:
+            note(DecisionKind.WINDOW, request_id, *request.cursor.draft_slots, request.cursor.accepted - 1)
 
-    def _note_publishes(self, row: RunningRequest) -> None:
-        noted = self._noted[row.request_id]
-        if row.num_published_blocks > noted.num_published:
-            blocks = row.block_ids[noted.num_published : row.num_published_blocks]
-            noted.num_published = row.num_published_blocks
-            self.log.note(DecisionKind.PUBLISH, row.request_id, *blocks)
-        if row.checkpoint is not None and row.checkpoint != noted.newest_checkpoint:
-            noted.newest_checkpoint = row.checkpoint
-            self.log.note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
+    def _note_publishes(self, request: RunningRequest) -> None:
+        noted = self._noted[request.request_id]
+        if request.num_published_blocks > noted.num_published:
+            blocks = request.block_ids[noted.num_published : request.num_published_blocks]
+            noted.num_published = request.num_published_blocks
+            self.log.note(DecisionKind.PUBLISH, request.request_id, *blocks)
+        if request.checkpoint is not None and request.checkpoint != noted.newest_checkpoint:
+            noted.newest_checkpoint = request.checkpoint
+            self.log.note(DecisionKind.CHECKPOINT, request.request_id, request.checkpoint)
 
     def _note_evictions(self, cache: PrefixCache) -> None:
         evictions = cache.slots.num_blocks_evicted, cache.slots.num_evicted

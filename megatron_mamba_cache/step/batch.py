@@ -1,4 +1,4 @@
-"""Lay the rows of a step out for the model: one token array, decode rows first, then prefill rows."""
+"""Lay the requests of a step out for the model: one token array, decode requests first, then prefill requests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,20 +20,20 @@ from .logits import StepLogits, view_logits, write_logits
 from .prefill_metadata import write_prefill_batch
 from .shapes import StepShape, pad_tail
 
-_Rows = TypeVar("_Rows", AlignBatch, ReplayBatch)
+_Batch = TypeVar("_Batch", AlignBatch, ReplayBatch)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """What one step computes, as the model and the sampler read it.
 
-    Tokens are packed: each decode row's base token and drafts, then each prefill row's tokens. `prefill` counts tokens
-    from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
+    Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. `prefill` counts
+    tokens from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
     """
 
-    rows: tuple[RunningRequest, ...]
-    request_ids: tuple[int, ...]  # [rows]
-    places: Sequence[int]  # [rows] where each row's results are; other places are padding
+    requests: tuple[RunningRequest, ...]
+    request_ids: tuple[int, ...]  # [requests]
+    places: Sequence[int]  # [requests] where each request's results are; other places are padding
     num_tokens: int
     num_exchanged: int  # tokens that ranks which share experts exchange, the same number on each: at least num_tokens
     num_decode_requests: int
@@ -44,11 +44,11 @@ class StepBatch:
     token_offsets: Tensor  # [tokens] int32 position inside it
     real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not ask
     attention: AttentionRows
-    decode: DecodeBatch | None  # None: no decode row
-    replay: ReplayBatch | None  # the decode rows' states; None: no decode row, or states are not replayed
-    prefill: PrefillBatch | None  # None: no prefill row
+    decode: DecodeBatch | None  # None: no decode request
+    replay: ReplayBatch | None  # the decode requests' states; None: no decode request, or states are not replayed
+    prefill: PrefillBatch | None  # None: no prefill request
     logits: StepLogits
-    align: AlignBatch | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
+    align: AlignBatch | None  # None: no decode request can reach a boundary; `accepted` is filled in after verification
 
     def with_own_verification(self) -> "StepBatch":
         """Return the step with copies, which later steps do not overwrite, of what follows its forward."""
@@ -58,7 +58,7 @@ class StepBatch:
 
     @torch.inference_mode()
     def forget_boundaries(self, places: Iterable[int]) -> None:
-        """Write no state of these places, whose rows have left: their slots are others' by now."""
+        """Write no state of these places, whose requests have left: their slots are others' by now."""
         if self.align is not None:
             for place in places:
                 self.align.targets[place].fill_(PAD_SLOT)
@@ -66,7 +66,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """What the layout of a step depends on besides its rows."""
+    """What the layout of a step depends on besides its requests."""
 
     block_size: int
     grain: int  # tokens of a chunk of prefill; a block is a multiple
@@ -74,7 +74,7 @@ class StepGeometry:
 
 
 def lay_out_step(
-    rows: Sequence[RunningRequest],
+    requests: Sequence[RunningRequest],
     buffers: StepBuffers,
     geometry: StepGeometry,
     *,
@@ -82,17 +82,17 @@ def lay_out_step(
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
     num_exchanged: int = 0,
 ) -> StepBatch:
-    """Write a step's rows into the buffers, send them, and return the views.
+    """Write a step's requests into the buffers, send them, and return the views.
 
     Args:
-        rows: Decoding rows first, then prefilling ones; each with `scheduled` tokens.
+        requests: Decoding requests first, then prefilling ones; each with `scheduled` tokens.
         draws_ratios: True when drafts come with distributions, so that accepting them takes random numbers.
         purpose: What the tokens are drawn for.
-        num_exchanged: The most tokens of any rank that shares the experts, if it is more than the rows have.
+        num_exchanged: The most tokens of any rank that shares the experts, if it is more than the requests have.
     """
-    num_chunks = _write(rows, buffers, geometry, purpose, draws_ratios=draws_ratios)
-    buffers.send(len(rows))
-    batch = view_step(rows, buffers, num_chunks)
+    num_chunks = _write(requests, buffers, geometry, purpose, draws_ratios=draws_ratios)
+    buffers.send(len(requests))
+    batch = view_step(requests, buffers, num_chunks)
     return replace(batch, num_exchanged=num_exchanged) if num_exchanged > batch.num_tokens else batch
 
 
@@ -112,7 +112,7 @@ def send_padded_step(
 
 
 def _write(
-    rows: Sequence[RunningRequest],
+    requests: Sequence[RunningRequest],
     buffers: StepBuffers,
     geometry: StepGeometry,
     purpose: DrawPurpose,
@@ -120,174 +120,176 @@ def _write(
     draws_ratios: bool,
 ) -> int:
     """Write every integer of a step; return the number of its chunks."""
-    num_decode = num_decoding(rows)
+    num_decode = num_decoding(requests)
     buffers.begin()
-    _write_rows(rows, buffers, geometry.block_size)
-    _write_tokens(rows, num_decode, buffers, geometry)
-    write_live_states(rows[:num_decode], buffers)
-    write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
-    prefilling = rows[num_decode:]
+    _write_requests(requests, buffers, geometry.block_size)
+    _write_tokens(requests, num_decode, buffers, geometry)
+    write_live_states(requests[:num_decode], buffers)
+    write_logits(requests, buffers, purpose, draws_ratios=draws_ratios)
+    prefilling = requests[num_decode:]
     return write_prefill_batch(prefilling, buffers, geometry.grain) if prefilling else 0
 
 
-def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
-    num_rows = len(rows)
-    scheduled, computed = buffers.host("scheduled")[:num_rows], buffers.host("computed")[:num_rows]
-    scheduled[:] = [row.scheduled for row in rows]
-    computed[:] = [row.computed for row in rows]
+def _write_requests(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
+    num_requests = len(requests)
+    scheduled, computed = buffers.host("scheduled")[:num_requests], buffers.host("computed")[:num_requests]
+    scheduled[:] = [request.scheduled for request in requests]
+    computed[:] = [request.computed for request in requests]
     cu_query = buffers.host("cu_query")
     cu_query[0] = 0
-    np.cumsum(scheduled, out=cu_query[1 : num_rows + 1])
-    kv_lengths = np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_rows])
-    buffers.host("last_block_lens")[:num_rows] = (kv_lengths - 1) % block_size + 1
-    num_blocks = np.fromiter((len(row.block_ids) for row in rows), np.int32, num_rows)
-    table = buffers.host_block_table()[:num_rows]
-    blocks = chain.from_iterable(row.block_ids for row in rows)
+    np.cumsum(scheduled, out=cu_query[1 : num_requests + 1])
+    kv_lengths = np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_requests])
+    buffers.host("last_block_lens")[:num_requests] = (kv_lengths - 1) % block_size + 1
+    num_blocks = np.fromiter((len(request.block_ids) for request in requests), np.int32, num_requests)
+    table = buffers.host_block_table()[:num_requests]
+    blocks = chain.from_iterable(request.block_ids for request in requests)
     table[np.arange(table.shape[1]) < num_blocks[:, None]] = np.fromiter(blocks, np.int32, int(num_blocks.sum()))
 
 
 def _write_tokens(
-    rows: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
+    requests: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
 ) -> None:
-    """Write the sections that hold one entry a token; called after `_write_rows`."""
-    num_rows, block_size = len(rows), geometry.block_size
-    scheduled, starts = buffers.host("scheduled")[:num_rows], buffers.host("cu_query")[: num_rows + 1]
+    """Write the sections that hold one entry a token; called after `_write_requests`."""
+    num_requests, block_size = len(requests), geometry.block_size
+    scheduled, starts = buffers.host("scheduled")[:num_requests], buffers.host("cu_query")[: num_requests + 1]
     ids, num_tokens = buffers.host_int64("token_ids"), starts[-1]
-    decoded = chain.from_iterable(row.inputs for row in rows[:num_decode])
+    decoded = chain.from_iterable(request.inputs for request in requests[:num_decode])
     ids[: starts[num_decode]] = np.fromiter(decoded, np.int64, starts[num_decode])
-    for row, start in zip(rows[num_decode:], starts[num_decode:], strict=False):
-        ids[start : start + row.scheduled] = row.inputs
-    owners = np.repeat(np.arange(num_rows), scheduled)
-    at = np.arange(num_tokens, dtype=np.int32) + (buffers.host("computed")[:num_rows] - starts[:-1])[owners]
+    for request, start in zip(requests[num_decode:], starts[num_decode:], strict=False):
+        ids[start : start + request.scheduled] = request.inputs
+    owners = np.repeat(np.arange(num_requests), scheduled)
+    at = np.arange(num_tokens, dtype=np.int32) + (buffers.host("computed")[:num_requests] - starts[:-1])[owners]
     index = at // block_size
     buffers.host_int64("token_positions")[:num_tokens] = at
     buffers.host("token_offsets")[:num_tokens] = at - index * block_size
-    # A block that was found in the cache holds these tokens' KV already, and other rows may read it.
-    num_shared = np.fromiter((row.num_shared_blocks for row in rows), np.int32, num_rows)
+    # A block that was found in the cache holds these tokens' KV already, and other requests may read it.
+    num_shared = np.fromiter((request.num_shared_blocks for request in requests), np.int32, num_requests)
     blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
     buffers.host("token_blocks")[:num_tokens] = blocks
     if buffers.limits.marks_real_tokens:
-        is_real = np.fromiter((row.cursor.live_slot != PAD_SLOT for row in rows), np.int32, num_rows)
+        is_real = np.fromiter((request.cursor.live_slot != PAD_SLOT for request in requests), np.int32, num_requests)
         buffers.host("real_tokens")[:num_tokens] = is_real[owners]
 
 
-def write_live_states(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write where the states of decode rows are, what of them the last step accepted, and where boundaries go."""
-    num_rows = len(rows)
-    buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
-    buffers.host("accepted")[:num_rows] = [row.cursor.accepted for row in rows]
-    buffers.host("align_slots")[:num_rows] = [row.reserved[0].slot if row.reserved else PAD_SLOT for row in rows]
+def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    """Write where the states of decode requests are, what of them the last step accepted, and where boundaries go."""
+    num_requests = len(requests)
+    buffers.host("num_drafts")[:num_requests] = [len(request.drafts) for request in requests]
+    buffers.host("accepted")[:num_requests] = [request.cursor.accepted for request in requests]
+    buffers.host("align_slots")[:num_requests] = [
+        request.reserved[0].slot if request.reserved else PAD_SLOT for request in requests
+    ]
     columns, fold_len = buffers.host_columns(), buffers.limits.fold_len
-    live_slots = [row.cursor.live_slot for row in rows]
+    live_slots = [request.cursor.live_slot for request in requests]
     if fold_len:
-        buffers.host("live_slots")[:num_rows] = live_slots
-        columns[:num_rows] = buffers.host("live_slots")[:num_rows, None]  # it has all conv windows
-        buffers.host("draft_buffers")[:num_rows] = [row.cursor.draft_buffer or 0 for row in rows]
-        buffers.host("folded")[:num_rows] = [num_folded(row, fold_len) for row in rows]
+        buffers.host("live_slots")[:num_requests] = live_slots
+        columns[:num_requests] = buffers.host("live_slots")[:num_requests, None]  # it has all conv windows
+        buffers.host("draft_buffers")[:num_requests] = [request.cursor.draft_buffer or 0 for request in requests]
+        buffers.host("folded")[:num_requests] = [num_folded(request, fold_len) for request in requests]
         return
-    columns[:num_rows, 0] = live_slots
+    columns[:num_requests, 0] = live_slots
     if columns.shape[1] > 1:
-        columns[:num_rows, 1:] = PAD_SLOT
-        for index, row in enumerate(rows):
-            columns[index, 1 : 1 + len(row.cursor.draft_slots)] = row.cursor.draft_slots
+        columns[:num_requests, 1:] = PAD_SLOT
+        for index, request in enumerate(requests):
+            columns[index, 1 : 1 + len(request.cursor.draft_slots)] = request.cursor.draft_slots
 
 
-def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
+def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
     """Return the views of a step that has been sent.
 
-    The views and what is computed from them here depend on the numbers of rows, tokens and drafts, not on the rest. A
-    graph that is captured over them reads whatever was sent last.
+    The views and what is computed from them here depend on the numbers of requests, tokens and drafts, not on the rest.
+    A graph that is captured over them reads whatever was sent last.
     """
-    num_decode = num_decoding(rows)
-    num_tokens = sum(row.scheduled for row in rows)
+    num_decode = num_decoding(requests)
+    num_tokens = sum(request.scheduled for request in requests)
     device = buffers.device
     token_ids = buffers.device_int64("token_ids")[:num_tokens]
     return StepBatch(
-        rows=tuple(rows),
-        request_ids=tuple(row.request_id for row in rows),
-        places=range(len(rows)),
+        requests=tuple(requests),
+        request_ids=tuple(request.request_id for request in requests),
+        places=range(len(requests)),
         num_tokens=num_tokens,
         num_exchanged=num_tokens,
         num_decode_requests=num_decode,
-        num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
+        num_decode_tokens=sum(request.scheduled for request in requests[:num_decode]),
         token_ids=token_ids,
         positions=buffers.device_int64("token_positions")[:num_tokens],
         token_blocks=device("token_blocks")[:num_tokens],
         token_offsets=device("token_offsets")[:num_tokens],
         real_tokens=device("real_tokens")[:num_tokens] if buffers.limits.marks_real_tokens else None,
-        attention=_attention_rows(rows, buffers),
-        decode=_decode_rows(rows[:num_decode], buffers) if num_decode else None,
-        replay=_replay_rows(rows[:num_decode], buffers) if num_decode and buffers.limits.fold_len else None,
-        prefill=_prefill_rows(len(rows) - num_decode, num_chunks, buffers) if num_decode < len(rows) else None,
-        logits=view_logits(rows, token_ids, buffers),
-        align=_align_rows(num_decode, buffers) if any(row.reserved for row in rows[:num_decode]) else None,
+        attention=_attention_batch(requests, buffers),
+        decode=_decode_batch(requests[:num_decode], buffers) if num_decode else None,
+        replay=_replay_batch(requests[:num_decode], buffers) if num_decode and buffers.limits.fold_len else None,
+        prefill=_prefill_batch(len(requests) - num_decode, num_chunks, buffers) if num_decode < len(requests) else None,
+        logits=view_logits(requests, token_ids, buffers),
+        align=_align_batch(num_decode, buffers) if any(request.reserved for request in requests[:num_decode]) else None,
     )
 
 
-def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> AttentionRows:
-    num_rows = len(rows)
+def _attention_batch(requests: Sequence[RunningRequest], buffers: StepBuffers) -> AttentionRows:
+    num_requests = len(requests)
     return AttentionRows(
-        cu_query=buffers.device("cu_query")[: num_rows + 1],
-        kv_lengths=buffers.device("kv_lengths")[:num_rows],
-        last_block_lens=buffers.device("last_block_lens")[:num_rows],
-        block_table=buffers.device_block_table()[:num_rows],
-        query_lens=tuple(row.scheduled for row in rows),
-        kv_lens=tuple(row.computed + row.scheduled for row in rows),
-        host_block_table=buffers.host_block_table()[:num_rows],
-        num_decode_requests=num_decoding(rows),
+        cu_query=buffers.device("cu_query")[: num_requests + 1],
+        kv_lengths=buffers.device("kv_lengths")[:num_requests],
+        last_block_lens=buffers.device("last_block_lens")[:num_requests],
+        block_table=buffers.device_block_table()[:num_requests],
+        query_lens=tuple(request.scheduled for request in requests),
+        kv_lens=tuple(request.computed + request.scheduled for request in requests),
+        host_block_table=buffers.host_block_table()[:num_requests],
+        num_decode_requests=num_decoding(requests),
     )
 
 
-def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> DecodeBatch:
-    num_rows = len(rows)
+def _decode_batch(requests: Sequence[RunningRequest], buffers: StepBuffers) -> DecodeBatch:
+    num_requests = len(requests)
     return DecodeBatch(
-        cu_tokens=buffers.device("cu_query")[: num_rows + 1],
-        columns=buffers.device_columns()[:num_rows],
-        accepted=buffers.device("accepted")[:num_rows],
-        max_len=max(row.scheduled for row in rows),
+        cu_tokens=buffers.device("cu_query")[: num_requests + 1],
+        columns=buffers.device_columns()[:num_requests],
+        accepted=buffers.device("accepted")[:num_requests],
+        max_len=max(request.scheduled for request in requests),
     )
 
 
-def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> ReplayBatch:
-    num_rows, device = len(rows), buffers.device
+def _replay_batch(requests: Sequence[RunningRequest], buffers: StepBuffers) -> ReplayBatch:
+    num_requests, device = len(requests), buffers.device
     return ReplayBatch(
-        cu_tokens=device("cu_query")[: num_rows + 1],
-        slots=device("live_slots")[:num_rows],
-        buffers=device("draft_buffers")[:num_rows],
-        folded=device("folded")[:num_rows],
-        computed=device("computed")[:num_rows],
-        max_tokens=max(row.scheduled for row in rows),
+        cu_tokens=device("cu_query")[: num_requests + 1],
+        slots=device("live_slots")[:num_requests],
+        buffers=device("draft_buffers")[:num_requests],
+        folded=device("folded")[:num_requests],
+        computed=device("computed")[:num_requests],
+        max_tokens=max(request.scheduled for request in requests),
     )
 
 
-def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> PrefillBatch:
+def _prefill_batch(num_requests: int, num_chunks: int, buffers: StepBuffers) -> PrefillBatch:
     device = buffers.device
     return PrefillBatch(
-        cu_seqlens=device("cu_seqlens")[: num_rows + 1],
-        initial_slots=device("initial_slots")[:num_rows],
-        final_slots=device("final_slots")[:num_rows],
+        cu_seqlens=device("cu_seqlens")[: num_requests + 1],
+        initial_slots=device("initial_slots")[:num_requests],
+        final_slots=device("final_slots")[:num_requests],
         cu_chunks=device("cu_chunks")[: num_chunks + 1],
         chunk_requests=device("chunk_requests")[:num_chunks],
         chunk_slots=device("chunk_slots")[:num_chunks],
-        cu_request_chunks=device("cu_request_chunks")[: num_rows + 1],
-        longest_first=device("longest_first")[:num_rows],
+        cu_request_chunks=device("cu_request_chunks")[: num_requests + 1],
+        longest_first=device("longest_first")[:num_requests],
     )
 
 
-def _align_rows(num_rows: int, buffers: StepBuffers) -> AlignBatch:
+def _align_batch(num_requests: int, buffers: StepBuffers) -> AlignBatch:
     device = buffers.device
     return AlignBatch(
-        computed=device("computed")[:num_rows],
-        scheduled=device("scheduled")[:num_rows],
-        drafts=device("num_drafts")[:num_rows],
-        accepted=device("accepted")[:num_rows],
-        columns=buffers.device_columns()[:num_rows],
-        state_columns=device("state_columns")[:num_rows],
-        targets=device("align_slots")[:num_rows],
+        computed=device("computed")[:num_requests],
+        scheduled=device("scheduled")[:num_requests],
+        drafts=device("num_drafts")[:num_requests],
+        accepted=device("accepted")[:num_requests],
+        columns=buffers.device_columns()[:num_requests],
+        state_columns=device("state_columns")[:num_requests],
+        targets=device("align_slots")[:num_requests],
     )
 
 
-def _with_own_tensors(rows: _Rows) -> _Rows:
-    found = {field.name: getattr(rows, field.name) for field in fields(rows)}
+def _with_own_tensors(batch: _Batch) -> _Batch:
+    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
     copies: dict[str, Any] = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
-    return replace(rows, **copies)
+    return replace(batch, **copies)

@@ -48,17 +48,17 @@ class StepLimits:
     """The most that a step can hold.
 
     Args:
-        max_chunks: chunks of all prefill rows together.
-        max_blocks: Block-table entries of a row.
-        max_drafts: Draft tokens of a row.
-        max_length: Tokens of a row; 0: as many as its blocks hold.
+        max_chunks: chunks of all prefill requests together.
+        max_blocks: Block-table entries of a request.
+        max_drafts: Draft tokens of a request.
+        max_length: Tokens of a request; 0: as many as its blocks hold.
         marks_real_tokens: Whether the model asks which tokens are not padding.
         fold_len: Tokens after which the inputs in a draft buffer are folded into a state; 0 without such buffers.
         restores_states: Whether cached states are restored into live slots before a step, not read by its forward.
     """
 
     max_tokens: int
-    max_rows: int
+    max_requests: int
     max_chunks: int
     max_blocks: int
     max_drafts: int = 0
@@ -69,8 +69,8 @@ class StepLimits:
 
     @property
     def max_logits(self) -> int:
-        """The most tokens whose logits are wanted: each row's last, and those that drafts follow."""
-        return min(self.max_tokens, self.max_rows * (1 + self.max_drafts))
+        """The most tokens whose logits are wanted: each request's last, and those that drafts follow."""
+        return min(self.max_tokens, self.max_requests * (1 + self.max_drafts))
 
 
 class StepBuffers:
@@ -82,7 +82,7 @@ class StepBuffers:
     SECTIONS = (
         *("uniforms", "accept_uniforms", "residual_uniforms", "token_ids", "token_positions"),
         *("token_blocks", "token_offsets", "real_tokens", "cu_query", "kv_lengths", "last_block_lens"),
-        *("cu_logits", "logit_tokens", "logit_rows", "computed", "scheduled", "num_drafts", "accepted"),
+        *("cu_logits", "logit_tokens", "logit_requests", "computed", "scheduled", "num_drafts", "accepted"),
         *("columns", "state_columns", "align_slots", "live_slots", "draft_buffers", "folded"),
         *("temperature", "top_k", "top_p"),
         *("cu_seqlens", "initial_slots", "source_slots", "final_slots"),
@@ -106,20 +106,20 @@ class StepBuffers:
 
     @staticmethod
     def _section_sizes(limits: StepLimits) -> dict[str, int]:
-        sizes = {name: limits.max_rows for name in StepBuffers.SECTIONS}
+        sizes = {name: limits.max_requests for name in StepBuffers.SECTIONS}
         sizes["token_ids"] = sizes["token_positions"] = 2 * limits.max_tokens  # int64, as the model reads them
         sizes["token_blocks"] = sizes["token_offsets"] = limits.max_tokens
         sizes["real_tokens"] = limits.max_tokens if limits.marks_real_tokens else 0
-        sizes["source_slots"] = limits.max_rows if limits.restores_states else 0
+        sizes["source_slots"] = limits.max_requests if limits.restores_states else 0
         for name in ("cu_query", "cu_logits", "cu_seqlens", "cu_request_chunks"):
-            sizes[name] = limits.max_rows + 1
+            sizes[name] = limits.max_requests + 1
         for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
             sizes[name] = 2 * limits.max_logits  # float64
-        sizes["logit_tokens"] = sizes["logit_rows"] = limits.max_logits
-        sizes["columns"] = limits.max_rows * (1 + limits.max_drafts)
+        sizes["logit_tokens"] = sizes["logit_requests"] = limits.max_logits
+        sizes["columns"] = limits.max_requests * (1 + limits.max_drafts)
         sizes["cu_chunks"] = limits.max_chunks + 1
         sizes["chunk_requests"] = sizes["chunk_slots"] = limits.max_chunks
-        sizes["block_table"] = limits.max_rows * limits.max_blocks
+        sizes["block_table"] = limits.max_requests * limits.max_blocks
         return sizes
 
     def host(self, name: str) -> npt.NDArray[np.int32]:
@@ -140,20 +140,20 @@ class StepBuffers:
         return self.device(name).view(torch.int64)
 
     def host_block_table(self) -> npt.NDArray[np.int32]:
-        """Return the host block table, [max_rows, max_blocks]."""
-        return self.host("block_table").reshape(self.limits.max_rows, self.limits.max_blocks)
+        """Return the host block table, [max_requests, max_blocks]."""
+        return self.host("block_table").reshape(self.limits.max_requests, self.limits.max_blocks)
 
     def host_columns(self) -> npt.NDArray[np.int32]:
-        """Return the host draft-window columns, [max_rows, 1 + max_drafts]."""
-        return self.host("columns").reshape(self.limits.max_rows, 1 + self.limits.max_drafts)
+        """Return the host draft-window columns, [max_requests, 1 + max_drafts]."""
+        return self.host("columns").reshape(self.limits.max_requests, 1 + self.limits.max_drafts)
 
     def device_columns(self) -> Tensor:
-        """Return the device draft-window columns, [max_rows, 1 + max_drafts]."""
-        return self.device("columns").view(self.limits.max_rows, 1 + self.limits.max_drafts)
+        """Return the device draft-window columns, [max_requests, 1 + max_drafts]."""
+        return self.device("columns").view(self.limits.max_requests, 1 + self.limits.max_drafts)
 
     def device_block_table(self) -> Tensor:
-        """Return the device block table, [max_rows, max_blocks]."""
-        return self.device("block_table").view(self.limits.max_rows, self.limits.max_blocks)
+        """Return the device block table, [max_requests, max_blocks]."""
+        return self.device("block_table").view(self.limits.max_requests, self.limits.max_blocks)
 
     def begin(self) -> None:
         """Begin to write a step: the host side no longer holds the previous one, whether this one is sent or not.

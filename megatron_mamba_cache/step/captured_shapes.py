@@ -18,72 +18,81 @@ def engine_shapes(
         most_launched: See `HybridModelShape`.
         is_shared: See `prefill_shapes`.
     """
-    count, max_rows, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
-    shapes = decode_shapes(count, max_rows, limits.max_drafts, limits.max_tokens, room=limits.max_rows)
+    count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
+    shapes = decode_shapes(count, max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_requests)
     most_launched = most_launched or most_tokens
-    return shapes + prefill_shapes(most_tokens, max_rows, limits.max_tokens, most_launched, is_shared=is_shared)
+    return shapes + prefill_shapes(most_tokens, max_requests, limits.max_tokens, most_launched, is_shared=is_shared)
 
 
 def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
-    """Return the shapes of a draft model's steps, whose rows all prefill.
+    """Return the shapes of a draft model's steps, whose requests all prefill.
 
-    A round begins with the tokens that each row has got since the last one, few as a rule, and goes on with one draft
-    of each row at a time. Prompts take the shapes of many rows.
+    A round begins with the tokens that each request has got since the last one, few as a rule, and goes on with one
+    draft of each request at a time. Prompts take the shapes of many requests.
 
     Args:
         most_launched: See `HybridModelShape`.
     """
-    max_rows, most_tokens = config.max_requests, config.most_graph_tokens
+    max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
-    numbers = _row_numbers(config.num_cuda_graphs, max_rows)
+    numbers = _batch_sizes(config.num_cuda_graphs, max_requests)
     shapes = {
-        StepShape(0, 1, num_rows, num_rows * tokens_a_row) for num_rows in numbers for tokens_a_row in _TOKENS_A_ROUND
+        StepShape(0, 1, num_requests, num_requests * tokens_each)
+        for num_requests in numbers
+        for tokens_each in _TOKENS_A_ROUND
     }
-    shapes |= set(_shapes_after((0,), min(_MANY_ROWS, max_rows), _sizes_of_many, most_tokens, limits.max_tokens))
+    shapes |= set(
+        _shapes_after((0,), min(_MANY_REQUESTS, max_requests), _sizes_of_many, most_tokens, limits.max_tokens)
+    )
     return sorted(shape for shape in shapes if shape.num_tokens <= limits.max_tokens)
 
 
-def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int, room: int = 0) -> list[StepShape]:
-    """Return shapes to capture: about `count` numbers of rows, each without drafts and with `max_drafts`.
+def decode_shapes(count: int, max_requests: int, max_drafts: int, max_tokens: int, room: int = 0) -> list[StepShape]:
+    """Return shapes to capture: about `count` numbers of requests, each without drafts and with `max_drafts`.
 
     Args:
-        max_rows: That requests can run.
-        room: Rows that a shape may have, if more than `max_rows`. A shape whose matrix products are slow for its number
-            of tokens gets a row of padding more.
+        max_requests: That requests can run.
+        room: Requests that a shape may have, if more than `max_requests`. A shape whose matrix products are slow for
+            its number of tokens gets a request of padding more.
     """
     shapes = []
     for width in sorted({1, 1 + max_drafts}):
         most = max_tokens // width
-        numbers = _row_numbers(count, min(max_rows, most))
-        adds_row = (num_rows < min(room, most) and _is_slow(num_rows * width) for num_rows in numbers)
-        shapes += sorted({StepShape(num_rows + adds, width) for num_rows, adds in zip(numbers, adds_row, strict=True)})
+        numbers = _batch_sizes(count, min(max_requests, most))
+        adds_one = (num_requests < min(room, most) and _is_slow(num_requests * width) for num_requests in numbers)
+        shapes += sorted(
+            {StepShape(num_requests + adds, width) for num_requests, adds in zip(numbers, adds_one, strict=True)}
+        )
     return shapes
 
 
 def prefill_shapes(
-    most_tokens: int, max_rows: int, max_tokens: int, most_launched: int, *, is_shared: bool = False
+    most_tokens: int, max_requests: int, max_tokens: int, most_launched: int, *, is_shared: bool = False
 ) -> list[StepShape]:
-    """Return shapes of up to `most_tokens` prompt tokens: of few prefill rows, and of many.
+    """Return shapes of up to `most_tokens` prompt tokens: of few prefill requests, and of many.
 
-    Those of few are captured alone, after some decode rows and after all. A scan of few rows is spread over more of the
-    device, so that they do not share the shapes of many. Many rows come in bursts: they have fewer sizes, and after no
-    decode rows take the shape after some. Shapes have up to `most_padding_rows` more rows than requests can run.
+    Those of few are captured alone, after some decode requests and after all. A scan of few requests is spread over
+    more of the
+    device, so that they do not share the shapes of many. Many requests come in bursts: they have fewer sizes, and after
+    no decode requests take the shape after some. Shapes have up to `most_padding_requests` more requests than requests
+    can run.
 
-    An odd number of decode rows is best: matrix products of 447 tokens take two thirds of the time of 448, and those of
-    415 take 0.83 of that of 416 (8B model, H100). "Some" are the largest odd number within an eighth, and "all", which
-    leave out the fewest prefill rows, are odd where requests are even.
+    An odd number of decode requests is best: matrix products of 447 tokens take two thirds of the time of 448, and
+    those of 415 take 0.83 of that of 416 (8B model, H100). "Some" are the largest odd number within an eighth, and
+    "all", which leave out the fewest prefill requests, are odd where requests are even.
 
     Args:
         most_launched: Tokens of a step up to which the host takes longer to launch it than the GPU to compute it.
-            Beyond, padding costs more than a graph gains: shapes of many rows end there.
-        is_shared: Whether ranks that share experts take steps of the same shape, which has the decode rows of one rank
+            Beyond, padding costs more than a graph gains: shapes of many requests end there.
+        is_shared: Whether ranks that share experts take steps of the same shape, which has the decode requests of one
+            rank
             and the prompts of another: "all" are as many as requests can run then, or one more.
     """
-    few, many = _few_and_many(max_rows)
-    some = (max_rows // _PART - 1) | 1 if max_rows >= _PART * _FEW_ROWS else 0
-    beside_few, beside_many = (max_rows | 1,) * 2 if is_shared else (max_rows - 1, max_rows - few - 1)
+    few, many = _few_and_many(max_requests)
+    some = (max_requests // _PART - 1) | 1 if max_requests >= _PART * _FEW_REQUESTS else 0
+    beside_few, beside_many = (max_requests | 1,) * 2 if is_shared else (max_requests - 1, max_requests - few - 1)
     shapes = list(_shapes_after((0, some, beside_few), few, _sizes_of_few, most_tokens, max_tokens))
-    fullest = StepShape(max_rows - 1, 1, few, min(most_tokens, max_tokens - (max_rows - 1)))
+    fullest = StepShape(max_requests - 1, 1, few, min(most_tokens, max_tokens - (max_requests - 1)))
     if is_shared and fullest.num_prefill_tokens > max(few - 1, max_tokens - beside_few) and fullest not in shapes:
         shapes.append(fullest)  # of one rank alone
     if many > few:
@@ -92,15 +101,15 @@ def prefill_shapes(
     return shapes
 
 
-def most_padding_rows(max_rows: int, *, is_shared: bool = False) -> int:
-    """Return by how many rows a shape of `prefill_shapes` may exceed the rows of requests."""
-    few, many = _few_and_many(max_rows)
+def most_padding_requests(max_requests: int, *, is_shared: bool = False) -> int:
+    """Return by how many requests a shape of `prefill_shapes` may exceed the requests of requests."""
+    few, many = _few_and_many(max_requests)
     return many + 1 if is_shared else max(few - 1, many - few - 1)
 
 
-_FEW_ROWS, _MANY_ROWS = 4, 32
+_FEW_REQUESTS, _MANY_REQUESTS = 4, 32
 _TOKENS_A_ROUND = (1, 4, 8)
-_PART = 8  # of many decode rows, "some" are one in so many
+_PART = 8  # of many decode requests, "some" are one in so many
 _SMALL_SIZES_OF_FEW = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _SMALL_SIZES_OF_MANY = (256, 512, 768, 1024, 1280, 1536, 1792)
 _SIZE_STEP = 512
@@ -109,20 +118,20 @@ _FAST_TOTALS = (351, 447, 639, 895)
 _LEAST_LARGER = 24  # prompt tokens by which the next size is larger
 
 
-def _few_and_many(max_rows: int) -> tuple[int, int]:
-    """Return the prefill rows of either kind of shapes; they are the same where there are no more than few requests."""
-    return min(_FEW_ROWS, max_rows), min(_MANY_ROWS, max_rows)
+def _few_and_many(max_requests: int) -> tuple[int, int]:
+    """Return the numbers of prefill requests in the two kinds of shapes; equal where few can run."""
+    return min(_FEW_REQUESTS, max_requests), min(_MANY_REQUESTS, max_requests)
 
 
 def _shapes_after(
-    decode_rows: Iterable[int],
+    decode_counts: Iterable[int],
     num_prefill_requests: int,
     sizes: Callable[[int, int], Iterable[int]],
     most_tokens: int,
     max_tokens: int,
 ) -> Iterator[StepShape]:
-    """Yield the shapes of some prefill rows after each number of decode rows."""
-    for num_decode in sorted(set(decode_rows)):
+    """Yield the shapes of some prefill requests after each number of decode requests."""
+    for num_decode in sorted(set(decode_counts)):
         for size in sizes(min(most_tokens, max_tokens - num_decode), num_decode):
             if size >= num_prefill_requests:
                 yield StepShape(num_decode, 1, num_prefill_requests, size)
@@ -132,7 +141,7 @@ def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
     """Return numbers of prompt tokens up to the most: few for small steps, then 512 apart, and more from 4,096 on.
 
     A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Some are
-    chosen so that the step has one of _FAST_TOTALS, decode rows included, unless another is little larger: matrix
+    chosen so that the step has one of _FAST_TOTALS, decode requests included, unless another is little larger: matrix
     products of 351 tokens take 0.86 of the time of 384, 447 of that of 512, and 639 and 895 0.84 to 0.85 of that of 768
     and 1,024 (8B model, H100).
     """
@@ -179,12 +188,12 @@ def _is_slow(num_tokens: int) -> bool:
     return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0
 
 
-def _row_numbers(count: int, max_rows: int) -> list[int]:
-    """Return up to `count` numbers of rows that grow by a constant factor; the last is `max_rows`.
+def _batch_sizes(count: int, max_requests: int) -> list[int]:
+    """Return up to `count` numbers of requests that grow by a constant factor; the last is `max_requests`.
 
-    So no step computes many times the rows that it has. From 8 on, rounding up to multiples of 8 costs no time.
+    So no step computes many times the requests that it has. From 8 on, rounding up to multiples of 8 costs no time.
     """
-    if not max_rows:
+    if not max_requests:
         return []
-    numbers = [round(float(number)) for number in np.geomspace(1, max_rows, count)] if count > 1 else [max_rows]
-    return sorted({min(number if number <= 8 else -(-number // 8) * 8, max_rows) for number in numbers})
+    numbers = [round(float(number)) for number in np.geomspace(1, max_requests, count)] if count > 1 else [max_requests]
+    return sorted({min(number if number <= 8 else -(-number // 8) * 8, max_requests) for number in numbers})

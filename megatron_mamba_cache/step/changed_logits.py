@@ -1,6 +1,6 @@
 """Logits as requests change them: biases, penalties of tokens that were seen, and tokens that may not be drawn.
 
-Every position of a row, those after its drafts too, is changed by the text before it alone, so that tokens do not
+Every position of a request, those after its drafts too, is changed by the text before it alone, so that tokens do not
 depend on drafts, on the batch or on what was cached.
 """
 
@@ -39,25 +39,25 @@ class SeenTokens:
         """True when the tokens of no request are counted."""
         return not self._texts
 
-    def penalise(self, rows: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
+    def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
         """Change the logits, [logits, vocab] float32, in place.
 
         Args:
-            rows: With penalties, and where the logits of each begin.
+            requests: With penalties, and where the logits of each begin.
         """
-        self._count(rows, logits)
+        self._count(requests, logits)
         places: list[int] = []
         texts: list[int] = []
         drafts: list[int] = []
         counts: list[int] = []
         settings: list[tuple[float, float, float]] = []
-        for start, row in rows:
-            asked, width = row.spec.sampling.logits, 1 + len(row.drafts)
+        for start, request in requests:
+            asked, width = request.spec.sampling.logits, 1 + len(request.drafts)
             places += range(start, start + width)
-            texts += [self._texts[row.request_id].place] * width
+            texts += [self._texts[request.request_id].place] * width
             settings += [(asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)] * width
             counts += range(width)
-            drafts += (draft for before in range(width) for draft in row.drafts[:before])
+            drafts += (draft for before in range(width) for draft in request.drafts[:before])
         device = logits.device
         numbers = [*places, *texts, 0, *accumulate(counts), *drafts]
         sent = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
@@ -81,13 +81,13 @@ class SeenTokens:
         if text is not None:
             self._unused.append(text.place)
 
-    def _count(self, rows: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Count the tokens that the rows have generated since."""
+    def _count(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
+        """Count the tokens that the requests have generated since."""
         texts: list[int] = []
         tokens: list[int] = []
-        for _, row in rows:
-            text = self._texts.get(row.request_id) or self._begin(row, logits)
-            new = row.generated_after(text.num_counted)
+        for _, request in requests:
+            text = self._texts.get(request.request_id) or self._begin(request, logits)
+            new = request.generated_after(text.num_counted)
             text.num_counted += len(new)
             texts += [text.place] * len(new)
             tokens += new
@@ -95,12 +95,12 @@ class SeenTokens:
             places = torch.tensor([texts, tokens]).to(logits.device, non_blocking=True)
             self._counts.index_put_((places[0], places[1]), self._counts.new_ones(()), accumulate=True)
 
-    def _begin(self, row: RunningRequest, logits: Tensor) -> _Text:
+    def _begin(self, request: RunningRequest, logits: Tensor) -> _Text:
         """Clear a row of the tables for a request, and mark what its prompt has."""
         if not self._unused:
             self._grow(logits)
-        text = self._texts[row.request_id] = _Text(self._unused.pop())
-        prompt = torch.from_numpy(np.unique(row.spec.prompt[: row.first_generated]))
+        text = self._texts[request.request_id] = _Text(self._unused.pop())
+        prompt = torch.from_numpy(np.unique(request.spec.prompt[: request.first_generated]))
         self._counts[text.place].zero_()
         self._in_prompt[text.place].zero_()
         self._in_prompt[text.place, prompt.to(logits.device, non_blocking=True)] = 1
@@ -117,31 +117,31 @@ class SeenTokens:
         self._unused += reversed(range(before, size))
 
 
-_Rows = Sequence[tuple[int, RunningRequest]]
-"""Rows, and where the logits of each begin."""
+_Requests = Sequence[tuple[int, RunningRequest]]
+"""Requests, and where the logits of each begin."""
 
 
 class LogitsChanges:
     """Changes logits before tokens are drawn; keeps what each request with penalties has seen, on the device.
 
     Args:
-        masks: What the grammars of rows allow.
+        masks: What the grammars of requests allow.
     """
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks
         self._seen = SeenTokens()
 
-    def apply(self, rows: Sequence[RunningRequest], starts: Sequence[int], logits: Tensor) -> Tensor:
+    def apply(self, requests: Sequence[RunningRequest], starts: Sequence[int], logits: Tensor) -> Tensor:
         """Return the logits, [logits, vocab], that tokens are drawn from; the arguments stay as they are.
 
         Args:
-            starts: [rows] where each row's logits begin.
+            starts: [requests] where each request's logits begin.
         """
         changed = [
-            (start, row)
-            for start, row in zip(starts, rows, strict=False)
-            if row.spec.sampling.changes_logits and row.samples_this_step
+            (start, request)
+            for start, request in zip(starts, requests, strict=False)
+            if request.spec.sampling.changes_logits and request.samples_this_step
         ]
         if not changed:
             return logits
@@ -149,7 +149,7 @@ class LogitsChanges:
         self.masks.apply(logits)
         _add_biases(changed, logits)
         _bar_ends(changed, logits)
-        penalised = [(start, row) for start, row in changed if row.spec.sampling.logits.depends_on_text]
+        penalised = [(start, request) for start, request in changed if request.spec.sampling.logits.depends_on_text]
         if penalised:
             self._seen.penalise(penalised, logits)
         _bar_improbable(changed, logits)
@@ -161,12 +161,12 @@ class LogitsChanges:
         self._seen.forget(request_id)
 
 
-def _add_biases(rows: _Rows, logits: Tensor) -> None:
+def _add_biases(requests: _Requests, logits: Tensor) -> None:
     biased = [
         (place, token, bias)
-        for start, row in rows
-        for token, bias in row.spec.sampling.logits.logit_bias
-        for place in range(start, start + 1 + len(row.drafts))
+        for start, request in requests
+        for token, bias in request.spec.sampling.logits.logit_bias
+        for place in range(start, start + 1 + len(request.drafts))
     ]
     if biased:
         places, tokens, biases = zip(*biased, strict=True)
@@ -175,12 +175,14 @@ def _add_biases(rows: _Rows, logits: Tensor) -> None:
         logits.index_put_((at[0], at[1]), logits[at[0], at[1]] + added)
 
 
-def _bar_ends(rows: _Rows, logits: Tensor) -> None:
+def _bar_ends(requests: _Requests, logits: Tensor) -> None:
     """Bar what ends a request before it has its least number of tokens."""
     barred = []
-    for start, row in rows:
-        sampling = row.spec.sampling
-        num_barred = min(sampling.logits.min_tokens - (row.length - row.first_generated), 1 + len(row.drafts))
+    for start, request in requests:
+        sampling = request.spec.sampling
+        num_barred = min(
+            sampling.logits.min_tokens - (request.length - request.first_generated), 1 + len(request.drafts)
+        )
         if num_barred > 0:
             ends = [end for end in sampling.end_ids if end < logits.shape[1]]
             barred += [(start + place, end) for place in range(num_barred) for end in ends]
@@ -189,14 +191,14 @@ def _bar_ends(rows: _Rows, logits: Tensor) -> None:
         logits.index_put_((at[0], at[1]), logits.new_full((), float("-inf")))
 
 
-def _bar_improbable(rows: _Rows, logits: Tensor) -> None:
+def _bar_improbable(requests: _Requests, logits: Tensor) -> None:
     """Bar tokens that are less probable than a share of the most probable one, as `min_p` says."""
     places: list[int] = []
     distances: list[float] = []
-    for start, row in rows:
-        sampling = row.spec.sampling
+    for start, request in requests:
+        sampling = request.spec.sampling
         if sampling.logits.min_p > 0 and not sampling.is_greedy:
-            width = 1 + len(row.drafts)
+            width = 1 + len(request.drafts)
             places += range(start, start + width)
             distances += [sampling.temperature * float(np.log(sampling.logits.min_p))] * width
     if places:

@@ -15,102 +15,104 @@ from .batch import StepBatch, write_live_states
 from .buffers import StepBuffers
 from .logits import Draws, write_next_uniforms, write_uniforms
 
-_COUNTED_BY_ROW = ("computed", "kv_lengths", "last_block_lens")
-"""Sections that grow by the tokens that a row keeps."""
+_COUNTED_BY_REQUEST = ("computed", "kv_lengths", "last_block_lens")
+"""Sections that grow by the tokens that a request keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowEnds:
-    """What ends each row of a step: a token or a length.
+class RequestEnds:
+    """What ends each request of a step: a token or a length.
 
     Args:
-        end_ids: [rows, most end tokens of a row] int64, the last ones of longer stop words among them; -1 for none.
-        max_lens: [rows] int64; prompt and generated tokens together.
+        end_ids: [requests, most end tokens of a request] int64, the last ones of longer stop words among them; -1 for
+            none.
+        max_lens: [requests] int64; prompt and generated tokens together.
     """
 
     end_ids: npt.NDArray[np.int64]
     max_lens: npt.NDArray[np.int64]
 
     @staticmethod
-    def of(rows: Sequence[RunningRequest]) -> "RowEnds":
-        """Return what ends the rows."""
-        settings = [row.spec.sampling for row in rows]
+    def of(requests: Sequence[RunningRequest]) -> "RequestEnds":
+        """Return what ends the requests."""
+        settings = [request.spec.sampling for request in requests]
         ends = [(*sampling.end_ids, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
-        end_ids = np.full((len(rows), max(map(len, ends), default=1)), -1, np.int64)
+        end_ids = np.full((len(requests), max(map(len, ends), default=1)), -1, np.int64)
         for place, found in enumerate(ends):
             end_ids[place, : len(found)] = found
-        return RowEnds(end_ids, np.array([row.spec.max_len for row in rows], np.int64))
+        return RequestEnds(end_ids, np.array([request.spec.max_len for request in requests], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the new tokens, [rows], may end its row; the last token of a stop word need not."""
+        """Return whether any new token may end its request; the last token of a stop word need not."""
         return bool((np.array(tokens, np.int64)[:, None] == self.end_ids).any())
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step of decode rows that was sent.
+    """A step of decode requests that was sent.
 
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
-        widths: [rows] each row's tokens: one, and its drafts.
-        ends: What ends the rows of a one-token step; None for another step.
+        widths: [requests] each request's tokens: one, and its drafts.
+        ends: What ends the requests of a one-token step; None for another step.
         draws: How its tokens are drawn.
-        has_new_blocks: Whether a row has another KV block than in the step that this one continues.
+        has_new_blocks: Whether a request has another KV block than in the step that this one continues.
     """
 
-    rows: tuple[RunningRequest, ...]
+    requests: tuple[RunningRequest, ...]
     number: int
     widths: list[int]
-    ends: RowEnds | None
+    ends: RequestEnds | None
     draws: Draws
     has_new_blocks: bool = False
 
     @staticmethod
-    def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
-        """Return the step whose rows were written to the buffers and sent last, None if any of them prefills."""
-        if rows and rows[-1].is_prefilling:
+    def sent(requests: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
+        """Return the step whose requests were written to the buffers and sent last, None if any of them prefills."""
+        if requests and requests[-1].is_prefilling:
             return None
-        widths = [row.scheduled for row in rows]
-        return DecodeStep(tuple(rows), buffers.num_begun, widths, _ends_of(rows), Draws.of(rows))
+        widths = [request.scheduled for request in requests]
+        return DecodeStep(tuple(requests), buffers.num_begun, widths, _ends_of(requests), Draws.of(requests))
 
-    def continues(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-        """Return whether a step is this one with each row as many tokens further as it kept, in the same KV block."""
-        if not self._is_sent_last(rows, buffers) or [row.scheduled for row in rows] != self.widths:
+    def continues(self, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+        """Return whether a step is this one, each request advanced by its kept tokens within its KV block."""
+        if not self._is_sent_last(requests, buffers) or [request.scheduled for request in requests] != self.widths:
             return False
-        if any(row.is_prefilling for row in rows):
+        if any(request.is_prefilling for request in requests):
             return False
-        num_rows = len(rows)
-        before = buffers.host("computed")[:num_rows]
-        computed = np.fromiter((row.computed for row in rows), np.int32, num_rows)
-        kept = np.fromiter((row.cursor.accepted for row in rows), np.int32, num_rows)
-        last = computed + buffers.host("scheduled")[:num_rows] - 1
+        num_requests = len(requests)
+        before = buffers.host("computed")[:num_requests]
+        computed = np.fromiter((request.computed for request in requests), np.int32, num_requests)
+        kept = np.fromiter((request.cursor.accepted for request in requests), np.int32, num_requests)
+        last = computed + buffers.host("scheduled")[:num_requests] - 1
         return bool(((computed - before == kept) & (before // block_size == last // block_size)).all())
 
     def can_launch_next(
-        self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None, buffers: StepBuffers
+        self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None, buffers: StepBuffers
     ) -> bool:
-        """Return whether the next step is a one-token step too, with each row one token further.
+        """Return whether the next step is a one-token step too, with each request one token further.
 
-        The rows have not advanced yet.
+        The requests have not advanced yet.
 
         Args:
-            tokens: [rows] the step's new tokens; None while they are unknown: rows that end leave the next step.
+            tokens: [requests] the step's new tokens; None while they are unknown: requests that end leave the next
+                step.
         """
-        if self.ends is None or not self._is_sent_last(rows, buffers):
+        if self.ends is None or not self._is_sent_last(requests, buffers):
             return False
         if tokens is not None and self.ends.any_ends(tokens):
             return False
-        computed = buffers.host("computed")[: len(rows)] + 1  # as the next step will find it
+        computed = buffers.host("computed")[: len(requests)] + 1  # as the next step will find it
         return not (computed + 1 >= self.ends.max_lens).any()
 
-    def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
-        same_number = buffers.num_begun == self.number and len(rows) == len(self.rows)
-        return same_number and all(map(is_, rows, self.rows))
+    def _is_sent_last(self, requests: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
+        same_number = buffers.num_begun == self.number and len(requests) == len(self.requests)
+        return same_number and all(map(is_, requests, self.requests))
 
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A step of decode rows that a graph sent, and the batch that its readers saw."""
+    """A step of decode requests that a graph sent, and the batch that its readers saw."""
 
     graph: object
     step: DecodeStep
@@ -124,7 +126,7 @@ class LatestStep:
         self._sent: SentStep | None = None
 
     def note(self, sent: SentStep | None) -> None:
-        """Note the step that was sent; None if a row prefills in it."""
+        """Note the step that was sent; None if a request prefills in it."""
         self._sent = sent
 
     def of(self, graph: object) -> SentStep | None:
@@ -133,91 +135,91 @@ class LatestStep:
 
 
 def send_again(
-    last: DecodeStep, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int, num_table_rows: int
+    last: DecodeStep, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int, num_table_rows: int
 ) -> DecodeStep:
     """Send a step that continues the last one, see `DecodeStep.continues`, and return it.
 
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
-    num_rows, num_tokens = len(rows), sum(last.widths)
+    num_requests, num_tokens = len(requests), sum(last.widths)
     buffers.begin()
-    kept = np.fromiter((row.cursor.accepted for row in rows), np.int32, num_rows)
-    for name in _COUNTED_BY_ROW:
-        buffers.host(name)[:num_rows] += kept
-    kept_by_token = np.repeat(kept, buffers.host("scheduled")[:num_rows])
+    kept = np.fromiter((request.cursor.accepted for request in requests), np.int32, num_requests)
+    for name in _COUNTED_BY_REQUEST:
+        buffers.host(name)[:num_requests] += kept
+    kept_by_token = np.repeat(kept, buffers.host("scheduled")[:num_requests])
     buffers.host_int64("token_positions")[:num_tokens] += kept_by_token
     buffers.host("token_offsets")[:num_tokens] += kept_by_token
-    inputs = chain.from_iterable(row.inputs for row in rows)
+    inputs = chain.from_iterable(request.inputs for request in requests)
     buffers.host_int64("token_ids")[:num_tokens] = np.fromiter(inputs, np.int64, num_tokens)
-    has_new_blocks = _write_published_blocks(rows, buffers, block_size)
-    write_live_states(rows, buffers)
+    has_new_blocks = _write_published_blocks(requests, buffers, block_size)
+    write_live_states(requests, buffers)
     if last.draws is not Draws.BEST:
-        write_uniforms("uniforms", DrawPurpose.SAMPLE, rows, buffers)
+        write_uniforms("uniforms", DrawPurpose.SAMPLE, requests, buffers)
     buffers.send(num_table_rows)
-    ends = last.ends or _ends_of(rows)
-    return DecodeStep(last.rows, buffers.num_begun, last.widths, ends, last.draws, has_new_blocks)
+    ends = last.ends or _ends_of(requests)
+    return DecodeStep(last.requests, buffers.num_begun, last.widths, ends, last.draws, has_new_blocks)
 
 
 def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table_rows: int) -> DecodeStep:
     """Send the one-token step that follows one whose tokens are not read, and return it; the device feeds it.
 
-    Rows have the blocks and the slots that they need, see `PrefixCache.reserve_ahead`.
+    Requests have the blocks and the slots that they need, see `PrefixCache.reserve_ahead`.
 
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
-    num_rows, fold_len = len(last.rows), buffers.limits.fold_len
+    num_requests, fold_len = len(last.requests), buffers.limits.fold_len
     buffers.begin()
     if fold_len:  # the last step has folded up to here
-        folded = buffers.host("folded")[:num_rows]
-        np.maximum(folded, buffers.host("computed")[:num_rows] // fold_len * fold_len, out=folded)
-    for name in (*_COUNTED_BY_ROW, "token_offsets"):
-        buffers.host(name)[:num_rows] += 1
-    buffers.host_int64("token_positions")[:num_rows] += 1
-    has_new_blocks = _write_edges(last.rows, buffers, block_size)
+        folded = buffers.host("folded")[:num_requests]
+        np.maximum(folded, buffers.host("computed")[:num_requests] // fold_len * fold_len, out=folded)
+    for name in (*_COUNTED_BY_REQUEST, "token_offsets"):
+        buffers.host(name)[:num_requests] += 1
+    buffers.host_int64("token_positions")[:num_requests] += 1
+    has_new_blocks = _write_edges(last.requests, buffers, block_size)
     if last.draws is not Draws.BEST:
-        write_next_uniforms(last.rows, buffers)
+        write_next_uniforms(last.requests, buffers)
     buffers.send(num_table_rows)
-    return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends, last.draws, has_new_blocks)
+    return DecodeStep(last.requests, buffers.num_begun, last.widths, last.ends, last.draws, has_new_blocks)
 
 
-def _write_edges(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks and slots of rows whose next token completes or begins a block, or whose last token did.
+def _write_edges(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    """Write the blocks and slots of requests whose next token completes or begins a block, or whose last token did.
 
     Returns:
-        Whether a row has another block than before.
+        Whether a request has another block than before.
     """
-    if not ((buffers.host("computed")[: len(rows)] + 1) % block_size < 3).any():
+    if not ((buffers.host("computed")[: len(requests)] + 1) % block_size < 3).any():
         return False
-    has_new_blocks = _write_published_blocks(rows, buffers, block_size)
-    has_new_blocks |= _write_begun_blocks(rows, buffers, block_size)
-    _write_boundaries(rows, buffers, block_size)
+    has_new_blocks = _write_published_blocks(requests, buffers, block_size)
+    has_new_blocks |= _write_begun_blocks(requests, buffers, block_size)
+    _write_boundaries(requests, buffers, block_size)
     return has_new_blocks
 
 
-def _write_published_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks that rows completed two steps ago; return whether any row now holds another one.
+def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    """Write the blocks that requests completed two steps ago; return whether any request now holds another one.
 
-    Another request may have published the same tokens first: then the row holds that request's block, and its own is
-    free.
+    Another request may have published the same tokens first: then the request holds that request's block, and its own
+    is free.
     """
-    computed, table, is_new = buffers.host("computed")[: len(rows)], buffers.host_block_table(), False
+    computed, table, is_new = buffers.host("computed")[: len(requests)], buffers.host_block_table(), False
     for place in np.flatnonzero(computed % block_size == 1).tolist():
         index = int(computed[place]) // block_size - 1
-        if index >= 0 and table[place, index] != (block := rows[place].block_ids[index]):
+        if index >= 0 and table[place, index] != (block := requests[place].block_ids[index]):
             table[place, index], is_new = block, True
     return is_new
 
 
-def _write_begun_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks that rows begin; return whether any does."""
-    computed = buffers.host("computed")[: len(rows)]
+def _write_begun_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    """Write the blocks that requests begin; return whether any does."""
+    computed = buffers.host("computed")[: len(requests)]
     begun = np.flatnonzero(computed % block_size == 0)
     if not len(begun):
         return False
     index = computed[begun] // block_size
-    blocks = [rows[place].block_ids[at] for place, at in zip(begun.tolist(), index.tolist(), strict=True)]
+    blocks = [requests[place].block_ids[at] for place, at in zip(begun.tolist(), index.tolist(), strict=True)]
     buffers.host_block_table()[begun, index] = blocks
     buffers.host("token_blocks")[begun] = blocks
     buffers.host("token_offsets")[begun] = 0
@@ -225,19 +227,21 @@ def _write_begun_blocks(rows: Sequence[RunningRequest], buffers: StepBuffers, bl
     return True
 
 
-def _write_boundaries(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
-    """Write the slots that are reserved for the boundaries which rows reach with their next token."""
-    ends = buffers.host("computed")[: len(rows)] + 1
-    slots = buffers.host("align_slots")[: len(rows)]
+def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
+    """Write the slots that are reserved for the boundaries which requests reach with their next token."""
+    ends = buffers.host("computed")[: len(requests)] + 1
+    slots = buffers.host("align_slots")[: len(requests)]
     slots[:] = PAD_SLOT
     for place in np.flatnonzero(ends % block_size == 0).tolist():
-        slots[place] = next((state.slot for state in rows[place].reserved if state.position == ends[place]), PAD_SLOT)
+        slots[place] = next(
+            (state.slot for state in requests[place].reserved if state.position == ends[place]), PAD_SLOT
+        )
 
 
-def _ends_of(rows: Sequence[RunningRequest]) -> RowEnds | None:
-    """Return what ends the rows of a step that the device can continue by itself; None for another step."""
+def _ends_of(requests: Sequence[RunningRequest]) -> RequestEnds | None:
+    """Return what ends the requests of a step that the device can continue by itself; None for another step."""
     decodes_one_each = all(
-        row.scheduled == 1 and row.cursor.accepted == 1  # as in the step after this one
-        for row in rows
+        request.scheduled == 1 and request.cursor.accepted == 1  # as in the step after this one
+        for request in requests
     )
-    return RowEnds.of(rows) if decodes_one_each else None
+    return RequestEnds.of(requests) if decodes_one_each else None

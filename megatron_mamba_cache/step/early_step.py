@@ -1,4 +1,4 @@
-"""Steps that a CUDA graph computes, and the one that is launched early, before its rows reach it."""
+"""Steps that a CUDA graph computes, and the one that is launched early, before its requests reach it."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
 from .buffers import stream_of
-from .decode_steps import RowEnds
+from .decode_steps import RequestEnds
 from .logits import Draws
 from .model import WeightPlaces
 from .shapes import StepShape
@@ -26,10 +26,10 @@ class CapturedStep(Protocol):
     logits: Tensor
     outcome: Tensor
 
-    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the rows of a step that fits the shape, and begin to compute it; return it as its readers see it.
+    def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Send the requests of a step that fits the shape, and begin to compute it; return it as its readers see it.
 
-        Its states may be written from now on: the step is computed next, or its rows are dropped.
+        Its states may be written from now on: the step is computed next, or its requests are dropped.
         """
 
     def forward(self) -> Tensor:
@@ -40,27 +40,27 @@ class CapturedStep(Protocol):
         """False if the caller has to compute the outcome from the logits, because the graph is freed."""
 
     def verify(self, draws: Draws) -> Tensor:
-        """After `forward`, draw tokens, verify, and copy reached boundary states; return [rows, 2 + K].
+        """After `forward`, draw tokens, verify, and copy reached boundary states; return [requests, 2 + K].
 
         The caller may mask tokens in the logits before.
 
         Args:
-            draws: A way that draws for all rows.
+            draws: A way that draws for all requests.
         """
 
     def adopt(self, outcome: Tensor) -> None:
-        """Take the outcome of the step that was laid out last, [rows, 2 + K], which `verify` did not compute."""
+        """Take the outcome of the step that was laid out last, [requests, 2 + K], which `verify` did not compute."""
 
-    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+    def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
 
-        False if rows of that one have drafts.
+        False if requests of that one have drafts.
 
         Args:
-            tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.
+            tokens: [requests] the new tokens; None while they are unknown, so that requests which end are computed too.
         """
 
-    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
+    def launch_next(self, requests: Sequence[RunningRequest]) -> "EarlyStep":
         """Launch that step, fed with the tokens on the device; return it, which has to land."""
 
 
@@ -75,13 +75,13 @@ class EarlyState(Enum):
 
 
 class EarlyStep:
-    """A step that is launched before its rows reach it; it takes the place of the captured step that computes it.
+    """A step that is launched before its requests reach it; it takes the place of the captured step that computes it.
 
-    It lands like any other step: `schedule` and `lay_out` are given those of its rows that are left.
+    It lands like any other step: `schedule` and `lay_out` are given those of its requests that are left.
 
     Args:
-        batch: The step as its readers see it, with all the rows that were launched, which have its drafts now.
-        ends: What ends each of them; None if the host already knew the tokens that the rows were fed.
+        batch: The step as its readers see it, with all the requests that were launched, which have its drafts now.
+        ends: What ends each of them; None if the host already knew the tokens that the requests were fed.
         state: FORWARD or OUTCOME. A FORWARD step's outcome is launched when it lands, after tokens are masked; where
             logits are changed otherwise, the runner computes it.
         draft_distributions: See `Step`.
@@ -91,7 +91,7 @@ class EarlyStep:
         self,
         graph: CapturedStep,
         batch: StepBatch,
-        ends: RowEnds | None,
+        ends: RequestEnds | None,
         state: EarlyState,
         draft_distributions: Sequence[Tensor | None] = (),
     ) -> None:
@@ -100,7 +100,7 @@ class EarlyStep:
         self._batch = batch
         self._ends = ends
         self._fed: Sequence[int] = ()
-        self._drafts = [row.drafts for row in batch.rows]
+        self._drafts = [request.drafts for request in batch.requests]
         self._draft_distributions = draft_distributions
         self._stream = stream_of(graph.outcome) if graph.outcome.is_cuda else None
         self.shape = graph.shape
@@ -109,17 +109,17 @@ class EarlyStep:
     # Before it lands.
 
     def note_fed(self, tokens: Sequence[int]) -> None:
-        """Note the tokens, [rows], that it was fed, now that they are read."""
+        """Note the tokens, [requests], that it was fed, now that they are read."""
         self._fed = tokens
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the tokens that its rows were fed, [rows], may end its row."""
+        """Return whether any of the tokens that its requests were fed, [requests], may end its request."""
         return self._ends is not None and self._ends.any_ends(tokens)
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless its rows keep the tokens that it was fed."""
+        """Raise `CacheIntegrityError` unless its requests keep the tokens that it was fed."""
         if [*tokens] != [*self._fed]:
-            raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
+            raise CacheIntegrityError("the step that runs already was fed other tokens than its requests keep")
 
     def wait(self) -> None:
         """Wait once for the device, before buffers or memory are reused; a capture must not wait again.
@@ -149,39 +149,41 @@ class EarlyStep:
 
     # While it lands: as `CapturedStep`.
 
-    def schedule(self, rows: Sequence[RunningRequest]) -> list[Tensor | None]:
-        """Schedule what was launched for each row that is left; return what its drafts were drawn from, see `Step`."""
-        launched, left = self._batch.rows, set(map(id, rows))
-        for row, drafts in zip(launched, self._drafts, strict=True):
-            if id(row) in left:
-                row.schedule(1 + len(drafts), drafts)
-        return [drawn for row, drawn in zip(launched, self._draft_distributions, strict=False) if id(row) in left]
+    def schedule(self, requests: Sequence[RunningRequest]) -> list[Tensor | None]:
+        """Schedule what was launched for each request that is left; return its draft distributions."""
+        launched, left = self._batch.requests, set(map(id, requests))
+        for request, drafts in zip(launched, self._drafts, strict=True):
+            if id(request) in left:
+                request.schedule(1 + len(drafts), drafts)
+        return [
+            drawn for request, drawn in zip(launched, self._draft_distributions, strict=False) if id(request) in left
+        ]
 
-    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Return the step with only the rows that are left.
+    def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Return the step with only the requests that are left.
 
         Raises:
-            CacheIntegrityError: If another row has joined them.
+            CacheIntegrityError: If another request has joined them.
         """
         batch = self._batch
-        if tuple(rows) == batch.rows:
+        if tuple(requests) == batch.requests:
             return batch
-        place_of = {id(row): place for row, place in zip(batch.rows, batch.places, strict=True)}
-        if any(id(row) not in place_of for row in rows):
-            raise CacheIntegrityError("a row joined a step that runs already; admit requests by the engine")
-        places, starts = tuple(place_of[id(row)] for row in rows), batch.logits.starts
+        place_of = {id(request): place for request, place in zip(batch.requests, batch.places, strict=True)}
+        if any(id(request) not in place_of for request in requests):
+            raise CacheIntegrityError("a request joined a step that runs already; admit requests by the engine")
+        places, starts = tuple(place_of[id(request)] for request in requests), batch.logits.starts
         if self.state in (EarlyState.FORWARD, EarlyState.COPIED_LOGITS):
             self._wait_for_launch()
             batch.forget_boundaries(set(batch.places).difference(places))
         start_of = dict(zip(batch.places, starts, strict=False))
-        num_tokens = sum(row.scheduled for row in rows)
+        num_tokens = sum(request.scheduled for request in requests)
         return replace(
             batch,
-            rows=tuple(rows),
-            request_ids=tuple(row.request_id for row in rows),
+            requests=tuple(requests),
+            request_ids=tuple(request.request_id for request in requests),
             places=places,
             num_tokens=num_tokens,
-            num_decode_requests=len(rows),
+            num_decode_requests=len(requests),
             num_decode_tokens=num_tokens,
             logits=replace(batch.logits, starts=(*(start_of[place] for place in places), starts[-1])),
         )
@@ -208,14 +210,14 @@ class EarlyStep:
         if self._graph is not None:
             self._graph.adopt(outcome)
 
-    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+    def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """See `CapturedStep`; False once the graph is freed."""
-        return self._graph is not None and self._graph.can_launch_next(rows, tokens)
+        return self._graph is not None and self._graph.can_launch_next(requests, tokens)
 
-    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
+    def launch_next(self, requests: Sequence[RunningRequest]) -> "EarlyStep":
         if self._graph is None:
             raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
-        return self._graph.launch_next(rows)
+        return self._graph.launch_next(requests)
 
     def _wait_for_launch(self) -> None:
         if self._stream is not None and (stream := stream_of(self.outcome)) != self._stream:
@@ -244,12 +246,12 @@ class GraphsByShape(Protocol):
     def hold(self, step: StepShape) -> bool:
         """Return whether there is a captured step for every step that another shape holds."""
 
-    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
-        """Send the scheduled rows of a step, see `hold`, and launch its forward; return it, which has to land.
+    def launch(self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
+        """Send the scheduled requests of a step, see `hold`, and launch its forward; return it, which has to land.
 
         Args:
             draft_distributions: See `Step`.
         """
 
-    def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
-        """Return the captured step of a shape, by default the smallest that holds a step's rows; None if none does."""
+    def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
+        """Return the captured step of a shape, or the smallest that holds the requests; None if none does."""

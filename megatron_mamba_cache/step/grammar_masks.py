@@ -1,7 +1,7 @@
-"""Masks of the tokens that rows' grammars allow: made on the host by another thread while the device runs the forward.
+"""Masks of the tokens that grammars allow, made by a host thread while the device runs the forward.
 
-A row with drafts has a mask for each of its positions, as the drafts before it would have it. Drafts that the grammar
-refuses are cut beforehand, on every rank alike, so that each mask belongs to a text that the grammar allows.
+A request with drafts has a mask for each of its positions, as the drafts before it would have it. Drafts that the
+grammar refuses are cut beforehand, on every rank alike, so that each mask belongs to a text that the grammar allows.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 _TOKENS_A_WORD = 32
 
 
-class _MatchedRow:
-    """A matcher and how many of its row's generated tokens it has taken."""
+class _MatchedRequest:
+    """A matcher and how many of its request's generated tokens it has taken."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
         self._num_taken = 0
 
-    def catch_up(self, row: RunningRequest) -> "LLMatcher":
-        """Take the tokens that the row has generated since, and return the matcher, failed if they do not fit."""
-        new = row.generated_after(self._num_taken)
+    def catch_up(self, request: RunningRequest) -> "LLMatcher":
+        """Take the tokens that the request has generated since, and return the matcher, failed if they do not fit."""
+        new = request.generated_after(self._num_taken)
         self._num_taken += len(new)
         if new:
             self.matcher.consume_tokens(new)
@@ -39,7 +39,7 @@ class _MatchedRow:
 
 
 class GrammarMasks:
-    """The matchers of the running rows with a grammar, and the masks of one step.
+    """The matchers of the running requests with a grammar, and the masks of one step.
 
     Args:
         are_drawn_here: Whether this rank draws tokens; if not, it only cuts drafts.
@@ -48,41 +48,41 @@ class GrammarMasks:
     def __init__(self, grammars: Grammars, *, are_drawn_here: bool = True) -> None:
         self._grammars = grammars
         self._are_drawn_here = are_drawn_here
-        self._rows: dict[int, _MatchedRow] = {}
+        self._requests: dict[int, _MatchedRequest] = {}
         self._making: Future[int] | None = None
         self._num_words = -(-grammars.vocab_size // _TOKENS_A_WORD)
         self._masks = torch.empty(0, self._num_words, dtype=torch.int32)
         self._logits_rows = torch.empty(0, dtype=torch.int32)
         self._was_sent: torch.cuda.Event | None = None
 
-    def allowed(self, row: RunningRequest, drafts: Sequence[int]) -> Sequence[int]:
-        """Return the drafts up to the first that the row's grammar refuses; all of them without a grammar."""
-        if not row.spec.sampling.grammar or not drafts:
+    def allowed(self, request: RunningRequest, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the drafts up to the first that the request's grammar refuses; all of them without a grammar."""
+        if not request.spec.sampling.grammar or not drafts:
             return drafts
         self._wait()
-        matcher = self._matched(row).catch_up(row)
+        matcher = self._matched(request).catch_up(request)
         return drafts[: matcher.validate_tokens(list(map(int, drafts)))]
 
-    def begin(self, rows: Sequence[RunningRequest], starts: Sequence[int]) -> None:
-        """Begin to make the masks of a step's rows; `apply` waits for them.
+    def begin(self, requests: Sequence[RunningRequest], starts: Sequence[int]) -> None:
+        """Begin to make the masks of a step's requests; `apply` waits for them.
 
         Args:
-            starts: [rows] where each row's logits begin.
+            starts: [requests] where each request's logits begin.
         """
         self._wait()
         if self._are_drawn_here:
             found = [
-                (row, start)
-                for row, start in zip(rows, starts, strict=False)
-                if row.spec.sampling.grammar and row.samples_this_step
+                (request, start)
+                for request, start in zip(requests, starts, strict=False)
+                if request.spec.sampling.grammar and request.samples_this_step
             ]
             self._making = self._thread.submit(self._make, found) if found else None
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> None:
-        """Bar what the grammars of the step's rows refuse, in place; the logits are [logits, vocab].
+        """Bar what the grammars of the step's requests refuse, in place; the logits are [logits, vocab].
 
-        Nothing is barred for a row whose grammar has become too complex to go on: `Grammars` notes its request.
+        Nothing is barred for a request whose grammar has become too complex to go on: `Grammars` notes its request.
         """
         making, self._making = self._making, None
         if making is None:
@@ -96,14 +96,14 @@ class GrammarMasks:
             self._was_sent.record(torch.cuda.current_stream(device))
 
     def forget(self, request_id: int) -> None:
-        """Forget a row's matcher."""
-        self._rows.pop(request_id, None)
+        """Forget a request's matcher."""
+        self._requests.pop(request_id, None)
 
-    def _make(self, rows: Sequence[tuple[RunningRequest, int]]) -> int:
-        """Fill the buffers with the masks of rows whose logits begin somewhere; return how many."""
+    def _make(self, requests: Sequence[tuple[RunningRequest, int]]) -> int:
+        """Fill the buffers with the masks of requests whose logits begin somewhere; return how many."""
         if self._was_sent is not None:
             self._was_sent.synchronize()
-        count = sum(1 + len(row.drafts) for row, _ in rows)
+        count = sum(1 + len(request.drafts) for request, _ in requests)
         if count > len(self._masks):
             self._masks = torch.empty(2 * count, self._num_words, dtype=torch.int32)
             self._logits_rows = torch.empty(2 * count, dtype=torch.int32)
@@ -114,11 +114,11 @@ class GrammarMasks:
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         places: list[int] = []
         place = 0
-        for row, start in rows:
-            matcher, width = self._matched(row).catch_up(row), 1 + len(row.drafts)
+        for request, start in requests:
+            matcher, width = self._matched(request).catch_up(request), 1 + len(request.drafts)
             places.append(place)
-            if row.drafts:
-                drafted.append((matcher, place, list(map(int, row.drafts))))
+            if request.drafts:
+                drafted.append((matcher, place, list(map(int, request.drafts))))
             else:
                 plain.append((matcher, place))
             self._logits_rows[place : place + width] = torch.arange(start, start + width)
@@ -128,17 +128,19 @@ class GrammarMasks:
             self._grammars.executor.unsafe_compute_mask_ptr(plain, *target)
         if drafted:
             self._grammars.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
-        for index, (row, _) in enumerate(rows):
-            matcher = self._rows[row.request_id].matcher
+        for index, (request, _) in enumerate(requests):
+            matcher = self._requests[request.request_id].matcher
             if matcher.is_error():
-                self._masks[places[index] : places[index] + 1 + len(row.drafts)] = -1
-                self._grammars.note_failure(row.request_id, matcher.get_error())
+                self._masks[places[index] : places[index] + 1 + len(request.drafts)] = -1
+                self._grammars.note_failure(request.request_id, matcher.get_error())
         return count
 
-    def _matched(self, row: RunningRequest) -> _MatchedRow:
-        matched = self._rows.get(row.request_id)
+    def _matched(self, request: RunningRequest) -> _MatchedRequest:
+        matched = self._requests.get(request.request_id)
         if matched is None:
-            matched = self._rows[row.request_id] = _MatchedRow(self._grammars.matcher(row.spec.sampling.grammar))
+            matched = self._requests[request.request_id] = _MatchedRequest(
+                self._grammars.matcher(request.spec.sampling.grammar)
+            )
         return matched
 
     def _wait(self) -> None:

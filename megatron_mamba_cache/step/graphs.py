@@ -1,6 +1,6 @@
 """The captured steps of one memory, by shape.
 
-A graph is captured over padding: rows that own no slot, whose KV goes to the dummy block. So capturing touches no
+A graph is captured over padding: requests that own no slot, whose KV goes to the dummy block. So capturing touches no
 cached state. A graph is valid only for the memory that it was captured over: both are dropped together. It also reads
 the weights at the addresses that they had at capture, so graphs record these.
 
@@ -70,23 +70,23 @@ class StepGraphs:
         """Return whether there is a graph for every step that another shape holds."""
         return any(shape.holds(step) for shape in self._graphs)
 
-    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
+    def launch(self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
         """Send a step that a graph holds, and launch its forward; see `GraphsByShape`."""
-        graph = self.fitting(rows)
+        graph = self.fitting(requests)
         if graph is None:
-            raise CacheIntegrityError("no graph holds the rows of a step that is to be launched; ask hold()")
-        batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
+            raise CacheIntegrityError("no graph holds the requests of a step that is to be launched; ask hold()")
+        batch = graph.lay_out(requests, draws_ratios=any_drawn(draft_distributions))
         graph.forward()
         return EarlyStep(graph, batch, None, EarlyState.FORWARD, draft_distributions)
 
-    def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
-        """Return the graph of a shape, by default the smallest that holds the rows of a step; None if there is none."""
-        prompts = rows[num_decoding(rows) :]
-        if any(row.scores_prompt for row in prompts) or (any_scored(prompts) and not self._only_last_logits):
+    def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
+        """Return the graph of a shape, or the smallest that holds the requests; None if there is none."""
+        prompts = requests[num_decoding(requests) :]
+        if any(request.scores_prompt for request in prompts) or (any_scored(prompts) and not self._only_last_logits):
             return None  # hidden states and logits of a prompt's tokens are elsewhere in a padded step
-        found = shape or smallest_holding(StepShape.of(rows), self._graphs)
+        found = shape or smallest_holding(StepShape.of(requests), self._graphs)
         graph = self._graphs.get(found) if found else None
-        return graph if graph and graph.reads_blocks_of(rows) else None
+        return graph if graph and graph.reads_blocks_of(requests) else None
 
 
 def reason_to_capture_again(graphs: GraphsByShape | None, model: StepModel, ranks: Ranks) -> str | None:

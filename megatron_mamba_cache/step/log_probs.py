@@ -20,12 +20,12 @@ from .verify import logits_on_all_ranks
 
 @dataclass(frozen=True, slots=True)
 class StepLogProbs:
-    """The log-probs that a step yields; None where no row wants any.
+    """The log-probs that a step yields; None where no request wants any.
 
     Args:
-        of_tokens: [rows] log-probs of the tokens that followed those computed; None for a row that wants none.
-        best: By row index, the best log-probs and their tokens in the place of each.
-        of_prompts: By row index, the scores of the prompts that the step completes.
+        of_tokens: [requests] log-probs of the tokens that followed those computed; None for a request that wants none.
+        best: By request index, the best log-probs and their tokens in the place of each.
+        of_prompts: By request index, the scores of the prompts that the step completes.
     """
 
     of_tokens: Sequence[list[float] | None] | None = None
@@ -37,7 +37,7 @@ NO_LOG_PROBS = StepLogProbs()
 
 
 def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tensor, *, only_last: bool) -> StepLogProbs:
-    """Return the log-probs that the rows of a step want; prompts are scored already where `only_last` is true.
+    """Return the log-probs that the requests of a step want; prompts are scored already where `only_last` is true.
 
     Args:
         logits: [n, vocab].
@@ -48,12 +48,12 @@ def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tenso
     return StepLogProbs(
         of_tokens=selected_log_probs(places, log_probs),
         best=top_n_log_probs(step, places, log_probs),
-        of_prompts=whole_scores(step.rows) if only_last else None,
+        of_prompts=whole_scores(step.requests) if only_last else None,
     )
 
 
 class StepScorer:
-    """Scores the tokens of steps for the rows that want log-probs.
+    """Scores the tokens of steps for the requests that want log-probs.
 
     Args:
         vocab_size: Of the model, padding included.
@@ -66,14 +66,14 @@ class StepScorer:
         self._only_last = only_last
 
     def begin(self, step: Step, outcome: Tensor, logits: Tensor) -> "DrawnTokenScores | None":
-        """Begin to score a step of one token a row, before another step takes the place of its logits.
+        """Begin to score a step of one token a request, before another step takes the place of its logits.
 
         Args:
-            outcome: [rows, 2 + K] at the step's places.
+            outcome: [requests, 2 + K] at the step's places.
             logits: What the forward returned on this rank.
 
         Returns:
-            None for a step with prompts or drafts, and where no row wants any.
+            None for a step with prompts or drafts, and where no request wants any.
         """
         if not step.has_one_token_each or not self._scores(step):
             return None
@@ -82,7 +82,7 @@ class StepScorer:
     def log_probs(
         self, step: Step, kept: Sequence[Sequence[int]], logits: Tensor, logits_of: Callable[[Tensor], Tensor]
     ) -> StepLogProbs:
-        """Return what the rows of a step want that `begin` did not score.
+        """Return what the requests of a step want that `begin` did not score.
 
         Args:
             kept: See `followed_tokens`.
@@ -96,7 +96,7 @@ class StepScorer:
         return step_log_probs(step.batch, kept, self.logits_on_all_ranks(step, logits), only_last=self._only_last)
 
     def _scores(self, step: Step) -> bool:
-        return step.batch.logits.any_scored and any_scored(step.rows)  # those that wanted any may have left
+        return step.batch.logits.any_scored and any_scored(step.requests)  # those that wanted any may have left
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
@@ -105,29 +105,29 @@ class StepScorer:
 
 
 class DrawnTokenScores:
-    """Log-probs of the tokens that a step of one token a row draws, on their way to the host.
+    """Log-probs of the tokens that a step of one token a request draws, on their way to the host.
 
     Args:
-        outcome: Of the step, [rows, 2 + K] at its places.
+        outcome: Of the step, [requests, 2 + K] at its places.
         logits: [n, vocab] the model's own; they may be overwritten afterwards.
     """
 
     def __init__(self, step: StepBatch, outcome: Tensor, logits: Tensor) -> None:
-        wanted = [index for index, row in enumerate(step.rows) if _is_wanted(row)]
-        self._settings = {index: step.rows[index].spec.log_probs.top_n for index in wanted}
-        self._num_rows = len(step.rows)
+        wanted = [index for index, request in enumerate(step.requests) if _is_wanted(request)]
+        self._settings = {index: step.requests[index].spec.log_probs.top_n for index in wanted}
+        self._num_requests = len(step.requests)
         tokens = _rows_of(outcome, [step.places[index] for index in wanted])[:, 1:2]
         found = _rows_of(logits, [step.logits.starts[index] for index in wanted])
         log_probs = F.log_softmax(found.float(), dim=-1)
         self._drawn = HostCopy(log_probs.gather(1, tokens))
-        # Each number of them apart: which of equal ones are among the best is to depend on no other row.
+        # Each number of them apart: which of equal ones are among the best is to depend on no other request.
         self._best = {
             num: tuple(map(HostCopy, torch.topk(log_probs, num))) for num in {*self._settings.values()} if num
         }
 
     def arrived(self) -> StepLogProbs:
-        """Wait for them and return what the rows want."""
-        of_tokens: list[list[float] | None] = [None] * self._num_rows
+        """Wait for them and return what the requests want."""
+        of_tokens: list[list[float] | None] = [None] * self._num_requests
         for index, drawn in zip(self._settings, self._drawn.arrived().tolist(), strict=True):
             of_tokens[index] = drawn
         tables = {num: [copy.arrived() for copy in copies] for num, copies in self._best.items()}
@@ -149,44 +149,44 @@ def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FollowedTokens:
-    """The tokens of one row whose successors are known: consecutive logits rows and the tokens that followed."""
+    """The tokens of one request whose successors are known: consecutive logits rows and the tokens that followed."""
 
     logits: range
     followers: tuple[int, ...]
 
 
 def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool) -> list[FollowedTokens | None]:
-    """Return, for each row, which logits its log-probs come from; None for a row without log-probs in this step.
+    """Return for each request the logits its log-probs come from, None if it has none in this step.
 
-    A prefill row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token; a
-    decode row's tokens by those that were kept. Where only the last tokens have logits, prompts are scored by
-    `prompt_log_probs`, not here.
+    A prefill request's last computed token is followed by its sampled token, or in mid-prefill by its next prompt
+    token; a decode request's tokens by those that were kept. Where only the last tokens have logits, prompts are scored
+    by `prompt_log_probs`, not here.
 
     Args:
-        kept: [rows][tokens] newly sampled tokens that are kept; none for a row in mid-prefill.
+        kept: [requests][tokens] newly sampled tokens that are kept; none for a request in mid-prefill.
         only_last: True when logits exist only for the tokens of `StepBatch.logits`, else for every token of the step.
     """
     found: list[FollowedTokens | None] = []
     token_start = 0
-    for index, (row, new) in enumerate(zip(step.rows, kept, strict=True)):
-        token_end = token_start + row.scheduled
-        if not _is_wanted(row) or (only_last and not row.samples_this_step):
+    for index, (request, new) in enumerate(zip(step.requests, kept, strict=True)):
+        token_end = token_start + request.scheduled
+        if not _is_wanted(request) or (only_last and not request.samples_this_step):
             found.append(None)
-        elif row.is_prefilling:
-            end = row.computed + row.scheduled
-            known = () if only_last else map(int, row.tokens(row.computed + 1, end))
-            followers = (*known, *(new or map(int, row.tokens(end, end + 1))))
+        elif request.is_prefilling:
+            end = request.computed + request.scheduled
+            known = () if only_last else map(int, request.tokens(request.computed + 1, end))
+            followers = (*known, *(new or map(int, request.tokens(end, end + 1))))
             last = step.logits.starts[index] if only_last else token_end - 1
             found.append(FollowedTokens(range(last + 1 - len(followers), last + 1), followers))
         else:
-            first = step.logits.starts[index]  # decode rows come first, and all their tokens have logits
+            first = step.logits.starts[index]  # decode requests come first, and all their tokens have logits
             found.append(FollowedTokens(range(first, first + len(new)), tuple(new)))
         token_start = token_end
     return found
 
 
 def selected_log_probs(places: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
-    """Return each row's log-probs of the tokens that followed.
+    """Return each request's log-probs of the tokens that followed.
 
     Args:
         log_probs: [logits, vocab].
@@ -200,17 +200,17 @@ def selected_log_probs(places: Sequence[FollowedTokens | None], log_probs: Tenso
 def top_n_log_probs(
     step: StepBatch, places: Sequence[FollowedTokens | None], log_probs: Tensor
 ) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
-    """Return, by row index, the best log-probs and their tokens at each place; None if none are wanted."""
+    """Return, by request index, the best log-probs and their tokens at each place; None if none are wanted."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for index, (row, place) in enumerate(zip(step.rows, places, strict=True)):
-        settings = row.spec.log_probs
+    for index, (request, place) in enumerate(zip(step.requests, places, strict=True)):
+        settings = request.spec.log_probs
         if settings.top_n and place is not None:
-            skips = settings.skip_prompt and row.is_prefilling
+            skips = settings.skip_prompt and request.is_prefilling
             best = torch.topk(log_probs[list(place.logits[-1:] if skips else place.logits)], settings.top_n)
             found[index] = list(zip(best.values.cpu(), best.indices.cpu(), strict=True))
     return found or None
 
 
-def _is_wanted(row: RunningRequest) -> bool:
-    settings = row.spec.log_probs
-    return settings.wanted and (row.samples_this_step or not settings.skip_prompt)
+def _is_wanted(request: RunningRequest) -> bool:
+    settings = request.spec.log_probs
+    return settings.wanted and (request.samples_this_step or not settings.skip_prompt)

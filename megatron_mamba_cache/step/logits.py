@@ -21,14 +21,14 @@ from .buffers import StepBuffers
 class Draws(IntEnum):
     """How the tokens of a step are drawn; each way can draw what those before it draw, with the same tokens."""
 
-    BEST = 0  # all rows greedy
+    BEST = 0  # all requests greedy
     ALL_TOKENS = 1  # some are sampled, from all tokens
     KEPT_TOKENS = 2  # some are sampled from what top-k or top-p keeps
 
     @staticmethod
-    def of(rows: Iterable[RunningRequest]) -> "Draws":
-        """Return the first way that draws for all rows."""
-        return max((_draws_of(row.spec.sampling) for row in rows), default=Draws.BEST)
+    def of(requests: Iterable[RunningRequest]) -> "Draws":
+        """Return the first way that draws for all requests."""
+        return max((_draws_of(request.spec.sampling) for request in requests), default=Draws.BEST)
 
 
 def _draws_of(sampling: SamplingSettings) -> Draws:
@@ -39,13 +39,13 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """The tokens whose logits are wanted, each row's last and those that drafts follow, and how each is sampled.
+    """The tokens whose logits are wanted, each request's last and those that drafts follow, and how each is sampled.
 
-    Device tensors, but for `starts`, `draws` and what any of the rows asks for.
+    Device tensors, but for `starts`, `draws` and what any of the requests asks for.
     """
 
     tokens: Tensor  # [logits] int32 packed index
-    starts: tuple[int, ...]  # [rows + 1]
+    starts: tuple[int, ...]  # [requests + 1]
     verify: VerifyLogits
     temperature: Tensor  # [logits] float32
     top_k: Tensor  # [logits] int32
@@ -54,8 +54,8 @@ class StepLogits:
     accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
     residual_uniforms: Tensor  # likewise
     draws: Draws
-    any_changed: bool  # whether a row changes its logits first, other than by barring tokens as its grammar says
-    any_scored: bool  # whether a row wants log-probs
+    any_changed: bool  # whether a request changes its logits first, other than by barring tokens as its grammar says
+    any_scored: bool  # whether a request wants log-probs
 
     def clone(self) -> "StepLogits":
         """Return a copy that later steps do not overwrite."""
@@ -79,60 +79,68 @@ class StepLogits:
 
 
 def write_logits(
-    rows: Sequence[RunningRequest], buffers: StepBuffers, purpose: DrawPurpose, *, draws_ratios: bool
+    requests: Sequence[RunningRequest], buffers: StepBuffers, purpose: DrawPurpose, *, draws_ratios: bool
 ) -> None:
     """Write the sections of the buffers that `view_logits` reads; their `cu_query` is written before."""
-    starts, num_rows = logits_starts(rows), len(rows)
-    cu_logits = buffers.host("cu_logits")[: num_rows + 1]
+    starts, num_requests = logits_starts(requests), len(requests)
+    cu_logits = buffers.host("cu_logits")[: num_requests + 1]
     cu_logits[:] = starts
-    of_row = np.repeat(np.arange(num_rows, dtype=np.int32), np.diff(cu_logits))
-    buffers.host("logit_rows")[: starts[-1]] = of_row
-    without_logits = buffers.host("cu_query")[1 : num_rows + 1] - cu_logits[1:]  # tokens up to each row's end
-    buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_row]
-    _write_sampling(rows, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
+    of_request = np.repeat(np.arange(num_requests, dtype=np.int32), np.diff(cu_logits))
+    buffers.host("logit_requests")[: starts[-1]] = of_request
+    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # tokens up to each request's end
+    buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_request]
+    _write_sampling(requests, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
 
 def _write_sampling(
-    rows: Sequence[RunningRequest], buffers: StepBuffers, num_logits: int, purpose: DrawPurpose, *, draws_ratios: bool
+    requests: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    num_logits: int,
+    purpose: DrawPurpose,
+    *,
+    draws_ratios: bool,
 ) -> None:
-    """Write each row's settings and random numbers; if all rows are greedy, constants, which is faster."""
-    num_rows, names = len(rows), ["uniforms", *(["accept_uniforms", "residual_uniforms"] if draws_ratios else [])]
-    temperature, top_p = (buffers.host(name).view(np.float32)[:num_rows] for name in ("temperature", "top_p"))
-    top_k = buffers.host("top_k")[:num_rows]
-    if Draws.of(rows) is Draws.BEST:
+    """Write each request's settings and random numbers; if all requests are greedy, constants, which is faster."""
+    num_requests, names = (
+        len(requests),
+        ["uniforms", *(["accept_uniforms", "residual_uniforms"] if draws_ratios else [])],
+    )
+    temperature, top_p = (buffers.host(name).view(np.float32)[:num_requests] for name in ("temperature", "top_p"))
+    top_k = buffers.host("top_k")[:num_requests]
+    if Draws.of(requests) is Draws.BEST:
         temperature[:], top_k[:], top_p[:] = 0.0, 1, 0.0
         for name in names:
             buffers.host(name).view(np.float64)[:num_logits] = 0.0
         return
-    settings = [row.spec.sampling for row in rows]
+    settings = [request.spec.sampling for request in requests]
     temperature[:] = [s.temperature for s in settings]
     top_k[:] = [s.top_k for s in settings]
     top_p[:] = [s.top_p for s in settings]
     for name, drawn_for in zip(names, (purpose, DrawPurpose.ACCEPT, DrawPurpose.RESIDUAL), strict=False):
-        write_uniforms(name, drawn_for, rows, buffers)
+        write_uniforms(name, drawn_for, requests, buffers)
 
 
-def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
+def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
     """Return the device views of what `write_logits` wrote, per logits row; `token_ids` [tokens] are the step's."""
-    starts, num_rows = logits_starts(rows), len(rows)
-    num_logits, max_drafts = starts[-1], max((len(row.drafts) for row in rows), default=0)
+    starts, num_requests = logits_starts(requests), len(requests)
+    num_logits, max_drafts = starts[-1], max((len(request.drafts) for request in requests), default=0)
     device = buffers.device
     tokens = device("logit_tokens")[:num_logits]
     settings = [
-        device("temperature")[:num_rows].view(torch.float32),
-        device("top_k")[:num_rows],
-        device("top_p")[:num_rows].view(torch.float32),
+        device("temperature")[:num_requests].view(torch.float32),
+        device("top_k")[:num_requests],
+        device("top_p")[:num_requests].view(torch.float32),
     ]
     following = token_ids
     if max_drafts:
-        settings = [setting.index_select(0, device("logit_rows")[:num_logits]) for setting in settings]
+        settings = [setting.index_select(0, device("logit_requests")[:num_logits]) for setting in settings]
         following = token_ids.index_select(0, (tokens + 1).clamp_max(token_ids.shape[0] - 1))
     temperature, top_k, top_p = settings
     return StepLogits(
         tokens=tokens,
         starts=starts,
         verify=VerifyLogits(
-            cu_logits=device("cu_logits")[: num_rows + 1], draft_ids=following[:num_logits], max_drafts=max_drafts
+            cu_logits=device("cu_logits")[: num_requests + 1], draft_ids=following[:num_logits], max_drafts=max_drafts
         ),
         temperature=temperature,
         top_k=top_k,
@@ -140,47 +148,51 @@ def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: Step
         uniforms=device("uniforms")[: 2 * num_logits].view(torch.float64),
         accept_uniforms=device("accept_uniforms")[: 2 * num_logits].view(torch.float64),
         residual_uniforms=device("residual_uniforms")[: 2 * num_logits].view(torch.float64),
-        draws=Draws.of(rows),
-        any_changed=any_changed(rows),
-        any_scored=any_scored(rows),
+        draws=Draws.of(requests),
+        any_changed=any_changed(requests),
+        any_scored=any_scored(requests),
     )
 
 
-def any_changed(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether a row changes the model's logits before its token is drawn; a grammar only bars tokens."""
-    return any(row.spec.sampling.logits is not PLAIN_LOGITS for row in rows)
+def any_changed(requests: Sequence[RunningRequest]) -> bool:
+    """Return whether a request changes the model's logits before its token is drawn; a grammar only bars tokens."""
+    return any(request.spec.sampling.logits is not PLAIN_LOGITS for request in requests)
 
 
-def any_masked(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether a row follows a grammar."""
-    return any([row.spec.sampling.grammar for row in rows])  # asked twice a step; a generator is slower
+def any_masked(requests: Sequence[RunningRequest]) -> bool:
+    """Return whether a request follows a grammar."""
+    return any([request.spec.sampling.grammar for request in requests])  # asked twice a step; a generator is slower
 
 
-def any_scored(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether a row wants log-probs."""
-    return any(row.spec.log_probs.wanted for row in rows)
+def any_scored(requests: Sequence[RunningRequest]) -> bool:
+    """Return whether a request wants log-probs."""
+    return any(request.spec.log_probs.wanted for request in requests)
 
 
-def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
-    """Return where each row's logits begin, [rows + 1]; a row without tokens has none."""
-    return (0, *accumulate(1 + len(row.drafts) if row.scheduled else 0 for row in rows))
+def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:
+    """Return where each request's logits begin, [requests + 1]; a request without tokens has none."""
+    return (0, *accumulate(1 + len(request.drafts) if request.scheduled else 0 for request in requests))
 
 
-def write_next_uniforms(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write the random numbers of rows that decode one token each, from the computed tokens that the buffers hold."""
+def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    """Write the uniforms of requests that decode one token each, from the counts in the buffers."""
     uniforms = buffers.host("uniforms").view(np.float64)
-    for index, (row, computed) in enumerate(zip(rows, buffers.host("computed")[: len(rows)].tolist(), strict=True)):
-        if not row.spec.sampling.is_greedy:
-            uniforms[index] = counter_uniform(row.spec.sampling.seed, computed + 1, DrawPurpose.SAMPLE)
+    for index, (request, computed) in enumerate(
+        zip(requests, buffers.host("computed")[: len(requests)].tolist(), strict=True)
+    ):
+        if not request.spec.sampling.is_greedy:
+            uniforms[index] = counter_uniform(request.spec.sampling.seed, computed + 1, DrawPurpose.SAMPLE)
 
 
-def write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+def write_uniforms(
+    section: str, purpose: DrawPurpose, requests: Sequence[RunningRequest], buffers: StepBuffers
+) -> None:
     """Write each sampled token's random number, a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
     at = 0
-    for row in rows:
-        sampling, count = row.spec.sampling, 1 + len(row.drafts) if row.scheduled else 0
-        first = row.computed + row.scheduled - len(row.drafts)
+    for request in requests:
+        sampling, count = request.spec.sampling, 1 + len(request.drafts) if request.scheduled else 0
+        first = request.computed + request.scheduled - len(request.drafts)
         uniforms[at : at + count] = [
             0.0 if sampling.is_greedy else counter_uniform(sampling.seed, first + index, purpose)
             for index in range(count)

@@ -33,7 +33,7 @@ from ..recurrences.pool import StatePool
 from ..recurrences.slab_shape import MemorySizes
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
-from .captured_shapes import most_padding_rows
+from .captured_shapes import most_padding_requests
 from .early_step import Capture
 from .memory_below import AttachedTiers, MemoryBelow
 
@@ -134,15 +134,15 @@ class CacheMemory:
         if any(row.source_block is not None for row in prefilling):
             self.restore_states(len(prefilling))
 
-    def restore_states(self, num_rows: int) -> None:
+    def restore_states(self, num_requests: int) -> None:
         """Write the quantized states that the laid out step starts from into live slots; do nothing without any.
 
         Args:
-            num_rows: The step's first prefill rows, among which are all that start from a cached state.
+            num_requests: The step's first prefill requests, among which are all that start from a cached state.
         """
         if not self.state_pool.cached.is_live:
             names = "source_slots", "final_slots"
-            sources, targets = (self.step_buffers.device(name)[:num_rows] for name in names)
+            sources, targets = (self.step_buffers.device(name)[:num_requests] for name in names)
             self.state_pool.cached.restore(sources, targets)
 
     def close(self, rows: Iterable[RunningRequest]) -> None:
@@ -235,14 +235,14 @@ def _attention_shape(
 def _step_buffers(
     config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int, shares_steps: bool
 ) -> StepBuffers:
-    max_rows = config.max_requests
+    max_requests = config.max_requests
     if config.num_cuda_graphs and config.most_graph_tokens:
-        max_rows += most_padding_rows(max_rows, is_shared=shares_steps)
+        max_requests += most_padding_requests(max_requests, is_shared=shares_steps)
     limits = StepLimits(
         max_tokens=config.max_tokens,
-        max_rows=max_rows,
-        # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
-        max_chunks=config.max_tokens // shape.grain + 2 * max_rows,
+        max_requests=max_requests,
+        # A request cuts at most two chunks short: its first, up to a chunk multiple, and its last.
+        max_chunks=config.max_tokens // shape.grain + 2 * max_requests,
         max_blocks=max_blocks,
         max_drafts=config.num_speculative_tokens,
         max_length=config.max_sequence_length,

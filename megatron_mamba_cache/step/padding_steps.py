@@ -1,4 +1,4 @@
-"""Steps of ranks that share experts, as a rank without rows computes them: padding, which changes nothing."""
+"""Steps of ranks that share experts, as a rank without requests computes them: padding, which changes nothing."""
 
 import torch
 
@@ -6,7 +6,7 @@ from ..policy.scheduler import QueueState
 from .model import StepModel
 from .runner import StepRunner
 from .shapes import StepShape, decode_padding_request
-from .shared_steps import NO_ROWS, Part, SharedSteps
+from .shared_steps import NO_REQUESTS, Part, SharedSteps
 
 
 @torch.inference_mode()
@@ -19,7 +19,7 @@ def take_part(model: StepModel, runner: StepRunner) -> None:
         return
     shape = sharing.next_shape()
     _launch_padding(shape, model, runner, sharing)
-    owes_next = sharing.look_ahead(NO_ROWS, runner.queue, wants_early=False)
+    owes_next = sharing.look_ahead(NO_REQUESTS, runner.queue, wants_early=False)
     torch.cuda.synchronize()
     if owes_next:
         _compute_padding(shape, model, runner)
@@ -28,7 +28,7 @@ def take_part(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
-    """Do what is left of this rank's part of a step that it has failed and dropped, with padding for its rows."""
+    """Do what is left of this rank's part of a step that it has failed and dropped, with padding for its requests."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
@@ -38,7 +38,7 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
         with model.resuming_exchanges() as any_made:  # a replay would make all of them again
             _launch_padding(sharing.present, model, runner, sharing, eagerly=any_made)
     if sharing.part is Part.LAUNCHED:
-        sharing.look_ahead(NO_ROWS, QueueState(), wants_early=False)
+        sharing.look_ahead(NO_REQUESTS, QueueState(), wants_early=False)
 
 
 @torch.inference_mode()

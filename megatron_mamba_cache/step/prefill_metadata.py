@@ -1,4 +1,4 @@
-"""The metadata of a step's prefill rows: chunks by absolute position, and the slot each boundary is written to."""
+"""The metadata of a step's prefill requests: chunks by absolute position, and the slot each boundary is written to."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class ChunkPlan:
 
     Args:
         cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
-        chunk_requests: [num_chunks] row that each chunk belongs to.
-        cu_request_chunks: [num_rows + 1] first chunk of each row, and the number of chunks.
+        chunk_requests: [num_chunks] request that each chunk belongs to.
+        cu_request_chunks: [num_requests + 1] first chunk of each request, and the number of chunks.
     """
 
     cu_chunks: tuple[int, ...]
@@ -28,7 +28,7 @@ class ChunkPlan:
 
     @property
     def last_chunk_indices(self) -> tuple[int, ...]:
-        """The last chunk of each row; -1 for a row without new tokens."""
+        """The last chunk of each request; -1 for a request without new tokens."""
         return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_request_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:
@@ -47,35 +47,35 @@ class ChunkPlan:
 
 
 def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> ChunkPlan:
-    """Cut each row of a packed batch into chunks at absolute positions that are multiples of `grain`.
+    """Cut each request of a packed batch into chunks at absolute positions that are multiples of `grain`.
 
     Args:
-        num_computed: [num_rows] tokens of each row computed before this batch.
-        query_starts: [num_rows + 1] packed position where each row's new tokens begin, from 0, and their end.
+        num_computed: [num_requests] tokens of each request computed before this batch.
+        query_starts: [num_requests + 1] packed position where each request's new tokens begin, from 0, and their end.
 
     Raises:
         ValueError: If the lengths disagree, a value is negative, or `query_starts` descends or is not from 0.
     """
-    _check_rows(num_computed, query_starts, grain)
+    _check_demands(num_computed, query_starts, grain)
     cu_chunks = [0]
     chunk_requests: list[int] = []
     cu_request_chunks = [0]
-    for row, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
+    for request, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
         if begin < end:
             first_cut = begin + grain - computed % grain
             ends = [*range(first_cut, end, grain), end]
             cu_chunks.extend(ends)
-            chunk_requests.extend([row] * len(ends))
+            chunk_requests.extend([request] * len(ends))
         cu_request_chunks.append(len(chunk_requests))
     return ChunkPlan(tuple(cu_chunks), tuple(chunk_requests), tuple(cu_request_chunks))
 
 
-def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> None:
+def _check_demands(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> None:
     if grain < 1:
         raise ValueError(f"grain must be at least 1 token, got {grain}")
     if len(query_starts) != len(num_computed) + 1:
         raise ValueError(
-            f"need {len(num_computed) + 1} query_starts for {len(num_computed)} rows, got {len(query_starts)}"
+            f"need {len(num_computed) + 1} query_starts for {len(num_computed)} requests, got {len(query_starts)}"
         )
     if min(num_computed, default=0) < 0:
         raise ValueError(f"num_computed must not be negative, got {min(num_computed)}")
@@ -83,45 +83,47 @@ def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], grain:
         raise ValueError(f"query_starts must ascend from 0, got {tuple(query_starts)}")
 
 
-def write_prefill_batch(rows: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:
+def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:
     """Write the `PrefillBatch` sections of the buffers; return the number of chunks.
 
-    A row that starts at a cached boundary reads its initial state straight from the cached slot and writes its final
-    state to its live slot, so that a restore costs no copy; a row in mid-prefill reads and writes its live slot, and so
-    does one whose cached state is restored before.
+    A request that starts at a cached boundary reads its initial state straight from the cached slot and writes its
+    final state to its live slot, so that a restore costs no copy; a request in mid-prefill reads and writes its live
+    slot, and so does one whose cached state is restored before.
     """
     starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + row.scheduled)
-    plan = plan_chunks([row.computed for row in rows], starts, grain)
-    num_chunks, num_rows = len(plan.chunk_requests), len(rows)
+    for request in requests:
+        starts.append(starts[-1] + request.scheduled)
+    plan = plan_chunks([request.computed for request in requests], starts, grain)
+    num_chunks, num_requests = len(plan.chunk_requests), len(requests)
     chunk_slots = [PAD_SLOT] * num_chunks
-    for row, start in zip(rows, starts, strict=False):
-        for state in row.reserved:
-            chunk_slots[plan.chunk_at_end(start + state.position - row.computed)] = state.slot
-    buffers.host("cu_seqlens")[: num_rows + 1] = starts
-    initial_slots = [_initial_slot(row) for row in rows]
+    for request, start in zip(requests, starts, strict=False):
+        for state in request.reserved:
+            chunk_slots[plan.chunk_at_end(start + state.position - request.computed)] = state.slot
+    buffers.host("cu_seqlens")[: num_requests + 1] = starts
+    initial_slots = [_initial_slot(request) for request in requests]
     if buffers.limits.restores_states:
-        buffers.host("source_slots")[:num_rows] = [_restored_slot(row) for row in rows]
+        buffers.host("source_slots")[:num_requests] = [_restored_slot(request) for request in requests]
         initial_slots = [
-            slot if row.source_block is None else row.cursor.live_slot
-            for row, slot in zip(rows, initial_slots, strict=True)
+            slot if request.source_block is None else request.cursor.live_slot
+            for request, slot in zip(requests, initial_slots, strict=True)
         ]
-    buffers.host("initial_slots")[:num_rows] = initial_slots
-    buffers.host("final_slots")[:num_rows] = [row.cursor.live_slot for row in rows]
+    buffers.host("initial_slots")[:num_requests] = initial_slots
+    buffers.host("final_slots")[:num_requests] = [request.cursor.live_slot for request in requests]
     buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
     buffers.host("chunk_requests")[:num_chunks] = plan.chunk_requests
     buffers.host("chunk_slots")[:num_chunks] = chunk_slots
-    buffers.host("cu_request_chunks")[: num_rows + 1] = plan.cu_request_chunks
-    buffers.host("longest_first")[:num_rows] = sorted(range(num_rows), key=lambda row: -rows[row].scheduled)
+    buffers.host("cu_request_chunks")[: num_requests + 1] = plan.cu_request_chunks
+    buffers.host("longest_first")[:num_requests] = sorted(
+        range(num_requests), key=lambda request: -requests[request].scheduled
+    )
     return num_chunks
 
 
-def _initial_slot(row: RunningRequest) -> int:
-    if row.source_slot is not None:
-        return row.source_slot
-    return row.cursor.live_slot if row.computed else PAD_SLOT
+def _initial_slot(request: RunningRequest) -> int:
+    if request.source_slot is not None:
+        return request.source_slot
+    return request.cursor.live_slot if request.computed else PAD_SLOT
 
 
-def _restored_slot(row: RunningRequest) -> int:
-    return PAD_SLOT if row.source_block is None or row.source_slot is None else row.source_slot
+def _restored_slot(request: RunningRequest) -> int:
+    return PAD_SLOT if request.source_block is None or request.source_slot is None else request.source_slot

@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens in an engine that materializes the logits of each row's last token only.
+"""Log-probabilities of prompt tokens in an engine that materializes the logits of each request's last token only.
 
 A step has the hidden states of all its tokens. The logits of those that score a prompt are computed from them, a
-bounded number at a time, and a few numbers of each are kept with its row. A request gets its scores with its first
+bounded number at a time, and a few numbers of each are kept with its request. A request gets its scores with its first
 token, so a prompt that is interrupted is scored again as a whole.
 """
 
@@ -24,53 +24,57 @@ _MOST_LOGITS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class ScoredPlaces:
-    """The tokens of one row that score those after them.
+    """The tokens of one request that score those after them.
 
     Args:
         tokens: Packed indices of the step.
         followers: The prompt tokens after them.
     """
 
-    row: RunningRequest
+    request: RunningRequest
     tokens: range
     followers: tuple[int, ...]
 
 
-def scored_places(rows: Sequence[RunningRequest]) -> list[ScoredPlaces]:
-    """Return which prompt tokens a step's rows score; none for a row whose prompt is not scored."""
+def scored_places(requests: Sequence[RunningRequest]) -> list[ScoredPlaces]:
+    """Return which prompt tokens a step's requests score; none for a request whose prompt is not scored."""
     found = []
     token_start = 0
-    for row in rows:
-        if row.scores_prompt:
-            first = row.computed + 1
-            followers = row.spec.prompt[first : first + row.scheduled]  # the prompt's last token has none
+    for request in requests:
+        if request.scores_prompt:
+            first = request.computed + 1
+            followers = request.spec.prompt[first : first + request.scheduled]  # the prompt's last token has none
             tokens = range(token_start, token_start + len(followers))
-            found.append(ScoredPlaces(row, tokens, tuple(followers.tolist())))
-        token_start += row.scheduled
+            found.append(ScoredPlaces(request, tokens, tuple(followers.tolist())))
+        token_start += request.scheduled
     return found
 
 
 def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-    """Add the log-probs of the prompt tokens that follow this step's tokens to each row that wants them.
+    """Add the log-probs of the prompt tokens that follow this step's tokens to each request that wants them.
 
     Collective: the ranks of a model call it in the same steps.
 
     Args:
         logits_of: Returns the logits [n, vocab] of hidden states [n, hidden]; called on the last stage only.
     """
-    places = [place for place in scored_places(step.rows) if place.followers]
+    places = [place for place in scored_places(step.requests) if place.followers]
     if not places:
         return
-    top_n = max(place.row.spec.log_probs.most_of_prompt for place in places)
+    top_n = max(place.request.spec.log_probs.most_of_prompt for place in places)
     found = _scores(step, ranks, places, top_n, logits_of, _MOST_LOGITS // vocab_size)
     for place in places:
-        width = place.row.spec.log_probs.most_of_prompt
-        place.row.score([next(found).cut(width) for _ in place.followers])
+        width = place.request.spec.log_probs.most_of_prompt
+        place.request.score([next(found).cut(width) for _ in place.followers])
 
 
-def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:
-    """Return, by row index, the scores of the prompts that this step completes."""
-    return {index: row.scored for index, row in enumerate(rows) if row.scores_prompt and row.samples_this_step}
+def whole_scores(requests: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:
+    """Return, by request index, the scores of the prompts that this step completes."""
+    return {
+        index: request.scored
+        for index, request in enumerate(requests)
+        if request.scores_prompt and request.samples_this_step
+    }
 
 
 def named_alternatives(

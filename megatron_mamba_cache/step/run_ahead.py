@@ -10,8 +10,8 @@ There are two times to launch it:
 - `may_launch_drafts`: once this step has landed, before it is reported. Drafts depend on what this step keeps. No
   request has ended, and no request can join.
 
-`docs/overlapped-steps.md` has the rules: what becomes of requests that leave or come in between, and of ranks that share
-experts.
+`docs/overlapped-steps.md` has the rules: what becomes of requests that leave or come in between, and of ranks that
+share experts.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def may_run_ahead(
         graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
         num_running: Running requests, paused ones included.
         is_wanted: Whether the settings ask for it.
-        tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
+        tokens: [requests] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for memory: it would be admitted a step later.
     """
     return (
@@ -54,20 +54,20 @@ def may_run_ahead(
         and graph is not None
         and queue.is_settled
         and (tokens is not None or not queue.has_waiting)
-        and len(step.rows) == num_running
-        and planner.stays_paused(step.rows)
-        and graph.can_launch_next(step.rows, tokens)
-        and _may_cross(step.rows, queue, cache)
+        and len(step.requests) == num_running
+        and planner.stays_paused(step.requests)
+        and graph.can_launch_next(step.requests, tokens)
+        and _may_cross(step.requests, queue, cache)
     )
 
 
-def _may_cross(rows: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
+def _may_cross(requests: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
     """Return whether all requests that begin or complete a block in the next step may get it early.
 
     They may not while a request waits, which may fit with what is published there, nor where each token is a block, so
     that a request would have two boundaries to publish.
     """
-    edges = cache.at_edges(rows)
+    edges = cache.at_edges(requests)
     return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
 
 
@@ -91,9 +91,9 @@ def may_launch_drafts(
     """
     most = 1 + planner.max_drafts
 
-    def is_near_boundary(row: RunningRequest) -> bool:
-        place = row.computed % block_size
-        return place < row.cursor.accepted or place + most >= block_size
+    def is_near_boundary(request: RunningRequest) -> bool:
+        place = request.computed % block_size
+        return place < request.cursor.accepted or place + most >= block_size
 
     return (
         is_wanted
@@ -101,8 +101,8 @@ def may_launch_drafts(
         and step.graph is not None
         and not step.num_prefill_requests
         and queue.is_settled
-        and step.rows == tuple(running)
-        and not any(row.is_paused or (queue.has_waiting and is_near_boundary(row)) for row in step.rows)
+        and step.requests == tuple(running)
+        and not any(request.is_paused or (queue.has_waiting and is_near_boundary(request)) for request in step.requests)
     )
 
 
@@ -138,7 +138,7 @@ class EarlySteps:
         """Launch the step after a captured one, unless it is launched already or `may_run_ahead` forbids it.
 
         Args:
-            tokens: [rows] new tokens of the step; None until they are read.
+            tokens: [requests] new tokens of the step; None until they are read.
         """
         if self._launched is not None:
             return
@@ -147,28 +147,28 @@ class EarlySteps:
             step, graph, len(requests), queue, self._planner, tokens, requests.cache, is_wanted=is_wanted
         )
         if self._sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
-            self.launch(graph, step.rows)
+            self.launch(graph, step.requests)
 
     def may_launch_drafts(self, step: Step, graphs: GraphsByShape | None) -> bool:
         """Return whether `launch_drafts` may follow a step that has landed; see `may_launch_drafts`."""
-        running, planner, block_size = self._requests.rows, self._planner, self._requests.cache.block_size
+        running, planner, block_size = self._requests.oldest_first, self._planner, self._requests.cache.block_size
         is_wanted = self._is_wanted and self._launched is None and not self._sharing.is_shared
         if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
             return False
         return graphs is not None and graphs.hold(StepShape(len(running), 1 + planner.max_drafts))
 
-    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest]) -> None:
+    def launch(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
         """Launch the step after a captured one, with the blocks and slots that it needs."""
-        self._requests.cache.reserve_ahead(rows)
-        self._launched = graph.launch_next(rows)
+        self._requests.cache.reserve_ahead(requests)
+        self._launched = graph.launch_next(requests)
 
     def launch_drafts(
-        self, graphs: GraphsByShape, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+        self, graphs: GraphsByShape, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
         """Launch a step of scheduled requests, see `GraphsByShape`; `EarlyStep.schedule` schedules them again."""
-        self._launched = graphs.launch(rows, draft_distributions)
-        for row in rows:
-            row.unschedule()
+        self._launched = graphs.launch(requests, draft_distributions)
+        for request in requests:
+            request.unschedule()
 
     def take(self) -> EarlyStep | None:
         """Return the launched step, which now lands; None if there is none."""
@@ -179,7 +179,7 @@ class EarlySteps:
         """Raise `RuntimeError` if a step is launched: no request can join it."""
         if self._launched is not None:
             raise RuntimeError(
-                "the next step runs already, and no row can join it; admit rows by the engine, or set "
+                "the next step runs already, and no request can join it; admit requests by the engine, or set "
                 "CacheConfig(run_ahead=False)"
             )
 
@@ -194,6 +194,6 @@ class EarlySteps:
             self._launched.wait()
 
     def drop(self) -> None:
-        """Wait for the launched step and forget it: none of its rows is left."""
+        """Wait for the launched step and forget it: none of its requests is left."""
         self.wait()
         self._launched = None

@@ -83,7 +83,7 @@ class StepRunner:
         self._scorer = StepScorer(ranks, vocab_size, only_last=only_last_logits)
         self._digest = digest
         self._step: Step | None = None
-        self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
+        self._at_work: list[RunningRequest] = []  # the requests of the step that is being planned or computed
         self._graphs: GraphsByShape | None = None
         self._changes = LogitsChanges(GrammarMasks(grammars, are_drawn_here=ranks.is_last_stage))
         self._capture: Callable[[], None] = lambda: None
@@ -91,7 +91,7 @@ class StepRunner:
         if self.peers.num_ranks > 1:
             self.sharing = SharedSteps(self.peers, self.requests, planner, self._shapes, lambda: self._capture())
         self.queue = QueueState()
-        # Nothing is launched early that depends on more than these rows, or whose every step is compared.
+        # Nothing is launched early that depends on more than these requests, or whose every step is compared.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         is_wanted = config.run_ahead and by_itself
         self.early_steps = EarlySteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
@@ -113,7 +113,7 @@ class StepRunner:
         """Run the step that the scheduler has filled. If this raises, call `drop_failed_step`.
 
         Args:
-            lands: False if the caller decides what rows keep and calls `land` itself.
+            lands: False if the caller decides what requests keep and calls `land` itself.
         """
         step = self.plan()
         logits = model.compute_step() if step.graph is None else step.graph.forward()
@@ -129,7 +129,7 @@ class StepRunner:
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self.early_steps.launch_next(step)
         if self.early_steps.launched is None and not step.num_prefill_requests:
-            self.planner.decide_next(step.rows)  # while the device computes
+            self.planner.decide_next(step.requests)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
@@ -138,7 +138,7 @@ class StepRunner:
         return StepOutcome(step, kept, num_drafts, log_probs, held_back)
 
     def plan(self) -> Step:
-        """Schedule the decode rows and their drafts, and lay the step out."""
+        """Schedule the decode requests and their drafts, and lay the step out."""
         shape = self.sharing.next_shape()
         graph: CapturedStep | None = (early := self.early_steps.take())
         if early is not None:
@@ -147,7 +147,7 @@ class StepRunner:
             distributions = early.schedule(self._at_work)
         else:
             decoding = self.requests.decoding
-            self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
+            self._at_work = [*decoding, *(request for request in self.requests.prefilling if request.scheduled)]
             budget = draft_budget(self._at_work, self.requests.budget, self._graphs, shape)
             distributions = self.step_requests.schedule_decode(decoding, budget)
             graph = None if self._graphs is None else self._graphs.fitting(self._at_work, shape)
@@ -156,52 +156,56 @@ class StepRunner:
         else:
             step = Step.of_graph(graph, self._at_work, distributions)
         self.begin(step)
-        self._changes.masks.begin(step.rows, step.batch.logits.starts)
-        self._digest.note_plan(self.requests, step.rows)
+        self._changes.masks.begin(step.requests, step.batch.logits.starts)
+        self._digest.note_plan(self.requests, step.requests)
         return step
 
     def publish_prompts(self) -> None:
         """Make the prompt blocks and states that the forward writes findable; the forward is launched."""
         batch = self.step.batch
-        for row in batch.rows[batch.num_decode_requests :]:
-            self.cache.publish(row, row.scheduled)
+        for request in batch.requests[batch.num_decode_requests :]:
+            self.cache.publish(request, request.scheduled)
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return, for each prefill row of the next step, its reserved boundaries relative to its first token."""
-        rows = [row for row in self.requests.prefilling if row.scheduled]
-        return [[state.position - row.computed for state in row.reserved] for row in rows]
+        """Return, for each prefill request of the next step, its reserved boundaries relative to its first token."""
+        requests = [request for request in self.requests.prefilling if request.scheduled]
+        return [[state.position - request.computed for state in request.reserved] for request in requests]
 
     def land(self, kept: StepTokens) -> GrowthOutcome:
-        """Advance the step's rows by what they keep, and publish it; rows that end leave, others may be held back."""
+        """Append and publish the tokens that requests keep; remove those that end, and hold back or evict others."""
         step, early_step = self.step, self.early_steps.launched
-        ended = [step.rows[index] for index in kept.ended]
+        ended = [step.requests[index] for index in kept.ended]
         if early_step is not None:  # which runs with these tokens, and has the blocks that it needs
             early_step.check_inputs([new[-1] for new in kept.tokens])
-            advance_one_token_requests(step.rows, kept.tokens, self.cache, self.planner)
+            advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
             self.step_requests.leave(ended)
             held_back = GrowthOutcome()
         else:
             if self.planner.reads_hidden_states:
-                note_hidden_states(step.rows, kept.tokens, step.batch.logits.starts, step.wanted_outputs, self.planner)
-            advance_requests(step.rows, kept.tokens, self.cache, self.planner)
+                note_hidden_states(
+                    step.requests, kept.tokens, step.batch.logits.starts, step.wanted_outputs, self.planner
+                )
+            advance_requests(step.requests, kept.tokens, self.cache, self.planner)
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
-        if ended or early_step is None:  # else every row decodes again
+        if ended or early_step is None:  # else every request decodes again
             self.step_requests.count()
         self.memory.below.start()
-        self._digest.note_outcome(self.requests, step.rows, kept)
+        self._digest.note_outcome(self.requests, step.requests, kept)
         return held_back
 
     def drop_failed_step(self) -> None:
-        """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
+        """Return every reservation of a failed step and drop its requests, whose live states can no longer be trusted.
 
         A request that is admitted again, with the tokens that it has, continues where it was. Once a step has landed,
-        the rows of the early step after it stay, and the next step lands it.
+        the requests of the early step after it stay, and the next step lands it.
         """
         try:
-            self.step_requests.drop([row for row in self.requests if row in self._at_work or row.scheduled])
+            self.step_requests.drop(
+                [request for request in self.requests if request in self._at_work or request.scheduled]
+            )
             if not self.sharing.is_shared:  # else another rank may have to launch first
                 torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
         finally:
@@ -216,12 +220,12 @@ class StepRunner:
         return self.memory.prefix_cache
 
     def reset(self) -> None:
-        """Drop all rows and the step that is laid out or launched. What is cached stays."""
+        """Drop all requests and the step that is laid out or launched. What is cached stays."""
         self.step_requests.clear()
         self._step, self._at_work = None, []
 
     def close(self) -> None:
-        """Wait for an early step and for copies, and let the planner forget all rows: the memory is to be freed."""
+        """Wait for an early step and for copies, and let the planner forget all requests: the memory is to be freed."""
         self._step, self._at_work = None, []
         self.step_requests.drop_early_step()
         self.memory.close(self.requests)
@@ -245,13 +249,13 @@ class StepRunner:
 
     def lay_out(
         self,
-        rows: Sequence[RunningRequest],
+        requests: Sequence[RunningRequest],
         draft_distributions: Sequence[Tensor | None] = (),
         *,
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
         shape: StepShape | None = None,
     ) -> Step:
-        """Pack every integer of scheduled rows, send them, and prepare memory; return the step that runs eagerly.
+        """Pack every integer of scheduled requests, send them, and prepare memory; return the step that runs eagerly.
 
         The results of the previous step must have been read back.
 
@@ -262,14 +266,14 @@ class StepRunner:
         """
         memory, draws_ratios = self.memory, any_drawn(draft_distributions)
         batch = lay_out_step(
-            rows,
+            requests,
             memory.step_buffers,
             memory.geometry,
             draws_ratios=draws_ratios,
             purpose=purpose,
             num_exchanged=0 if shape is None else shape.num_tokens,
         )
-        memory.prepare(rows[batch.num_decode_requests :])
+        memory.prepare(requests[batch.num_decode_requests :])
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
     def begin(self, step: Step) -> Step:
@@ -298,7 +302,7 @@ class StepRunner:
     def wanted_logits(self, step: Step, logits: Tensor) -> Tensor:
         """Return the logits, [logits, vocab], that a step draws from, from the computed ones, [1, n, vocab]."""
         wanted = logits.squeeze(0) if self.only_last_logits else step.select_outputs(logits)
-        return self._changes.apply(step.rows, step.batch.logits.starts, wanted)
+        return self._changes.apply(step.requests, step.batch.logits.starts, wanted)
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
@@ -341,15 +345,17 @@ class StepRunner:
         """Sample, verify, and copy the states of reached boundaries.
 
         Returns:
-            [rows, 2 + K] at the step's places: how many tokens each row accepts, then these tokens.
+            [requests, 2 + K] at the step's places: how many tokens each request accepts, then these tokens.
         """
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
             self._changes.masks.apply(logits.squeeze(0))  # in the graph's own logits
             return graph.verify(step.batch.logits.draws)
-        rows = step.batch.logits
+        requests = step.batch.logits
         outcome = outcome_on_all_ranks(
-            self.ranks, rows, lambda: verify_step(rows, self.wanted_logits(step, logits), step.draft_distributions)
+            self.ranks,
+            requests,
+            lambda: verify_step(requests, self.wanted_logits(step, logits), step.draft_distributions),
         )
         copy_reached_boundaries(step.batch, outcome, self.memory)
         if step.feeding_graph is not None:
@@ -360,14 +366,14 @@ class StepRunner:
         """Launch the step after this one, which has landed, with its drafts, if that is allowed."""
         graphs = self._graphs
         if self.early_steps.may_launch_drafts(step, graphs) and graphs is not None:
-            distributions = self.step_requests.schedule_decode(step.rows, self.requests.budget)
-            self.early_steps.launch_drafts(graphs, step.rows, distributions)
+            distributions = self.step_requests.schedule_decode(step.requests, self.requests.budget)
+            self.early_steps.launch_drafts(graphs, step.requests, distributions)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
-        """Return what each row keeps of its outcome; launch the next step if it may run ahead.
+        """Return what each request keeps of its outcome; launch the next step if it may run ahead.
 
         Args:
-            found: The outcome, [rows, 2 + K] at the step's places.
+            found: The outcome, [requests, 2 + K] at the step's places.
         """
         if not any_drawn(step.draft_distributions):
             tokens = [found[place][1] for place in step.batch.places]
@@ -377,7 +383,9 @@ class StepRunner:
                 if not early.any_ends(tokens):
                     return StepTokens(list(zip(tokens, strict=True)))
         lines = (found[place] for place in step.batch.places)
-        return StepTokens.of([row.keep(new[:accepted]) for row, (accepted, *new) in zip(step.rows, lines, strict=True)])
+        return StepTokens.of(
+            [request.keep(new[:accepted]) for request, (accepted, *new) in zip(step.requests, lines, strict=True)]
+        )
 
     def _shapes(self) -> Collection[StepShape]:
         return () if self._graphs is None else self._graphs.shapes

@@ -15,24 +15,26 @@ from .buffers import StepBuffers
 _GREEDY = SamplingSettings(top_k=1)
 
 
-def prefill_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a row that prefills `num_tokens` tokens, 0 or more; its prompt has at least one."""
-    row = _row(RequestSpec(-1, np.zeros(max(1, num_tokens), np.int64), 2 + num_tokens, _GREEDY), dummy_block)
-    row.schedule(num_tokens)
-    return row
+def prefill_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
+    """Return a request that prefills `num_tokens` tokens, 0 or more; its prompt has at least one."""
+    request = _padding_request(
+        RequestSpec(-1, np.zeros(max(1, num_tokens), np.int64), 2 + num_tokens, _GREEDY), dummy_block
+    )
+    request.schedule(num_tokens)
+    return request
 
 
 def decode_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a row that decodes a token and `num_tokens` - 1 drafts, with a state reserved; or one without tokens."""
-    row = _row(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
+    """Return a padding request of one token and `num_tokens` - 1 drafts, a state reserved; 0: no tokens."""
+    request = _padding_request(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
     if num_tokens:
-        row.append([0])
-        row.schedule(num_tokens, (0,) * (num_tokens - 1))
-        row.reserve(ReservedState(0, SlotId(PAD_SLOT)))
-    return row
+        request.append([0])
+        request.schedule(num_tokens, (0,) * (num_tokens - 1))
+        request.reserve(ReservedState(0, SlotId(PAD_SLOT)))
+    return request
 
 
-def _row(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
+def _padding_request(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
     return RunningRequest(
         spec=spec,
         chain=BlockKeyChain(bytes(32), 1),
@@ -47,9 +49,9 @@ def _row(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Decode rows of at most `width` tokens each, then prefill rows of `num_prefill_tokens` tokens in total.
+    """Decode requests of at most `width` tokens each, then prefill requests of `num_prefill_tokens` tokens in total.
 
-    Prefill tokens begin after one token for each decode row: beside prefill rows, `width` is 1.
+    Prefill tokens begin after one token for each decode request: beside prefill requests, `width` is 1.
     """
 
     num_decode_requests: int = 0
@@ -58,8 +60,8 @@ class StepShape:
     num_prefill_tokens: int = 0
 
     @property
-    def num_rows(self) -> int:
-        """Rows of both kinds."""
+    def num_requests(self) -> int:
+        """Requests of both kinds."""
         return self.num_decode_requests + self.num_prefill_requests
 
     @property
@@ -74,25 +76,25 @@ class StepShape:
 
     @property
     def most_queries(self) -> tuple[int, ...]:
-        """Most query tokens of each row that fit together: the first prefill row may take them all."""
+        """Most query tokens of each request that fit together: the first prefill request may take them all."""
         others = (0,) * (self.num_prefill_requests - 1)
         prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_requests else ()
         return (self.width,) * self.num_decode_requests + prefilling
 
     def num_chunks(self, grain: int) -> int:
-        """Return the most chunks that the prefill rows can have: a row cuts at most two of them short."""
+        """Return the most chunks that the prefill requests can have: a request cuts at most two of them short."""
         return self.num_prefill_tokens // grain + 2 * self.num_prefill_requests
 
     @staticmethod
-    def of(rows: Sequence[RunningRequest]) -> "StepShape":
-        """Return the smallest shape that holds the rows of a step."""
-        num_decode = num_decoding(rows)
-        width = max((row.scheduled for row in rows[:num_decode]), default=1)
-        prefilling = rows[num_decode:]
-        return StepShape(num_decode, width, len(prefilling), sum(row.scheduled for row in prefilling))
+    def of(requests: Sequence[RunningRequest]) -> "StepShape":
+        """Return the smallest shape that holds the requests of a step."""
+        num_decode = num_decoding(requests)
+        width = max((request.scheduled for request in requests[:num_decode]), default=1)
+        prefilling = requests[num_decode:]
+        return StepShape(num_decode, width, len(prefilling), sum(request.scheduled for request in prefilling))
 
     def holds(self, step: "StepShape") -> bool:
-        """Return whether a step of another shape fits; steps with and without prefill rows have separate shapes."""
+        """Return whether a step of another shape fits; steps with and without prefill requests have separate shapes."""
         return (
             step.num_decode_requests <= self.num_decode_requests
             and step.width <= self.width
@@ -101,32 +103,32 @@ class StepShape:
             and bool(step.num_prefill_requests) == bool(self.num_prefill_requests)
         )
 
-    def fullest_rows(self, dummy_block: BlockId) -> list[RunningRequest]:
-        """Return padding that fills the shape, at least one token a row; a captured step's views are made for it."""
+    def fullest_requests(self, dummy_block: BlockId) -> list[RunningRequest]:
+        """Return padding that fills the shape, at least one token a request; captured views are made for it."""
         decoding = [decode_padding_request(self.width, dummy_block) for _ in range(self.num_decode_requests)]
         lengths = [1] * self.num_prefill_requests
         if lengths:
             lengths[0] += self.num_prefill_tokens - len(lengths)
-        return decoding + [prefill_padding_row(length, dummy_block) for length in lengths]
+        return decoding + [prefill_padding_request(length, dummy_block) for length in lengths]
 
-    def pad(self, rows: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
-        """Return the rows of a step with padding between and after them; `places` returns where they are."""
-        num_decode = num_decoding(rows)
+    def pad(self, requests: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
+        """Return the requests of a step with padding between and after them; `places` returns where they are."""
+        num_decode = num_decoding(requests)
         num_between = self.num_decode_requests - num_decode
-        num_after = self.num_prefill_requests - (len(rows) - num_decode)
+        num_after = self.num_prefill_requests - (len(requests) - num_decode)
         between = [decode_padding_request(1 if self.num_prefill_requests else 0, dummy_block)] if num_between else []
-        after = [prefill_padding_row(0, dummy_block)] if num_after else []
-        return [*rows[:num_decode], *between * num_between, *rows[num_decode:], *after * num_after]
+        after = [prefill_padding_request(0, dummy_block)] if num_after else []
+        return [*requests[:num_decode], *between * num_between, *requests[num_decode:], *after * num_after]
 
-    def places(self, rows: Sequence[RunningRequest]) -> tuple[int, ...]:
-        """Return the place of each row among the padded ones."""
-        num_decode = num_decoding(rows)
-        num_prefilling = len(rows) - num_decode
+    def places(self, requests: Sequence[RunningRequest]) -> tuple[int, ...]:
+        """Return the place of each request among the padded ones."""
+        num_decode = num_decoding(requests)
+        num_prefilling = len(requests) - num_decode
         return (*range(num_decode), *range(self.num_decode_requests, self.num_decode_requests + num_prefilling))
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the shape that holds a step's with the least width, then prefill rows, then tokens; None if none does."""
+    """Return the smallest shape that holds a step: by width, prefill requests, tokens; None if none does."""
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_requests, shape.num_tokens), default=None)
 
@@ -139,16 +141,16 @@ def pad_tail(
     Args:
         num_chunks: chunks of the shape.
     """
-    num_rows = len(padded)
-    tokens = slice(int(buffers.host("cu_query")[num_rows]), shape.num_tokens)
+    num_requests = len(padded)
+    tokens = slice(int(buffers.host("cu_query")[num_requests]), shape.num_tokens)
     for name in ("token_ids", "token_positions"):
         buffers.host_int64(name)[tokens] = 0
     for name, value in (("token_blocks", dummy_block), ("token_offsets", 0)):
         buffers.host(name)[tokens] = value
     if buffers.limits.marks_real_tokens:
         buffers.host("real_tokens")[tokens] = 0
-    logits = slice(int(buffers.host("cu_logits")[num_rows]), shape.num_logits)
-    for name in ("logit_tokens", "logit_rows"):
+    logits = slice(int(buffers.host("cu_logits")[num_requests]), shape.num_logits)
+    for name in ("logit_tokens", "logit_requests"):
         buffers.host(name)[logits] = 0
     for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
         buffers.host(name).view(np.float64)[logits] = 0.0

@@ -1,12 +1,13 @@
 """What ranks that share experts agree on about a step: its shape, and whether it is launched early.
 
 Their layers exchange tokens, the same number on every rank, so all compute each step in one shape: the smallest that
-holds each rank's rows. A rank without rows computes padding. There are two rounds:
+holds each rank's requests. A rank without requests computes padding. There are two rounds:
 
 - Once a step is launched, while the device computes it, ranks look ahead. A rank whose next step is sure to be a step
-  of decode rows promises how many. If all promise, the next step's shape is fixed. If it is the present one, the ranks
+  of decode requests promises how many. If all promise, the next step's shape is fixed. If it is the present one, the
+  ranks
   that can launch the next step do so, and every rank owes it: it computes the next step before it waits for a rank.
-- If one does not promise, ranks agree on the shape of the next step when each knows its rows.
+- If one does not promise, ranks agree on the shape of the next step when each knows its requests.
 
 Every rank reaches the same conclusions from the same numbers, and no round waits for the device. A rank whose step
 fails still does what is left of its part (`Part`), or the others would wait for it.
@@ -23,7 +24,7 @@ from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .shapes import StepShape, smallest_holding
 from .step import Step
 
-NO_ROWS = StepShape(0)
+NO_REQUESTS = StepShape(0)
 
 
 class Part(Enum):
@@ -43,7 +44,7 @@ class StepSharing(Protocol):
 
     @property
     def is_fixed(self) -> bool:
-        """True when the shape of the next step is agreed already: no request can join this rank's rows."""
+        """True when the shape of the next step is agreed already: no request can join this rank's requests."""
 
     @property
     def is_owed(self) -> bool:
@@ -95,7 +96,7 @@ class SharedSteps:
         capture: Captures graphs, which all ranks do together.
 
     Attributes:
-        padding_is_launched: Whether this rank, which has no rows, has launched its part of the next step.
+        padding_is_launched: Whether this rank, which has no requests, has launched its part of the next step.
         wants_capture: Whether this rank's graphs have to be captured again.
         part: How far this rank is with its part of the present step.
     """
@@ -115,7 +116,7 @@ class SharedSteps:
         self._planner = planner
         self._shapes = shapes
         self._capture = capture
-        self._present = NO_ROWS
+        self._present = NO_REQUESTS
         self._fixed: StepShape | None = None
         self._is_owed = False
         self.padding_is_launched = False
@@ -149,41 +150,45 @@ class SharedSteps:
         self.part = Part.LAUNCHED
 
     def _agreed(self) -> StepShape:
-        """Return what holds the rows of all ranks; before that, capture if one of them wants to."""
+        """Return what holds the requests of all ranks; before that, capture if one of them wants to."""
         decoding = self._requests.decoding
-        prompt_tokens = [row.scheduled for row in self._requests.prefilling if row.scheduled]
+        prompt_tokens = [request.scheduled for request in self._requests.prefilling if request.scheduled]
         width = 1 if self._planner.stays_paused(decoding) else 1 + self._planner.max_drafts
         mine = (len(decoding), width, len(prompt_tokens), sum(prompt_tokens))
-        captures, num_rows, width, *prefill = self._peers.greatest([int(self.wants_capture), *mine])
+        captures, num_requests, width, *prefill = self._peers.greatest([int(self.wants_capture), *mine])
         if captures:
             self.wants_capture = False
             self._capture()
-        return StepShape(num_rows, 1 if prefill[0] else width, *prefill)
+        return StepShape(num_requests, 1 if prefill[0] else width, *prefill)
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
         """See `StepSharing`; ranks agree before tokens are read."""
         if knows_tokens:
             return False
         stays_paused = (
-            not any(step.num_drafts) and len(step.rows) == len(self._requests) and self._planner.stays_paused(step.rows)
+            not any(step.num_drafts)
+            and len(step.requests) == len(self._requests)
+            and self._planner.stays_paused(step.requests)
         )
-        next_rows = StepShape(len(self._requests), 1 if stays_paused else 1 + self._planner.max_drafts)
-        return self.look_ahead(next_rows, queue, wants_early=wants) and wants
+        next_requests = StepShape(len(self._requests), 1 if stays_paused else 1 + self._planner.max_drafts)
+        return self.look_ahead(next_requests, queue, wants_early=wants) and wants
 
-    def look_ahead(self, next_rows: StepShape, queue: QueueState, *, wants_early: bool) -> bool:
+    def look_ahead(self, next_requests: StepShape, queue: QueueState, *, wants_early: bool) -> bool:
         """Agree on the next step as far as possible; return whether it is owed.
 
         Args:
-            next_rows: Holds the rows that this rank has now, in its next step.
+            next_requests: Holds the requests that this rank has now, in its next step.
             wants_early: Whether this rank launches the next step if it is owed.
         """
-        ends_prefill = all(row.computed + row.scheduled >= row.spec.prompt_len for row in self._requests.prefilling)
+        ends_prefill = all(
+            request.computed + request.scheduled >= request.spec.prompt_len for request in self._requests.prefilling
+        )
         is_sure = queue.is_settled and not queue.has_waiting and not self.wants_capture and ends_prefill
-        numbers = [not is_sure, wants_early, next_rows.num_decode_requests, next_rows.width]
-        unsure, early, num_rows, width = self._peers.greatest([int(number) for number in numbers])
+        numbers = [not is_sure, wants_early, next_requests.num_decode_requests, next_requests.width]
+        unsure, early, num_requests, width = self._peers.greatest([int(number) for number in numbers])
         self.part = Part.COMPLETE
         shapes = self._shapes()
-        self._fixed = None if unsure else computed_shape(StepShape(num_rows, width), shapes)
+        self._fixed = None if unsure else computed_shape(StepShape(num_requests, width), shapes)
         self._is_owed = bool(early) and self._fixed == self._present and self._present in shapes
         return self._is_owed
 

@@ -20,7 +20,7 @@ def no_attention(*_: Tensor) -> Tensor:
 
 
 def any_drawn(draft_distributions: Sequence[Tensor | None]) -> bool:
-    """Return whether any row's drafts were drawn from a distribution, so that accepting them takes random numbers."""
+    """Return whether any drafts were sampled, so that verifying them takes random numbers."""
     return any(drawn is not None for drawn in draft_distributions)
 
 
@@ -29,11 +29,11 @@ class Step:
     """What one step computes, and what its forward leaves for sampling.
 
     Args:
-        batch: Views of the step's rows on the device.
-        attend: Attention, planned for these rows.
+        batch: Views of the step's requests on the device.
+        attend: Attention, planned for these requests.
         graph: Graph that computes the step; None if it runs eagerly.
-        draft_distributions: For each decode row, what its drafts were drawn from, None where drafts are certain; empty
-            where they all are.
+        draft_distributions: For each decode request, what its drafts were drawn from, None where drafts are certain;
+            empty where they all are.
         wanted_outputs: [logits, hidden] outputs of the last layer that logits are computed from, or the logits
             themselves where the model computes those of every token.
         scored_hidden_states: [tokens, hidden] hidden states of all tokens if prompt log-probs are wanted, else empty.
@@ -48,26 +48,26 @@ class Step:
 
     @staticmethod
     def of_graph(
-        graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+        graph: CapturedStep, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> "Step":
-        """Send scheduled rows to a graph; return the step that it computes."""
-        batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
+        """Send scheduled requests to a graph; return the step that it computes."""
+        batch = graph.lay_out(requests, draws_ratios=any_drawn(draft_distributions))
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
     @property
-    def rows(self) -> tuple[RunningRequest, ...]:
-        """The step's rows, decode rows first."""
-        return self.batch.rows
+    def requests(self) -> tuple[RunningRequest, ...]:
+        """The step's requests, decode requests first."""
+        return self.batch.requests
 
     @property
     def num_drafts(self) -> list[int]:
-        """[rows] drafts of each row that are verified."""
-        return [len(row.drafts) for row in self.batch.rows]
+        """[requests] drafts of each request that are verified."""
+        return [len(request.drafts) for request in self.batch.requests]
 
     @property
     def num_prefill_requests(self) -> int:
-        """Rows that compute prompt tokens."""
-        return len(self.batch.rows) - self.batch.num_decode_requests
+        """Requests that compute prompt tokens."""
+        return len(self.batch.requests) - self.batch.num_decode_requests
 
     @property
     def num_padded_tokens(self) -> int:
@@ -75,14 +75,14 @@ class Step:
         return self.batch.num_tokens if self.graph is None else self.graph.shape.num_tokens
 
     @property
-    def num_padded_rows(self) -> int:
-        """Rows that are computed, padding included."""
-        return len(self.batch.rows) if self.graph is None else self.graph.shape.num_rows
+    def num_padded_requests(self) -> int:
+        """Requests that are computed, padding included."""
+        return len(self.batch.requests) if self.graph is None else self.graph.shape.num_requests
 
     @property
     def has_one_token_each(self) -> bool:
-        """True when all rows decode, without drafts."""
-        return not self.num_prefill_requests and self.batch.num_tokens == len(self.rows)
+        """True when all requests decode, without drafts."""
+        return not self.num_prefill_requests and self.batch.num_tokens == len(self.requests)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
         """Return the graph if it can verify the step by itself, from logits in which tokens may be masked before.
@@ -93,7 +93,7 @@ class Step:
         graph = self.feeding_graph
         if graph is None or self.batch.logits.any_changed or not graph.can_verify:
             return None
-        if any_masked(self.rows) and (not only_last_logits or any_scored(self.rows)):
+        if any_masked(self.requests) and (not only_last_logits or any_scored(self.requests)):
             return None  # log-probs are those of the model's own logits
         return graph
 
@@ -105,13 +105,13 @@ class Step:
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].
 
-        These are each row's last token and, before it, the tokens that drafts follow. The step keeps them as
+        These are each request's last token and, before it, the tokens that drafts follow. The step keeps them as
         `wanted_outputs`, and all hidden states as `scored_hidden_states` where prompts are scored.
         """
-        if are_hidden_states and any(row.scores_prompt for row in self.rows):
+        if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)
         tokens, found = self.batch.logits.tokens, outputs.squeeze(0)
-        # Where all rows decode, each token's are wanted, in order.
+        # Where all requests decode, each token's are wanted, in order.
         are_all = self.batch.prefill is None and len(tokens) == len(found)
         self.wanted_outputs = found if are_all else found.index_select(0, tokens)
         return self.wanted_outputs

@@ -1,8 +1,8 @@
 """The captured steps of one shape: the forward, then verification and align copies, over buffers at fixed addresses.
 
-There is a graph of what follows the forward for each way to draw tokens. Where a row changes its logits, or a draft was
-drawn at random, it runs without a graph. Before a replay the step's rows replace padding rows; every op skips those
-that remain, as in warmup.
+There is a graph of what follows the forward for each way to draw tokens. Where a request changes its logits, or a draft
+was drawn at random, it runs without a graph. Before a replay the step's requests replace padding requests; every op
+skips those that remain, as in warmup.
 
 With prompts, the forward is two graphs, split before the first attention layer, if attention is planned on the host
 and no other stage or rank waits. The first is launched as soon as the step is sent. While it runs, the host plans
@@ -53,7 +53,7 @@ class OutputMemory:
         The first shape has the most tokens, so that if all of its tokens have logits, no other has more of either.
 
         Args:
-            output: One row for each token whose logits are computed, or for each token.
+            output: One request for each token whose logits are computed, or for each token.
         """
         if self._memory is None:
             has_all = output.numel() // output.shape[-1] != shape.num_logits
@@ -98,9 +98,9 @@ class StepGraph:
         self._memory = runner.memory
         buffers, geometry = self._memory.step_buffers, self._memory.geometry
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
-        padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.grain)
+        padding, num_chunks = shape.fullest_requests(geometry.dummy_block), shape.num_chunks(geometry.grain)
         self._views = view_step(padding, buffers, num_chunks)
-        fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_rows)
+        fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_requests)
         # Other stages have other layers, and ranks that share experts other prompts: they would wait for one another.
         is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
@@ -120,40 +120,40 @@ class StepGraph:
         found, self._replay_forward = recorder.record(forward, self._plan_attention)
         self.wanted_outputs, *computed = found
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
-        self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
+        self.outcome = self.logits.new_empty(shape.num_requests, 1 + shape.width, dtype=torch.int64)
         ways = (Draws.BEST,) if purpose is DrawPurpose.DRAFT else tuple(Draws)
         self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
     def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:
         """Compute the outcome from the logits, and copy reached boundaries: what is captured behind the forward."""
-        step, rows = Step(self._views), replace(self._views.logits, draws=draws)
+        step, requests = Step(self._views), replace(self._views.logits, draws=draws)
         outcome = outcome_on_all_ranks(
-            runner.ranks, rows, lambda: verify_step(rows, runner.wanted_logits(step, self.logits), [])
+            runner.ranks, requests, lambda: verify_step(requests, runner.wanted_logits(step, self.logits), [])
         )
         copy_reached_boundaries(self._views, outcome, self._memory)
         self.outcome.copy_(outcome)
         return ()
 
-    def reads_blocks_of(self, rows: Sequence[RunningRequest]) -> bool:
+    def reads_blocks_of(self, requests: Sequence[RunningRequest]) -> bool:
         """Return whether its attention can read the KV blocks of a step's prompts."""
         last = self._attention.last_block
-        return last is None or all(max(row.block_ids) <= last for row in rows[num_decoding(rows) :])
+        return last is None or all(max(request.block_ids) <= last for request in requests[num_decoding(requests) :])
 
-    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the rows of a step that the shape holds; return it as its readers see it.
+    def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Send the requests of a step that the shape holds; return it as its readers see it.
 
         The device begins with what it computes before attention is planned, while the host goes on.
         """
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
-        if before is not None and not draws_ratios and before.step.continues(rows, buffers, geometry.block_size):
+        if before is not None and not draws_ratios and before.step.continues(requests, buffers, geometry.block_size):
             self._memory.prepare(())
-            sent = send_again(before.step, rows, buffers, geometry.block_size, self.shape.num_rows)
+            sent = send_again(before.step, requests, buffers, geometry.block_size, self.shape.num_requests)
             return self._note_next(before, sent)
-        padded = self.shape.pad(rows, geometry.dummy_block)
+        padded = self.shape.pad(requests, geometry.dummy_block)
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios, purpose=self._purpose)
-        self._memory.prepare(rows[num_decoding(rows) :])
+        self._memory.prepare(requests[num_decoding(requests) :])
         self._replay_forward.begin()
-        batch, step = self._batch_of(rows, padded), DecodeStep.sent(rows, buffers)
+        batch, step = self._batch_of(requests, padded), DecodeStep.sent(requests, buffers)
         self._latest.note(None if step is None else SentStep(self, step, batch))
         self._unplanned = batch.attention
         return batch
@@ -164,61 +164,61 @@ class StepGraph:
             self._attention.plan_again(self._unplanned)
             self._unplanned = None
 
-    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+    def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last may be launched; see `CapturedStep`."""
         before = self._latest.of(self)
-        return before is not None and before.step.can_launch_next(rows, tokens, self._memory.step_buffers)
+        return before is not None and before.step.can_launch_next(requests, tokens, self._memory.step_buffers)
 
-    def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:
+    def launch_next(self, requests: Sequence[RunningRequest]) -> EarlyStep:
         """Launch the step after the one laid out last; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
             raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
-        sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_rows)
+        sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_requests)
         self._memory.prepare(())
         batch = self._note_next(before, sent)
-        buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
+        buffers.feed(self.outcome[: len(requests), 1])  # decode requests come first
         self.forward()
         state = EarlyState.FORWARD
-        if not (before.batch.logits.any_changed or any_masked(rows)):  # else the host has to know the text
+        if not (before.batch.logits.any_changed or any_masked(requests)):  # else the host has to know the text
             self.verify(before.step.draws)
             state = EarlyState.OUTCOME
         return EarlyStep(self, batch, before.step.ends, state)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
         """Note and return a step that continues the one before; with other KV blocks, attention is planned again."""
-        kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
+        kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_requests].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
         self._latest.note(SentStep(self, step, batch))
         if step.has_new_blocks:
             self._unplanned = batch.attention
         return batch
 
-    def _batch_of(self, rows: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
-        """Return the rows of a step that was sent with padding, as its readers see them."""
+    def _batch_of(self, requests: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
+        """Return the requests of a step that was sent with padding, as its readers see them."""
         results, shape = self._results, self.shape
-        num_decode = num_decoding(rows)
-        places = shape.places(rows)
+        num_decode = num_decoding(requests)
+        places = shape.places(requests)
         starts = logits_starts(padded)
         return replace(
             results,
-            rows=tuple(rows),
-            request_ids=tuple(row.request_id for row in rows),
+            requests=tuple(requests),
+            request_ids=tuple(request.request_id for request in requests),
             places=places,
-            num_tokens=sum(row.scheduled for row in rows),
+            num_tokens=sum(request.scheduled for request in requests),
             num_decode_requests=num_decode,
-            num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
+            num_decode_tokens=sum(request.scheduled for request in requests[:num_decode]),
             attention=replace(
                 results.attention,
-                query_lens=tuple(row.scheduled for row in padded),
-                kv_lens=tuple(row.computed + row.scheduled for row in padded),
+                query_lens=tuple(request.scheduled for request in padded),
+                kv_lens=tuple(request.computed + request.scheduled for request in padded),
             ),
             logits=replace(
                 results.logits,
                 starts=(*(starts[place] for place in places), starts[-1]),
-                draws=Draws.of(rows),
-                any_changed=any_changed(rows),
-                any_scored=any_scored(rows),
+                draws=Draws.of(requests),
+                any_changed=any_changed(requests),
+                any_scored=any_scored(requests),
             ),
         )
 

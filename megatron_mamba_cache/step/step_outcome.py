@@ -11,19 +11,19 @@ from .step import Step
 
 
 class StepCounts(NamedTuple):
-    """Counts of the step that is scheduled or laid out; see `RowCounts`.
+    """Counts of the step that is scheduled or laid out; see `RequestCounts`.
 
     Args:
         tokens: Tokens to compute; with drafts, once the step is laid out.
-        padded_tokens, padded_rows: What the device computes of the step that was laid out last, padding included.
+        padded_tokens, padded_requests: What the device computes of the step that was laid out last, padding included.
     """
 
-    rows: int = 0
+    requests: int = 0
     paused: int = 0
     prefilling: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    padded_rows: int = 0
+    padded_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class StepOutcome:
     """What a step did.
 
     Args:
-        num_drafts: [rows] drafts that were verified; empty where no drafts are planned.
-        held_back: Rows that were paused or evicted when it landed.
+        num_drafts: [requests] drafts that were verified; empty where no drafts are planned.
+        held_back: Requests that were paused or evicted when it landed.
     """
 
     step: Step

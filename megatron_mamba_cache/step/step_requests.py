@@ -70,31 +70,31 @@ class StepRequests:
             scheduler.look_ahead(self.running, waiting)
             self.memory.below.start()
 
-    def schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
+    def schedule_decode(self, requests: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
         """Schedule a token and drafts for each decoding request; return what drafts were drawn from, see `Step`."""
         all_hold, allowed = self.ranks.all_hold, self.changes.masks.allowed
-        return schedule_decode(rows, self.running.cache, self.planner, budget, all_hold, allowed)
+        return schedule_decode(requests, self.running.cache, self.planner, budget, all_hold, allowed)
 
-    def drop(self, rows: Collection[RunningRequest]) -> None:
+    def drop(self, requests: Collection[RunningRequest]) -> None:
         """Drop requests between steps; what they published stays findable."""
         self.queue.note_change()
-        self.leave(rows)
+        self.leave(requests)
         self.running.resume()
         self.count()
 
-    def leave(self, rows: Collection[RunningRequest]) -> None:
+    def leave(self, requests: Collection[RunningRequest]) -> None:
         """Release requests; with the last one, the early step goes too."""
-        if not rows:
+        if not requests:
             return
-        self.running.drop(rows)
-        self.forget(rows)
+        self.running.drop(requests)
+        self.forget(requests)
         if not self.running:
             self.drop_early_step()
 
     def drop_early_step(self) -> None:
         """Wait for the early step and forget it; none of its requests is left."""
         self.queue.note_change()
-        if not self.sharing.is_owed:  # else it stays, without rows, as this rank's share of a step
+        if not self.sharing.is_owed:  # else it stays, without requests, as this rank's share of a step
             self.early_steps.drop()
 
     def grow(self) -> GrowthOutcome:
@@ -106,11 +106,11 @@ class StepRequests:
         self.counters.requests_evicted += len(outcome.evicted)
         return outcome
 
-    def forget(self, rows: Iterable[RunningRequest]) -> None:
+    def forget(self, requests: Iterable[RunningRequest]) -> None:
         """Forget what the planner and the changes of logits keep of requests that left."""
-        for row in rows:
-            self.planner.forget(row.request_id)
-            self.changes.forget(row.request_id)
+        for request in requests:
+            self.planner.forget(request.request_id)
+            self.changes.forget(request.request_id)
 
     def clear(self) -> None:
         """Release all requests, and the early step with them. What is cached stays."""
@@ -128,7 +128,7 @@ class StepRequests:
             prefilling=step.num_prefill_requests,
             tokens=step.batch.num_tokens,
             padded_tokens=step.num_padded_tokens,
-            padded_rows=step.num_padded_rows,
+            padded_requests=step.num_padded_requests,
         )
 
     def restore_counts(self, counts: StepCounts) -> None:
@@ -137,9 +137,9 @@ class StepRequests:
 
 
 def draft_budget(
-    rows: Sequence[RunningRequest], budget: int, graphs: GraphsByShape | None, shape: StepShape | None
+    requests: Sequence[RunningRequest], budget: int, graphs: GraphsByShape | None, shape: StepShape | None
 ) -> int:
-    """Return how many drafts the rows of a step may have in all, before any is scheduled.
+    """Return how many drafts the requests of a step may have in all, before any is scheduled.
 
     Together with prompts, a captured step has no room for drafts. What they would gain is less than what the step would
     lose: the host launches it in two to eight times the time of the GPU.
@@ -148,6 +148,6 @@ def draft_budget(
         budget: What the step has room for.
         shape: The one that ranks agreed on; None if this rank steps by itself.
     """
-    step = StepShape.of(rows)
+    step = StepShape.of(requests)
     has_graph = step.num_prefill_requests > 0 and graphs is not None and graphs.hold(step)
     return 0 if has_graph or (shape is not None and shape.width == 1) else budget

@@ -16,28 +16,28 @@ from .memory import CacheMemory
 from .step import any_drawn
 
 
-def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
+def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
     """Sample every logits row and accept the drafts that pass verification.
 
     Args:
         logits: [logits, vocab].
-        distributions: For each decode row, what its drafts were drawn from; None where drafts are certain.
+        distributions: For each decode request, what its drafts were drawn from; None where drafts are certain.
 
     Returns:
-        [rows, 2 + max drafts] int64: how many tokens each row accepts, and those tokens.
+        [requests, 2 + max drafts] int64: how many tokens each request accepts, and those tokens.
     """
-    drawn = _drawn_from(rows, distributions)
-    if drawn is None and rows.draws is Draws.BEST:
-        return accept_matching(greedy_tokens(logits), rows.verify)
-    sampling = rows.sampling(logits)
-    tokens = sample_tokens(sampling, rows.uniforms, any_cut=rows.draws is Draws.KEPT_TOKENS)
+    drawn = _drawn_from(wanted, distributions)
+    if drawn is None and wanted.draws is Draws.BEST:
+        return accept_matching(greedy_tokens(logits), wanted.verify)
+    sampling = wanted.sampling(logits)
+    tokens = sample_tokens(sampling, wanted.uniforms, any_cut=wanted.draws is Draws.KEPT_TOKENS)
     if drawn is None:
-        return accept_matching(tokens, rows.verify)
-    uniforms = RatioUniforms(rows.accept_uniforms, rows.residual_uniforms)
-    return accept_by_ratio(tokens, token_probabilities(sampling), rows.verify, drawn, uniforms)
+        return accept_matching(tokens, wanted.verify)
+    uniforms = RatioUniforms(wanted.accept_uniforms, wanted.residual_uniforms)
+    return accept_by_ratio(tokens, token_probabilities(sampling), wanted.verify, drawn, uniforms)
 
 
-def outcome_on_all_ranks(ranks: Ranks, rows: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
+def outcome_on_all_ranks(ranks: Ranks, wanted: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
     """Return the outcome of `verify_step` on the first rank of the last stage, so that ranks' plans stay the same.
 
     Args:
@@ -47,8 +47,8 @@ def outcome_on_all_ranks(ranks: Ranks, rows: StepLogits, compute: Callable[[], T
         return compute()
     if ranks.is_last_stage:
         return ranks.from_source(compute().contiguous())
-    shape = rows.verify.cu_logits.shape[0] - 1, 2 + rows.verify.max_drafts
-    return ranks.from_source(torch.zeros(shape, dtype=torch.int64, device=rows.verify.cu_logits.device))
+    shape = wanted.verify.cu_logits.shape[0] - 1, 2 + wanted.verify.max_drafts
+    return ranks.from_source(torch.zeros(shape, dtype=torch.int64, device=wanted.verify.cu_logits.device))
 
 
 def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_size: int) -> Tensor:
@@ -64,14 +64,14 @@ def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_siz
     return ranks.from_source(output.new_empty((1, num_logits, vocab_size)))
 
 
-def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
-    """Return the distributions of all rows that have any, and which logits row each belongs to."""
+def _drawn_from(wanted: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
+    """Return the distributions of all requests that have any, and which logits row each belongs to."""
     if not any_drawn(distributions):
         return None
-    index = torch.full(rows.tokens.shape, -1, dtype=torch.int32)
+    index = torch.full(wanted.tokens.shape, -1, dtype=torch.int32)
     found: list[Tensor] = []
     num_found = 0
-    for start, drawn in zip(rows.starts, distributions, strict=False):
+    for start, drawn in zip(wanted.starts, distributions, strict=False):
         if drawn is not None:
             index[start : start + len(drawn)] = torch.arange(num_found, num_found + len(drawn), dtype=torch.int32)
             num_found += len(drawn)
@@ -80,9 +80,9 @@ def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> Dra
 
 
 def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemory) -> None:
-    """Write the boundary state of each decode row that reached a boundary into the slot reserved for it."""
+    """Write the boundary state of each decode request that reached a boundary into the slot reserved for it."""
     if step.align is None:
         return
-    rows = replace(step.align, accepted=outcome[: step.align.targets.shape[0], 0])
+    batch = replace(step.align, accepted=outcome[: step.align.targets.shape[0], 0])
     pool = memory.state_pool
-    pool.drafts.cache_boundaries(pool.cached, step.replay, rows, memory.geometry.block_size)
+    pool.drafts.cache_boundaries(pool.cached, step.replay, batch, memory.geometry.block_size)

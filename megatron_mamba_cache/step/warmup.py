@@ -2,8 +2,8 @@
 
 What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so only the calls of real
 steps show what they need. Warmup makes these calls: the model's own forward, the verification and the align copy, over
-the context's own pools and step buffers. Its rows are padding, which every op skips: their slots are PAD_SLOT and their
-KV goes to the dummy block. They are never admitted, so there is nothing to undo.
+the context's own pools and step buffers. Its requests are padding, which every op skips: their slots are PAD_SLOT and
+their KV goes to the dummy block. They are never admitted, so there is nothing to undo.
 
 Before that, `compile_ahead` makes the same calls without launching Triton's kernels, and threads compile them at once.
 """
@@ -25,7 +25,7 @@ from .buffers import StepLimits
 from .logits import Draws
 from .model import StepModel
 from .runner import StepRunner
-from .shapes import decode_padding_request, prefill_padding_row
+from .shapes import decode_padding_request, prefill_padding_request
 from .verify import copy_reached_boundaries, verify_step
 
 _LOG = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Do what `warm_up` does, for steps without decode rows."""
+    """Do what `warm_up` does, for steps without decode requests."""
     if runner.memory.state_pool.device.type == "cuda":
         rehearse_prefill(model, runner)
 
@@ -86,15 +86,15 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
     memory = runner.memory
     limits = memory.step_buffers.limits
     with runner.rehearsing():
-        for rows in decode_steps(limits, memory.dummy_block):
-            runner.show(runner.lay_out(rows))
+        for requests in decode_steps(limits, memory.dummy_block):
+            runner.show(runner.lay_out(requests))
             logits, step = model.compute_step(), runner.step.batch
             # What is compiled does not depend on values, but a model's NaN would break the sampler.
             zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
             for draws in Draws:
                 outcome = verify_step(replace(step.logits, draws=draws), zeros, [])
             copy_reached_boundaries(step, outcome, memory)
-            if zeros.dtype is not torch.float32:  # as logits are that rows have changed
+            if zeros.dtype is not torch.float32:  # as logits are that requests have changed
                 for draws in Draws:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step's integers overwrite this one's
@@ -104,42 +104,42 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Compute padding in every form that a step of prefill rows may have, on any device."""
+    """Compute padding in every form that a step of prefill requests may have, on any device."""
     memory = runner.memory
     with runner.rehearsing():
-        for rows in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):
-            runner.show(runner.lay_out(rows))
-            memory.restore_states(len(rows))
+        for requests in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):
+            runner.show(runner.lay_out(requests))
+            memory.restore_states(len(requests))
             model.compute_step()
             torch.cuda.synchronize()
 
 
 def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> Iterator[Rows]:
-    """Yield prefill rows, some of one token and some of more; the scan's form depends on how many rows there are."""
+    """Yield batches of prefill requests that reach every kernel variant of the scan."""
     longest = min(limits.max_blocks * block_size, limits.max_length or limits.max_tokens)
-    for num_rows in row_counts(min(limits.max_rows, limits.max_tokens)):  # graphs have room for more
-        yield [prefill_padding_row(1, dummy_block) for _ in range(num_rows)]
+    for num_requests in batch_sizes(min(limits.max_requests, limits.max_tokens)):  # graphs have room for more
+        yield [prefill_padding_request(1, dummy_block) for _ in range(num_requests)]
     if limits.max_tokens > 1:
-        yield [prefill_padding_row(2, dummy_block)]
+        yield [prefill_padding_request(2, dummy_block)]
     if limits.marks_real_tokens:
-        # The forms of experts' products depend on the number of tokens, padding included; a row may not hold all.
-        for num_tokens in row_counts(min(limits.max_tokens, limits.max_rows * longest)):
+        # The forms of experts' products depend on the number of tokens, padding included; a request may not hold all.
+        for num_tokens in batch_sizes(min(limits.max_tokens, limits.max_requests * longest)):
             lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-            yield [prefill_padding_row(length, dummy_block) for length in lengths]
+            yield [prefill_padding_request(length, dummy_block) for length in lengths]
 
 
-def row_counts(max_rows: int) -> list[int]:
-    """Return numbers of rows up to `max_rows`, so close that no kernel has a form between two of them."""
-    return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
+def batch_sizes(max_requests: int) -> list[int]:
+    """Return numbers of requests up to `max_requests`, so close that no kernel has a form between two of them."""
+    return [*(1 << power for power in range((max_requests - 1).bit_length())), max_requests]
 
 
 def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
-    """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs begin where these end."""
+    """Yield decode requests with and without drafts, alone and followed by a prefill request."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
     for width in range(1, widest + 1):  # the form of a replayed state depends on it
         yield [decode_padding_request(width, dummy_block)]
-    most_tokens = min(_MOST_RESIDUES - 1, (limits.max_rows - 1) * widest, limits.max_tokens - 1)
+    most_tokens = min(_MOST_RESIDUES - 1, (limits.max_requests - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):
         widths = [widest] * (num_tokens // widest) + [num_tokens % widest] * (num_tokens % widest > 0)
         decoding = [decode_padding_request(width, dummy_block) for width in widths]
-        yield [*decoding, prefill_padding_row(1, dummy_block)]
+        yield [*decoding, prefill_padding_request(1, dummy_block)]

@@ -32,7 +32,7 @@ FAULT_PLACES: FaultPlaces = {
     "copying states": lambda _run: (runner_module, "copy_reached_boundaries"),
     "before updating requests": lambda run: (run.context.runner, "land"),
     "advancing a row": lambda run: (run.context.cache, "advance"),
-    "growing rows": lambda run: (running_requests, "grow_rows"),
+    "growing requests": lambda run: (running_requests, "grow_requests"),
     "releasing a finished row's blocks": lambda run: (run.context.cache.kv, "release"),
     "releasing a finished row's live slot": lambda run: (run.context.cache.slots, "release_live"),
     "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),

@@ -17,7 +17,7 @@ from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.models.architecture import ExpertsSizes, GatedDeltaSizes
 from megatron_mamba_cache.policy import running_requests
-from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
+from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_requests
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.drafter import Drafter
@@ -584,7 +584,7 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     else:
         tally = assert_replies_are_the_oracles(work, run)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
-    assert run.context.runner._changes.masks._rows == {} and run.context.runner._changes._seen.is_empty
+    assert run.context.runner._changes.masks._requests == {} and run.context.runner._changes._seen.is_empty
     seen["ended by a grammar"] = sum(
         "grammar" in work.arrivals[request_id].attributes and run.tokens(request_id)[-1] == END
         for request_id in run.finished
@@ -623,7 +623,7 @@ def disturbed_step(
             place = rng.choice(sorted(places))
             raise_once(patch, *places[place](run), call=rng.randrange(1, 4))
         elif disturbance == "evict":
-            patch.setattr(running_requests, "grow_rows", _grow_rows_and_evict)
+            patch.setattr(running_requests, "grow_requests", _grow_requests_and_evict)
         try:
             run.step()
         except InjectedFault:
@@ -641,11 +641,11 @@ def _cancel_or_add_neighbour(rng: random.Random, run: EngineRun) -> bool:
     return False
 
 
-def _grow_rows_and_evict(
+def _grow_requests_and_evict(
     rows: list[RunningRequest], cache: PrefixCache, paused_capacity: int, release: Callable[[RunningRequest], object]
 ) -> GrowthOutcome:
     """Grow rows, and evict the youngest that decodes though there may be room for it."""
-    outcome = grow_rows(rows, cache, paused_capacity, release)
+    outcome = grow_requests(rows, cache, paused_capacity, release)
     left = [row for row in rows if not row.is_prefilling and all(row is not other for other in outcome.evicted)]
     if not left:
         return outcome

@@ -141,11 +141,11 @@ def test_graphs_may_have_more_rows_than_requests_can_run(
     models: Any, replays: bool, num_drafts: int, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_shapes, "_is_slow", lambda num_tokens: True)
-    most, rows_too_many = 0, []
+    most, requests_too_many = 0, []
 
     class NotedGraph(StepGraph):
         def __init__(self, model: Any, runner: Any, shape: StepShape, *arguments: Any) -> None:
-            rows_too_many.append(0 if shape.num_prefill_requests else shape.num_rows - most)
+            requests_too_many.append(0 if shape.num_prefill_requests else shape.num_requests - most)
             super().__init__(model, runner, shape, *arguments)
 
     def run(seed: int) -> WorkloadOutcome:
@@ -156,8 +156,8 @@ def test_graphs_may_have_more_rows_than_requests_can_run(
 
     monkeypatch.setattr(graphs, "StepGraph", NotedGraph)
     totals.run_batch("rows too many", SHORT, run, ("graph_steps",), enough=ENOUGH)
-    print(f"{rows_too_many.count(1)} of {len(rows_too_many)} graphs had a row more than requests can run")
-    assert max(rows_too_many) == 1
+    print(f"{requests_too_many.count(1)} of {len(requests_too_many)} graphs had a row more than requests can run")
+    assert max(requests_too_many) == 1
 
 
 def test_every_step_that_a_shape_holds_replays_a_graph() -> None:

@@ -83,7 +83,7 @@ def replies_to(
         run.add(wish.request_id, wish.prompt, wish.sampling(num_tokens), seed=wish.seed)
     run.finish()
     run.assert_nothing_held()
-    assert run.context.runner._changes.masks._rows == {}
+    assert run.context.runner._changes.masks._requests == {}
     return {wish.request_id: run.tokens(wish.request_id) for wish in wishes}
 
 

@@ -47,7 +47,7 @@ def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def checked(runner: StepRunner, step: Step) -> Step:
         begun = begin(runner, step)
-        for row in step.rows:
+        for row in step.requests:
             blocks = runner.memory.kv_buffer[:, :, row.block_ids]
             assert not blocks.isnan().any(), f"blocks {row.block_ids} of request {row.request_id}"
             looked_at["blocks"] += len(row.block_ids)

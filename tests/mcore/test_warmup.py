@@ -28,7 +28,7 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling
 from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
-from megatron_mamba_cache.step.warmup import decode_steps, prefill_steps, rehearse, rehearse_prefill, row_counts
+from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse, rehearse_prefill
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
@@ -168,18 +168,18 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 24, 64, 128, 300])
-@pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 16, 33, 100, 256])
+@pytest.mark.parametrize("max_requests", [1, 2, 3, 5, 16, 33, 100, 256])
 def test_rehearsed_numbers_of_rows_bring_every_form_of_the_scan(
-    num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPatch
+    num_heads: int, max_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
     x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
     tokens = SSMTokens(x, x[..., 0], B, B)
     q, b = torch.empty(1, 1, 128, dtype=torch.bfloat16), torch.empty(1, num_heads)
     delta_tokens = DeltaTokens(q, q, q.expand(1, num_heads, 128), b, b)
-    assert max(row_counts(max_rows)) == max_rows
+    assert max(batch_sizes(max_requests)) == max_requests
     for forms_of in (partial(choose_tiling, tokens), partial(scan_portable.choose_tiling, delta_tokens)):
-        assert {forms_of(n) for n in row_counts(max_rows)} == {forms_of(n) for n in range(1, max_rows + 1)}
+        assert {forms_of(n) for n in batch_sizes(max_requests)} == {forms_of(n) for n in range(1, max_requests + 1)}
 
 
 def cache_snapshot(run: EngineRun) -> CacheSnapshot:
@@ -352,11 +352,11 @@ def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 @given(st.data())
 def test_no_rehearsed_step_has_more_rows_or_tokens_than_there_is_room_for(data: st.DataObject) -> None:
-    max_rows, max_tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 600))
+    max_requests, max_tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 600))
     limits = StepLimits(
         max_tokens=max_tokens,
-        max_rows=max_rows,
-        max_chunks=max_tokens // 8 + 2 * max_rows,
+        max_requests=max_requests,
+        max_chunks=max_tokens // 8 + 2 * max_requests,
         max_blocks=data.draw(st.integers(1, 20)),
         max_drafts=data.draw(st.integers(0, 8)),
         max_length=data.draw(st.integers(1, 300)),
@@ -364,8 +364,8 @@ def test_no_rehearsed_step_has_more_rows_or_tokens_than_there_is_room_for(data: 
     )
     prefilling, decoding = list(prefill_steps(limits, 16, 0)), list(decode_steps(limits, 0))
     for rows in prefilling + decoding:
-        assert 0 < len(rows) <= max_rows and sum(row.scheduled for row in rows) <= max_tokens
-    most = min(max_rows, max_tokens)
+        assert 0 < len(rows) <= max_requests and sum(row.scheduled for row in rows) <= max_tokens
+    most = min(max_requests, max_tokens)
     assert {1, most} <= {len(rows) for rows in prefilling}
 
 

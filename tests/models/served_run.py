@@ -72,7 +72,7 @@ def _record_logits(engine: Any) -> dict[int, list[Tensor]]:
     sample = engine.context.runner._sample
 
     def record_and_sample(step: Step, logits: Tensor, **settings: bool) -> Tensor:
-        for row, row_logits in zip(step.rows, logits.squeeze(0), strict=True):
+        for row, row_logits in zip(step.requests, logits.squeeze(0), strict=True):
             if row.samples_this_step:
                 recorded[row.request_id].append(row_logits.to("cpu", copy=True))
         return sample(step, logits, **settings)

@@ -69,7 +69,7 @@ def small_cache(
     )
 
 
-def request(
+def new_spec(
     request_id: int, prompt: Iterable[int], *, max_len: int = 64, tenant: str = "", may_skip: bool = True
 ) -> RequestSpec:
     """Return a request for a prompt."""
@@ -79,7 +79,7 @@ def request(
 
 def outcome(cache: PrefixCache, prompt: list[int], *, budget: int = ENOUGH, **settings: object) -> object:
     """Return the plan of a prompt's admission, or why it is refused."""
-    return cache.plan(candidate_of(cache, request(99, prompt, **settings)), budget)  # type: ignore[arg-type]
+    return cache.plan(candidate_of(cache, new_spec(99, prompt, **settings)), budget)  # type: ignore[arg-type]
 
 
 def candidate_of(cache: PrefixCache, spec: RequestSpec) -> Candidate:
@@ -101,59 +101,59 @@ def admit(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> Runnin
     return cache.admit(candidate_of(cache, spec), planned(cache, spec, budget))
 
 
-def run_step(cache: PrefixCache, rows: Sequence[RunningRequest], token: int = 0) -> None:
-    """Publish and advance scheduled rows, none of which has drafts; those that sample are given `token`."""
-    for row in rows:
-        if row.is_prefilling:
-            cache.publish(row, row.scheduled)
-    for row in rows:
-        if row.samples_this_step:
-            keep(cache, row, [token])
+def run_step(cache: PrefixCache, requests: Sequence[RunningRequest], token: int = 0) -> None:
+    """Publish and advance scheduled requests, none of which has drafts; those that sample are given `token`."""
+    for request in requests:
+        if request.is_prefilling:
+            cache.publish(request, request.scheduled)
+    for request in requests:
+        if request.samples_this_step:
+            keep(cache, request, [token])
         else:
-            cache.advance(row, row.scheduled)
+            cache.advance(request, request.scheduled)
 
 
-def keep(cache: PrefixCache, row: RunningRequest, tokens: Sequence[int]) -> None:
-    """End a row's step that yields `tokens`; a prompt is published already, what was generated is now."""
-    row.generated.extend(tokens)
-    if row.is_prefilling:
-        cache.advance(row, row.scheduled)
+def keep(cache: PrefixCache, request: RunningRequest, tokens: Sequence[int]) -> None:
+    """End a request's step that yields `tokens`; a prompt is published already, what was generated is now."""
+    request.generated.extend(tokens)
+    if request.is_prefilling:
+        cache.advance(request, request.scheduled)
     else:
-        cache.publish(row, len(tokens))
-        cache.advance(row, len(tokens))
+        cache.publish(request, len(tokens))
+        cache.advance(request, len(tokens))
 
 
 def prefill(cache: PrefixCache, spec: RequestSpec, first_token: int = 0) -> RunningRequest:
     """Admit a request, compute its prompt in one chunk and sample a first token."""
-    row = admit(cache, spec)
-    run_step(cache, [row], first_token)
-    return row
+    request = admit(cache, spec)
+    run_step(cache, [request], first_token)
+    return request
 
 
-def decode(cache: PrefixCache, row: RunningRequest, tokens: Iterable[int]) -> None:
-    """Run a decode step for each token to be sampled, growing the row where it has to."""
+def decode(cache: PrefixCache, request: RunningRequest, tokens: Iterable[int]) -> None:
+    """Run a decode step for each token to be sampled, growing the request where it has to."""
     for token in tokens:
-        if row.computed == len(row.block_ids) * cache.block_size:
-            cache.grow(row)
-        cache.schedule_decode(row)
-        run_step(cache, [row], token)
+        if request.computed == len(request.block_ids) * cache.block_size:
+            cache.grow(request)
+        cache.schedule_decode(request)
+        run_step(cache, [request], token)
 
 
-def verify(cache: PrefixCache, row: RunningRequest, drafts: Sequence[int], kept: Sequence[int]) -> None:
-    """Run a decode step that feeds drafts and keeps `kept` tokens, growing the row where it has to."""
-    if row.computed == len(row.block_ids) * cache.block_size:
-        cache.grow(row)
-    cache.schedule_decode(row, drafts)
-    keep(cache, row, kept)
+def verify(cache: PrefixCache, request: RunningRequest, drafts: Sequence[int], kept: Sequence[int]) -> None:
+    """Run a decode step that feeds drafts and keeps `kept` tokens, growing the request where it has to."""
+    if request.computed == len(request.block_ids) * cache.block_size:
+        cache.grow(request)
+    cache.schedule_decode(request, drafts)
+    keep(cache, request, kept)
 
 
 def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
     """Run a request from admission to release, no other beside it, and return the prompt tokens that it skipped."""
-    row = admit(cache, spec)
-    skipped = row.computed
-    run_step(cache, [row], 0)
-    decode(cache, row, reply)
-    cache.release(row)
+    request = admit(cache, spec)
+    skipped = request.computed
+    run_step(cache, [request], 0)
+    decode(cache, request, reply)
+    cache.release(request)
     cache.check_integrity([])
     return skipped
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges, BoundaryJournal
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
-from tests.policy.small_cache import cached_states, drop_states, prefill, request, serve, small_cache
+from tests.policy.small_cache import cached_states, drop_states, new_spec, prefill, serve, small_cache
 
 
 def resumable(cache: PrefixCache) -> set[BlockKey | None]:
@@ -23,7 +23,7 @@ def apply(changes: BoundaryChanges, known: set[BlockKey | None]) -> set[BlockKey
 
 def test_what_was_there_before_is_told_first() -> None:
     cache, journal = small_cache(), BoundaryJournal()
-    serve(cache, request(0, range(10)))
+    serve(cache, new_spec(0, range(10)))
     cache.slots.observe(journal)
     assert {*journal.take(cache.kv.key_of).published} == resumable(cache) != set()
 
@@ -31,7 +31,7 @@ def test_what_was_there_before_is_told_first() -> None:
 def test_a_boundary_that_came_and_went_is_not_told() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     cache.slots.observe(journal)
-    serve(cache, request(0, range(10)))
+    serve(cache, new_spec(0, range(10)))
     drop_states(cache)
     assert not journal.take(cache.kv.key_of)
 
@@ -39,7 +39,7 @@ def test_a_boundary_that_came_and_went_is_not_told() -> None:
 def test_a_flush_voids_what_was_told() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     cache.slots.observe(journal)
-    serve(cache, request(0, range(10)))
+    serve(cache, new_spec(0, range(10)))
     journal.take(cache.kv.key_of)
     cache.flush()
     assert journal.take(cache.kv.key_of) == BoundaryChanges(were_flushed=True)
@@ -71,9 +71,9 @@ def test_changes_add_up_to_what_is_cached(seed: int) -> None:
         if rng.random() < 0.1:
             cache.flush()
         elif rng.random() < 0.5:
-            cache.release(prefill(cache, request(request_id, prompt)))
+            cache.release(prefill(cache, new_spec(request_id, prompt)))
         else:
-            serve(cache, request(request_id, prompt), [rng.randrange(3) for _ in range(rng.randrange(10))])
+            serve(cache, new_spec(request_id, prompt), [rng.randrange(3) for _ in range(rng.randrange(10))])
         if rng.random() < 0.5:
             known = apply(journal.take(cache.kv.key_of), known)
             assert known == resumable(cache)

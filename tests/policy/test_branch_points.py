@@ -14,7 +14,7 @@ from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.policy.requests import Candidate
 from megatron_mamba_cache.policy.running_requests import RunningRequests
 from megatron_mamba_cache.policy.scheduler import StepScheduler
-from tests.policy.small_cache import BLOCK, ENOUGH, request, run_step, small_cache
+from tests.policy.small_cache import BLOCK, ENOUGH, new_spec, run_step, small_cache
 
 ROOT = bytes(32)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -59,7 +59,7 @@ class Queue:
     max_tokens: int = ENOUGH
 
     def __post_init__(self) -> None:
-        self.rows = RunningRequests(self.cache, 64, self.max_tokens)
+        self.requests = RunningRequests(self.cache, 64, self.max_tokens)
         self._candidates: dict[int, Candidate] = {}
         self._scheduler = StepScheduler()
 
@@ -71,19 +71,19 @@ class Queue:
 
     def step(self) -> int:
         """Run a step and return the prompt tokens that it computes; requests that have been prefilled leave."""
-        filled = self._scheduler.fill_step(self.rows, [self.candidate(spec.request_id) for spec in self.waiting])
-        admitted = {row.request_id for row in filled.admitted}
+        filled = self._scheduler.fill_step(self.requests, [self.candidate(spec.request_id) for spec in self.waiting])
+        admitted = {request.request_id for request in filled.admitted}
         self.waiting = [spec for spec in self.waiting if spec.request_id not in admitted]
-        computed = sum(row.scheduled for row in self.rows)
-        run_step(self.cache, list(self.rows))
-        self.rows.check_integrity()
-        self.rows.drop([row for row in self.rows if not row.is_prefilling])
+        computed = sum(request.scheduled for request in self.requests)
+        run_step(self.cache, list(self.requests))
+        self.requests.check_integrity()
+        self.requests.drop([request for request in self.requests if not request.is_prefilling])
         return computed
 
     def steps(self) -> list[int]:
         """Run all requests; return the prompt tokens of each step."""
         found = []
-        while self.waiting or self.rows:
+        while self.waiting or self.requests:
             found.append(self.step())
         return found
 
@@ -91,7 +91,7 @@ class Queue:
 def burst(count: int, shared: int, own: int) -> list[RequestSpec]:
     """Return requests with a common beginning of `shared` tokens."""
     beginning = [1000 + place for place in range(shared)]
-    return [request(index, beginning + [100 * (index + 1) + place for place in range(own)]) for index in range(count)]
+    return [new_spec(index, beginning + [100 * (index + 1) + place for place in range(own)]) for index in range(count)]
 
 
 @pytest.mark.parametrize("num_slots", [12, 40])
@@ -111,13 +111,18 @@ def test_a_beginning_that_one_step_cannot_hold_is_computed_once_too() -> None:
 
 def test_requests_that_part_at_two_places_start_from_both() -> None:
     a, b = [1] * BLOCK, [2] * BLOCK
-    specs = [request(0, a + b + [3] * 5), request(1, a + [4] * 5), request(2, a + b + [5] * 5), request(3, a + [6] * 5)]
+    specs = [
+        new_spec(0, a + b + [3] * 5),
+        new_spec(1, a + [4] * 5),
+        new_spec(2, a + b + [5] * 5),
+        new_spec(3, a + [6] * 5),
+    ]
     assert Queue(small_cache(100, 40), specs).steps() == [2 * BLOCK + 5, 5 + 5 + 5]
 
 
 def test_a_burst_of_other_tenants_shares_nothing() -> None:
     beginning = [7] * (2 * BLOCK)
-    specs = [request(index, [*beginning, index], tenant=str(index)) for index in range(3)]
+    specs = [new_spec(index, [*beginning, index], tenant=str(index)) for index in range(3)]
     assert Queue(small_cache(100, 40), specs).steps() == [3 * (2 * BLOCK + 1)]
 
 
@@ -138,15 +143,17 @@ def test_a_prompt_whose_keys_cannot_be_computed_is_to_blame_itself() -> None:
     queue = Queue(small_cache(100, 40), burst(3, 2 * BLOCK, 1))
     scheduler = StepScheduler()
     with pytest.raises(MemoryError):
-        scheduler.fill_step(queue.rows, [queue.candidate(0), queue.candidate(1), UnreadablePrompt(queue.waiting[2])])
+        scheduler.fill_step(
+            queue.requests, [queue.candidate(0), queue.candidate(1), UnreadablePrompt(queue.waiting[2])]
+        )
     assert scheduler.take_in_hand() == 2
-    assert not queue.rows
+    assert not queue.requests
 
 
 def test_a_long_queue_is_not_searched_to_its_end() -> None:
     queue = Queue(small_cache(1000, 400), burst(LOOK_AHEAD + 10, 0, BLOCK + 1))
     waiting = [queue.candidate(spec.request_id) for spec in queue.waiting]
-    queue.rows = RunningRequests(queue.cache, 1, ENOUGH)
-    StepScheduler().fill_step(queue.rows, waiting)
+    queue.requests = RunningRequests(queue.cache, 1, ENOUGH)
+    StepScheduler().fill_step(queue.requests, waiting)
     seen = [candidate.request_id for candidate in waiting if candidate.chain.keys]
     assert max(seen) == LOOK_AHEAD

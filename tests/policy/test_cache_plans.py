@@ -13,8 +13,8 @@ from tests.policy.small_cache import (
     candidate_of,
     drop_states,
     frozen,
+    new_spec,
     prefill,
-    request,
     serve,
     small_cache,
 )
@@ -26,9 +26,9 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 @pytest.mark.parametrize("budget", [0, 3, ENOUGH])
 def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
     cache = small_cache(num_blocks=9, num_slots=4)
-    serve(cache, request(0, [*A, *B, 9]))
-    admit(cache, request(1, [*A, *B, *C, 5]))
-    candidate = candidate_of(cache, request(2, prompt))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    admit(cache, new_spec(1, [*A, *B, *C, 5]))
+    candidate = candidate_of(cache, new_spec(2, prompt))
     before = frozen(cache)
     cache.plan(candidate, budget)
     assert frozen(cache) == before
@@ -36,7 +36,7 @@ def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
 
 def test_plan_after_a_flush_refreshes_stale_keys_and_nothing_else(new_cache: NewCache) -> None:
     cache = new_cache()
-    candidate = candidate_of(cache, request(0, [*A, *B, 9]))
+    candidate = candidate_of(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
     before = frozen(cache)
     cache.plan(candidate, ENOUGH)
@@ -73,8 +73,8 @@ def remove_the_free_slots(cache: PrefixCache) -> None:
 )
 def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: NewCache, remove: object) -> None:
     cache = new_cache()
-    serve(cache, request(0, [*A, *B, 9]))
-    candidate = candidate_of(cache, request(1, [*A, *B, 8]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    candidate = candidate_of(cache, new_spec(1, [*A, *B, 8]))
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and plan.match.skip_tokens == 2 * BLOCK
     remove(cache)  # type: ignore[operator]
@@ -86,11 +86,11 @@ def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: New
 
 def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
     cache = small_cache(num_blocks=4)
-    serve(cache, request(0, [*A, *B, 9]))
-    candidate = candidate_of(cache, request(1, [*A, *B, 8]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    candidate = candidate_of(cache, new_spec(1, [*A, *B, 8]))
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and len(plan.match.blocks) == 2
-    serve(cache, request(2, [*C, *C, *C, *C]))
+    serve(cache, new_spec(2, [*C, *C, *C, *C]))
     assert all(cache.kv.key_of(block) for block in plan.match.blocks)
     before = frozen(cache)
     with pytest.raises(CacheIntegrityError, match="no longer cached"):
@@ -100,8 +100,8 @@ def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
 
 def test_growing_without_a_block_changes_nothing() -> None:
     cache = small_cache(num_blocks=2)
-    row = prefill(cache, request(0, [*A, *B]))
+    request = prefill(cache, new_spec(0, [*A, *B]))
     before = frozen(cache)
     with pytest.raises(CacheCapacityError, match="buffer-size-gb"):
-        cache.grow(row)
-    assert frozen(cache) == before and len(row.block_ids) == 2
+        cache.grow(request)
+    assert frozen(cache) == before and len(request.block_ids) == 2

@@ -1,4 +1,4 @@
-"""Aborted steps, released rows, evictions, and the check that finds what disagrees."""
+"""Aborted steps, released requests, evictions, and the check that finds what disagrees."""
 
 import pytest
 
@@ -13,10 +13,10 @@ from tests.policy.small_cache import (
     NewCache,
     admit,
     cached_states,
+    new_spec,
     outcome,
     planned,
     prefill,
-    request,
     run_step,
     serve,
     small_cache,
@@ -36,10 +36,10 @@ def test_release_that_fails_half_way_can_be_repeated(
     new_cache: NewCache, part: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = new_cache()
-    serve(cache, request(0, [*A, *B, 9]))
-    row = admit(cache, request(1, [*A, *B, *C, 9]))
-    assert row.reserved and row.source_block is not None
-    held = (list(row.block_ids), row.cursor.live_slot)
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    request = admit(cache, new_spec(1, [*A, *B, *C, 9]))
+    assert request.reserved and request.source_block is not None
+    held = (list(request.block_ids), request.cursor.live_slot)
 
     def fail(*_: object) -> None:
         raise RuntimeError(method)
@@ -47,32 +47,32 @@ def test_release_that_fails_half_way_can_be_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(getattr(cache, part), method, fail)
         with pytest.raises(RuntimeError, match=method):
-            cache.release(row)
-    cache.check_integrity([row])
-    assert row.cursor.live_slot == held[1] and row.block_ids == ([] if method == "release_live" else held[0])
-    assert cache.slots.owner_of(row.cursor.live_slot) is SlotOwner.LIVE
-    cache.release(row)
+            cache.release(request)
+    cache.check_integrity([request])
+    assert request.cursor.live_slot == held[1] and request.block_ids == ([] if method == "release_live" else held[0])
+    assert cache.slots.owner_of(request.cursor.live_slot) is SlotOwner.LIVE
+    cache.release(request)
     cache.check_integrity([])
     assert (cache.kv.num_referenced, cache.slots.num_available) == (0, cache.slots.num_slots)
 
 
 def test_abort_returns_reservations_and_pins_and_publishes_nothing(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
-    serve(cache, request(0, [*A, 9]))
-    row = admit(cache, request(1, [*A, *B, *C, 9]))
-    assert len(row.reserved) == 2 and cache.slots.is_pinned(row.block_ids[0])
-    cache.abort(row)
-    assert (row.reserved, row.scheduled, row.source_block) == ([], 0, None)
-    assert cache.slots.num_reserved == 0 and not cache.slots.is_pinned(row.block_ids[0])
-    assert [cache.kv.key_of(block) is None for block in row.block_ids] == [False, True, True, True]
-    cache.check_integrity([row])
+    serve(cache, new_spec(0, [*A, 9]))
+    request = admit(cache, new_spec(1, [*A, *B, *C, 9]))
+    assert len(request.reserved) == 2 and cache.slots.is_pinned(request.block_ids[0])
+    cache.abort(request)
+    assert (request.reserved, request.scheduled, request.source_block) == ([], 0, None)
+    assert cache.slots.num_reserved == 0 and not cache.slots.is_pinned(request.block_ids[0])
+    assert [cache.kv.key_of(block) is None for block in request.block_ids] == [False, True, True, True]
+    cache.check_integrity([request])
 
 
 def test_release_in_the_middle_of_a_step_returns_everything(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
-    serve(cache, request(0, [*A, 9]))
-    row = admit(cache, request(1, [*A, *B, *C, 9]))
-    cache.release(row)
+    serve(cache, new_spec(0, [*A, 9]))
+    request = admit(cache, new_spec(1, [*A, *B, *C, 9]))
+    cache.release(request)
     cache.check_integrity([])
     owners = cache.slots.count_by_owner()
     assert owners == {"free": cache.slots.num_free, "live": 0, "reserved": 0, "cached": 1, "draft": 0}
@@ -82,16 +82,16 @@ def test_release_in_the_middle_of_a_step_returns_everything(new_cache: NewCache)
 
 def test_what_a_finished_request_published_stays_until_evicted() -> None:
     cache = small_cache(num_blocks=4)
-    serve(cache, request(0, [*A, *B, 9]))
-    serve(cache, request(1, [*C, 9]))
-    assert planned(cache, request(2, [*A, *B, 9])).match.skip_tokens == 2 * BLOCK
-    serve(cache, request(3, [*D, *D, *D, 9]))
-    assert planned(cache, request(4, [*A, *B, 9])).match.blocks == ()
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    serve(cache, new_spec(1, [*C, 9]))
+    assert planned(cache, new_spec(2, [*A, *B, 9])).match.skip_tokens == 2 * BLOCK
+    serve(cache, new_spec(3, [*D, *D, *D, 9]))
+    assert planned(cache, new_spec(4, [*A, *B, 9])).match.blocks == ()
 
 
 def test_state_leaves_with_its_block() -> None:
     cache = small_cache(num_blocks=3)
-    serve(cache, request(0, [*A, *B, 9]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
     (block,) = cached_states(cache)
     taken = cache.kv.allocate(2)
     assert block in taken and cached_states(cache) == []
@@ -100,19 +100,19 @@ def test_state_leaves_with_its_block() -> None:
 
 def test_matched_prefix_is_not_evicted_for_the_request_that_matched_it() -> None:
     cache = small_cache(num_blocks=4)
-    serve(cache, request(0, [*A, *B, 9]))
-    serve(cache, request(1, [*D, 9]))
-    row = admit(cache, request(2, [*A, *B, *C, 9]))
-    assert row.computed == 2 * BLOCK
-    assert [cache.kv.find(key) for key in row.chain.keys[:2]] == row.block_ids[:2]
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    serve(cache, new_spec(1, [*D, 9]))
+    request = admit(cache, new_spec(2, [*A, *B, *C, 9]))
+    assert request.computed == 2 * BLOCK
+    assert [cache.kv.find(key) for key in request.chain.keys[:2]] == request.block_ids[:2]
     assert outcome(cache, [*D, 9]) is Refusal.NO_BLOCKS
-    cache.check_integrity([row])
+    cache.check_integrity([request])
 
 
 def test_states_of_a_request_that_just_ended_outlive_older_ones() -> None:
     cache = small_cache(num_slots=4)
-    first = prefill(cache, request(0, [*A, 9]))
-    cache.release(prefill(cache, request(1, [*B, 9])))
+    first = prefill(cache, new_spec(0, [*A, 9]))
+    cache.release(prefill(cache, new_spec(1, [*B, 9])))
     cache.release(first)
     cache.slots.reserve(3)
     assert cached_states(cache) == [cache.kv.find(first.chain.keys[0])]
@@ -120,31 +120,31 @@ def test_states_of_a_request_that_just_ended_outlive_older_ones() -> None:
 
 def test_source_state_is_pinned_until_the_step_is_published() -> None:
     cache = small_cache(num_slots=3)
-    serve(cache, request(0, [*A, *B, 9]))
-    row = admit(cache, request(1, [*A, *B, 8]))
-    source = row.source_block
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    request = admit(cache, new_spec(1, [*A, *B, 8]))
+    source = request.source_block
     assert source is not None and cache.slots.is_pinned(source)
     with pytest.raises(CacheCapacityError):
         cache.slots.reserve(2)
-    run_step(cache, [row])
-    assert not cache.slots.is_pinned(source) and row.source_slot is None
+    run_step(cache, [request])
+    assert not cache.slots.is_pinned(source) and request.source_slot is None
 
 
 def test_age_counts_admissions_and_survives_a_readmission(new_cache: NewCache) -> None:
     cache = new_cache()
-    rows = [prefill(cache, request(index, [index])) for index in range(3)]
-    assert [row.age for row in rows] == [0, 1, 2]
-    cache.release(rows[0])
-    again = Candidate(request(0, [0, 0]), age=rows[0].age)
+    requests = [prefill(cache, new_spec(index, [index])) for index in range(3)]
+    assert [request.age for request in requests] == [0, 1, 2]
+    cache.release(requests[0])
+    again = Candidate(new_spec(0, [0, 0]), age=requests[0].age)
     plan = planned(cache, again.spec)
     assert cache.admit(again, plan).age == 0
 
 
 def test_counters_say_what_was_matched_and_what_was_skipped(new_cache: NewCache) -> None:
     cache = new_cache()
-    serve(cache, request(0, [*A, *B, 9]))
-    serve(cache, request(1, [*A, *B, 9]), [1, 2])
-    serve(cache, request(2, [*A, *C, 9]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    serve(cache, new_spec(1, [*A, *B, 9]), [1, 2])
+    serve(cache, new_spec(2, [*A, *C, 9]))
     counters = cache.counters
     assert (counters.requests_admitted, counters.prompt_tokens_matched, counters.prompt_tokens_skipped) == (3, 12, 8)
     assert (counters.prefill_tokens_computed, counters.decode_tokens_computed) == (9 + 1 + 9, 2)
@@ -158,29 +158,29 @@ def test_states_make_room_for_blocks_and_blocks_for_states() -> None:
     cache = small_cache(slabs=(4, 2, 1))
     space = cache.pools.space
     assert isinstance(space, SlabSpace)
-    serve(cache, request(0, [*A, *B, 9]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
     assert space.count_slabs() == {"unused": 2, "kv_blocks": 1, "states": 1}
-    row = prefill(cache, request(1, [*C, *C, *C, *C, *C]))
+    request = prefill(cache, new_spec(1, [*C, *C, *C, *C, *C]))
     assert space.count_slabs() == {"unused": 0, "kv_blocks": 3, "states": 1}
     assert cached_states(cache) == []
-    cache.release(row)
+    cache.release(request)
     assert space.count_slabs() == {"unused": 4, "kv_blocks": 0, "states": 0}
-    rows = [admit(cache, request(number, [number])) for number in (2, 3)]
+    requests = [admit(cache, new_spec(number, [number])) for number in (2, 3)]
     assert space.count_slabs() == {"unused": 1, "kv_blocks": 1, "states": 2}
-    cache.check_integrity(rows)
+    cache.check_integrity(requests)
 
 
 def test_slab_with_a_block_of_a_running_request_is_not_taken_for_a_state() -> None:
     cache = small_cache(slabs=(3, 2, 1))
-    row = prefill(cache, request(0, [*A, *B, *C]))
+    request = prefill(cache, new_spec(0, [*A, *B, *C]))
     assert outcome(cache, [9]) is Refusal.NO_SLOT
-    cache.release(row)
-    assert planned(cache, request(1, [9])).num_new_blocks == 1
+    cache.release(request)
+    assert planned(cache, new_spec(1, [9])).num_new_blocks == 1
 
 
 def test_release_from_shared_memory_that_fails_half_way_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache(slabs=(20, 4, 2))
-    first, second, third = [prefill(cache, request(number, [number])) for number in range(3)]
+    first, second, third = [prefill(cache, new_spec(number, [number])) for number in range(3)]
     cache.release(first)  # its slab has room, and a lower number than the third's
 
     def fail(*_: object) -> None:
@@ -196,39 +196,39 @@ def test_release_from_shared_memory_that_fails_half_way_keeps_its_slot(monkeypat
 # Integrity checks.
 
 
-def lose_a_row(rows: list[object]) -> None:
-    rows.pop()
+def lose_a_request(requests: list[object]) -> None:
+    requests.pop()
 
 
-def lose_a_block(rows: list[object]) -> None:
-    rows[0].block_ids.pop()  # type: ignore[attr-defined]
+def lose_a_block(requests: list[object]) -> None:
+    requests[0].block_ids.pop()  # type: ignore[attr-defined]
 
 
-def hold_a_strange_block(rows: list[object]) -> None:
-    rows[0].block_ids.append(BlockId(15))  # type: ignore[attr-defined]
+def hold_a_strange_block(requests: list[object]) -> None:
+    requests[0].block_ids.append(BlockId(15))  # type: ignore[attr-defined]
 
 
-def lose_a_column(rows: list[object]) -> None:
-    rows[0].cursor.draft_slots.pop()  # type: ignore[attr-defined]
+def lose_a_column(requests: list[object]) -> None:
+    requests[0].cursor.draft_slots.pop()  # type: ignore[attr-defined]
 
 
-def claim_a_strange_column(rows: list[object]) -> None:
-    rows[0].cursor.draft_slots[0] = rows[0].cursor.live_slot  # type: ignore[attr-defined]
+def claim_a_strange_column(requests: list[object]) -> None:
+    requests[0].cursor.draft_slots[0] = requests[0].cursor.live_slot  # type: ignore[attr-defined]
 
 
-def swap_live_slot_and_column(rows: list[object]) -> None:
-    row = rows[0]
-    row.cursor.draft_slots[0], row.cursor.live_slot = row.cursor.live_slot, row.cursor.draft_slots[0]  # type: ignore[attr-defined]
+def swap_live_slot_and_column(requests: list[object]) -> None:
+    request = requests[0]
+    request.cursor.draft_slots[0], request.cursor.live_slot = request.cursor.live_slot, request.cursor.draft_slots[0]  # type: ignore[attr-defined]
 
 
-def lose_a_reservation(rows: list[object]) -> None:
-    rows[1].reserved.clear()  # type: ignore[attr-defined]
+def lose_a_reservation(requests: list[object]) -> None:
+    requests[1].reserved.clear()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lose_a_row,
+        lose_a_request,
         lose_a_block,
         hold_a_strange_block,
         lose_a_reservation,
@@ -239,9 +239,9 @@ def lose_a_reservation(rows: list[object]) -> None:
 )
 def test_check_integrity_finds_rows_that_disagree_with_the_pools(new_cache: NewCache, corrupt: object) -> None:
     cache = new_cache()
-    rows = [prefill(cache, request(0, [*A, 9])), admit(cache, request(1, [*B, 9]))]
-    cache.schedule_decode(rows[0], [8])
-    cache.check_integrity(rows)
-    corrupt(rows)  # type: ignore[operator]
+    requests = [prefill(cache, new_spec(0, [*A, 9])), admit(cache, new_spec(1, [*B, 9]))]
+    cache.schedule_decode(requests[0], [8])
+    cache.check_integrity(requests)
+    corrupt(requests)  # type: ignore[operator]
     with pytest.raises(CacheIntegrityError):
-        cache.check_integrity(rows)
+        cache.check_integrity(requests)

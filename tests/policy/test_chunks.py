@@ -12,9 +12,9 @@ from megatron_mamba_cache.step.prefill_metadata import ChunkPlan, plan_chunks
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5)
 
 
-def plan_rows(rows: list[tuple[int, int]], chunk_size: int) -> ChunkPlan:
-    starts = list(accumulate((num_new for _, num_new in rows), initial=0))
-    return plan_chunks([computed for computed, _ in rows], starts, chunk_size)
+def plan_demands(requests: list[tuple[int, int]], chunk_size: int) -> ChunkPlan:
+    starts = list(accumulate((num_new for _, num_new in requests), initial=0))
+    return plan_chunks([computed for computed, _ in requests], starts, chunk_size)
 
 
 def test_resumed_row_is_cut_at_absolute_positions() -> None:
@@ -43,19 +43,21 @@ def test_empty_batch_has_no_chunk() -> None:
 
 
 @given(ROWS, st.integers(1, 12))
-def test_plan_equals_a_walk_over_every_token(rows: list[tuple[int, int]], chunk_size: int) -> None:
+def test_plan_equals_a_walk_over_every_token(requests: list[tuple[int, int]], chunk_size: int) -> None:
     ends: list[int] = []
     owners: list[int] = []
     packed = 0
-    for row, (computed, num_new) in enumerate(rows):
+    for request, (computed, num_new) in enumerate(requests):
         for token in range(1, num_new + 1):
             packed += 1
             if (computed + token) % chunk_size == 0 or token == num_new:
                 ends.append(packed)
-                owners.append(row)
-    last = [max((i for i, owner in enumerate(owners) if owner == row), default=-1) for row in range(len(rows))]
-    firsts = [sum(owner < row for owner in owners) for row in range(len(rows) + 1)]
-    plan = plan_rows(rows, chunk_size)
+                owners.append(request)
+    last = [
+        max((i for i, owner in enumerate(owners) if owner == request), default=-1) for request in range(len(requests))
+    ]
+    firsts = [sum(owner < request for owner in owners) for request in range(len(requests) + 1)]
+    plan = plan_demands(requests, chunk_size)
     assert plan == ChunkPlan((0, *ends), tuple(owners), tuple(firsts))
     assert plan.last_chunk_indices == tuple(last)
 
@@ -64,16 +66,18 @@ def test_plan_equals_a_walk_over_every_token(rows: list[tuple[int, int]], chunk_
 def test_row_resumed_on_a_cut_has_the_chunks_of_an_uninterrupted_one(
     computed: int, num_new: int, chunk_size: int, data: st.DataObject
 ) -> None:
-    whole = [computed + end for end in plan_rows([(computed, num_new)], chunk_size).cu_chunks]
+    whole = [computed + end for end in plan_demands([(computed, num_new)], chunk_size).cu_chunks]
     cut = data.draw(st.sampled_from(whole))
-    head = [computed + end for end in plan_rows([(computed, cut - computed)], chunk_size).cu_chunks]
-    tail = [cut + end for end in plan_rows([(cut, computed + num_new - cut)], chunk_size).cu_chunks]
+    head = [computed + end for end in plan_demands([(computed, cut - computed)], chunk_size).cu_chunks]
+    tail = [cut + end for end in plan_demands([(cut, computed + num_new - cut)], chunk_size).cu_chunks]
     assert head + tail[1:] == whole
 
 
 @given(ROWS, st.integers(1, 12))
-def test_every_position_finds_the_chunk_that_ends_there_or_none(rows: list[tuple[int, int]], chunk_size: int) -> None:
-    plan = plan_rows(rows, chunk_size)
+def test_every_position_finds_the_chunk_that_ends_there_or_none(
+    requests: list[tuple[int, int]], chunk_size: int
+) -> None:
+    plan = plan_demands(requests, chunk_size)
     found = {end: index for index, end in enumerate(plan.cu_chunks[1:])}
     for position in range(-1, plan.cu_chunks[-1] + 2):
         if position in found:

@@ -11,10 +11,10 @@ from tests.policy.small_cache import (
     cached_states,
     decode,
     keep,
+    new_spec,
     outcome,
     planned,
     prefill,
-    request,
     run_step,
     serve,
     small_cache,
@@ -32,13 +32,15 @@ def reply_of(num_blocks: int) -> list[int]:
     return [20 + index for index in range(num_blocks * BLOCK + 2)]
 
 
-def positions_with_a_state(cache: PrefixCache, row: RunningRequest) -> list[int]:
-    return [(index + 1) * BLOCK for index, block in enumerate(row.block_ids) if cache.slots.slot_of(block) is not None]
+def positions_with_a_state(cache: PrefixCache, request: RunningRequest) -> list[int]:
+    return [
+        (index + 1) * BLOCK for index, block in enumerate(request.block_ids) if cache.slots.slot_of(block) is not None
+    ]
 
 
-def turn_after(row: RunningRequest) -> list[int]:
+def turn_after(request: RunningRequest) -> list[int]:
     """Return the prompt of a next turn: all that was said, and a question."""
-    return [*map(int, row.tokens(0, row.length)), 7, 7, 7, 7, 7]
+    return [*map(int, request.tokens(0, request.length)), 7, 7, 7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -49,172 +51,172 @@ def test_decoding_leaves_the_checkpoints_that_are_configured(
     checkpoints: str, positions: list[int], num_drafts: int
 ) -> None:
     cache = small_cache(checkpoints=checkpoints, max_requests=1)  # type: ignore[arg-type]
-    row = prefill(cache, request(0, A), first_token=5)
-    while row.computed < 4 * BLOCK:
+    request = prefill(cache, new_spec(0, A), first_token=5)
+    while request.computed < 4 * BLOCK:
         drafts = [6] * num_drafts
-        verify(cache, row, drafts, [*drafts, 6])
-        cache.check_integrity([row])
-    assert positions_with_a_state(cache, row) == positions
-    cache.release(row)
+        verify(cache, request, drafts, [*drafts, 6])
+        cache.check_integrity([request])
+    assert positions_with_a_state(cache, request) == positions
+    cache.release(request)
     turn = [*A, 5, *([6] * 3 * BLOCK), 7, 7]
-    assert planned(cache, request(1, turn)).match.skip_tokens == positions[-1]
+    assert planned(cache, new_spec(1, turn)).match.skip_tokens == positions[-1]
 
 
 def test_next_turn_starts_behind_the_last_whole_block_of_the_reply() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    decode(cache, row, [5, 6, 7, 8, 9, 10])
-    cache.release(row)
-    assert serve(cache, request(1, turn_after(row))) == 2 * BLOCK
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    decode(cache, request, [5, 6, 7, 8, 9, 10])
+    cache.release(request)
+    assert serve(cache, new_spec(1, turn_after(request))) == 2 * BLOCK
     assert cache.counters.decode_states_published == 2
 
 
 def test_checkpoint_is_not_retired_before_the_next_one_is_published() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    decode(cache, row, [5, 6, 7, 8])
-    cache.grow(row)
-    cache.schedule_decode(row, [9])
-    assert (row.computed, [state.position for state in row.reserved]) == (7, [8])
-    assert positions_with_a_state(cache, row) == [BLOCK]
-    keep(cache, row, [9])
-    assert positions_with_a_state(cache, row) == [2 * BLOCK]
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    decode(cache, request, [5, 6, 7, 8])
+    cache.grow(request)
+    cache.schedule_decode(request, [9])
+    assert (request.computed, [state.position for state in request.reserved]) == (7, [8])
+    assert positions_with_a_state(cache, request) == [BLOCK]
+    keep(cache, request, [9])
+    assert positions_with_a_state(cache, request) == [2 * BLOCK]
 
 
 def test_checkpoint_that_another_request_starts_from_is_not_retired() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    decode(cache, row, [5])
-    other = prefill(cache, request(1, [1, 2, 3, 4, 9]))
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    decode(cache, request, [5])
+    other = prefill(cache, new_spec(1, [1, 2, 3, 4, 9]))
     assert other.num_shared_blocks == 1 and cache.counters.states_restored == 1
-    decode(cache, row, [6, 7, 8, 9, 10])
-    assert positions_with_a_state(cache, row) == [BLOCK, 2 * BLOCK]
-    cache.check_integrity([row, other])
+    decode(cache, request, [6, 7, 8, 9, 10])
+    assert positions_with_a_state(cache, request) == [BLOCK, 2 * BLOCK]
+    cache.check_integrity([request, other])
 
 
 def test_checkpoint_that_ends_another_request_s_prompt_is_not_retired() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    decode(cache, row, [5])
-    other = prefill(cache, request(1, [1, 2, 3, 4]))
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    decode(cache, request, [5])
+    other = prefill(cache, new_spec(1, [1, 2, 3, 4]))
     assert cache.counters.states_restored == 0
-    decode(cache, row, [6, 7, 8, 9, 10])
-    assert positions_with_a_state(cache, row) == [BLOCK, 2 * BLOCK]
-    cache.check_integrity([row, other])
+    decode(cache, request, [6, 7, 8, 9, 10])
+    assert positions_with_a_state(cache, request) == [BLOCK, 2 * BLOCK]
+    cache.check_integrity([request, other])
 
 
 def test_state_of_the_prompt_is_no_checkpoint_and_is_not_retired() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [*A, *B, 3]), first_token=4)
-    decode(cache, row, reply_of(3))
-    assert positions_with_a_state(cache, row) == [2 * BLOCK, 5 * BLOCK]
+    request = prefill(cache, new_spec(0, [*A, *B, 3]), first_token=4)
+    decode(cache, request, reply_of(3))
+    assert positions_with_a_state(cache, request) == [2 * BLOCK, 5 * BLOCK]
 
 
 def test_checkpoint_that_another_request_left_is_not_retired() -> None:
     cache = small_cache()
-    first = prefill(cache, request(0, [1, 2, 3]), first_token=4)
+    first = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, first, [5, 6])
     cache.release(first)
-    row = prefill(cache, request(1, [1, 2, 3]), first_token=4)
-    decode(cache, row, [5, 6, 7, 8, 9])
-    assert positions_with_a_state(cache, row) == [BLOCK, 2 * BLOCK]
+    request = prefill(cache, new_spec(1, [1, 2, 3]), first_token=4)
+    decode(cache, request, [5, 6, 7, 8, 9])
+    assert positions_with_a_state(cache, request) == [BLOCK, 2 * BLOCK]
     assert cache.counters.decode_states_published == 2
 
 
 def test_checkpoint_that_two_requests_came_to_is_not_retired() -> None:
     cache = small_cache()
-    rows = [prefill(cache, request(index, [1, 2, 3]), first_token=4) for index in range(2)]
-    for row in rows:
-        decode(cache, row, [5])
-    decode(cache, rows[0], [6, 7, 8, 9])
-    assert positions_with_a_state(cache, rows[0]) == [BLOCK, 2 * BLOCK]
-    assert positions_with_a_state(cache, rows[1]) == [BLOCK]
-    cache.check_integrity(rows)
+    requests = [prefill(cache, new_spec(index, [1, 2, 3]), first_token=4) for index in range(2)]
+    for request in requests:
+        decode(cache, request, [5])
+    decode(cache, requests[0], [6, 7, 8, 9])
+    assert positions_with_a_state(cache, requests[0]) == [BLOCK, 2 * BLOCK]
+    assert positions_with_a_state(cache, requests[1]) == [BLOCK]
+    cache.check_integrity(requests)
 
 
 def test_without_a_slot_the_old_checkpoint_stays_and_the_skip_is_counted() -> None:
     cache = small_cache(num_slots=3)
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    decode(cache, row, [5])
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    decode(cache, request, [5])
     (block,) = cached_states(cache)
     cache.slots.pin(block)
     cache.slots.take_live()
-    decode(cache, row, [6, 7, 8, 9])
+    decode(cache, request, [6, 7, 8, 9])
     assert cached_states(cache) == [block]
     assert (cache.counters.states_skipped_no_room, cache.counters.decode_states_published) == (1, 1)
 
 
 def test_boundary_is_reserved_in_the_steps_that_can_reach_it_only() -> None:
     cache = small_cache(block_size=8)
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     reserved = []
     for drafts in ([], [5] * 3, [5] * 4, [5] * 5):
-        cache.schedule_decode(row, drafts)
-        reserved.append([state.position for state in row.reserved])
-        cache.abort(row)
+        cache.schedule_decode(request, drafts)
+        reserved.append([state.position for state in request.reserved])
+        cache.abort(request)
     assert reserved == [[], [], [8], [8]]
 
 
 @pytest.mark.parametrize("num_kept", range(1, 5))
 def test_nothing_past_the_kept_tokens_is_ever_findable(num_kept: int) -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1]), first_token=2)
-    verify(cache, row, [3, 4, 5], [3, 4, 5, 6][:num_kept])
-    assert row.computed == 1 + num_kept
-    match = planned(cache, request(1, [1, 2, 3, 4, 5, 6])).match
-    is_reached = row.computed >= BLOCK
+    request = prefill(cache, new_spec(0, [1]), first_token=2)
+    verify(cache, request, [3, 4, 5], [3, 4, 5, 6][:num_kept])
+    assert request.computed == 1 + num_kept
+    match = planned(cache, new_spec(1, [1, 2, 3, 4, 5, 6])).match
+    is_reached = request.computed >= BLOCK
     assert match.skip_tokens == (BLOCK if is_reached else 0)
-    assert match.blocks == tuple(row.block_ids[: int(is_reached)])
+    assert match.blocks == tuple(request.block_ids[: int(is_reached)])
     assert cache.slots.num_reserved == 0 and len(cached_states(cache)) == int(is_reached)
-    cache.check_integrity([row])
+    cache.check_integrity([request])
 
 
 def test_drafts_grow_the_row_by_the_block_that_they_need() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    cache.schedule_decode(row)
-    assert len(row.block_ids) == 1
-    cache.abort(row)
-    cache.schedule_decode(row, [5])
-    assert (len(row.block_ids), row.drafts) == (2, (5,))
-    cache.check_integrity([row])
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    cache.schedule_decode(request)
+    assert len(request.block_ids) == 1
+    cache.abort(request)
+    cache.schedule_decode(request, [5])
+    assert (len(request.block_ids), request.drafts) == (2, (5,))
+    cache.check_integrity([request])
 
 
 def test_drafts_that_find_no_block_are_left_out() -> None:
     cache = small_cache(num_blocks=1)
-    row = prefill(cache, request(0, [1, 2]), first_token=3)
-    cache.schedule_decode(row, [4, 5, 6])
-    assert (row.drafts, row.scheduled, len(row.cursor.draft_slots)) == ((4,), 2, 1)
-    cache.check_integrity([row])
+    request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
+    cache.schedule_decode(request, [4, 5, 6])
+    assert (request.drafts, request.scheduled, len(request.cursor.draft_slots)) == ((4,), 2, 1)
+    cache.check_integrity([request])
 
 
 def test_aborted_drafts_leave_the_row_where_it_was() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2]), first_token=3)
-    verify(cache, row, [4, 5], [4, 9])
-    column = row.cursor.state_slot
-    assert (row.cursor.accepted, column) == (2, row.cursor.draft_slots[0])
-    cache.schedule_decode(row, [5, 6, 7])
-    cache.abort(row)
-    assert (row.drafts, row.scheduled, row.cursor.accepted, row.cursor.state_slot) == ((), 0, 2, column)
-    cache.check_integrity([row])
-    verify(cache, row, [], [8])
-    assert (row.cursor.accepted, row.cursor.draft_slots) == (1, [])
+    request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
+    verify(cache, request, [4, 5], [4, 9])
+    column = request.cursor.state_slot
+    assert (request.cursor.accepted, column) == (2, request.cursor.draft_slots[0])
+    cache.schedule_decode(request, [5, 6, 7])
+    cache.abort(request)
+    assert (request.drafts, request.scheduled, request.cursor.accepted, request.cursor.state_slot) == ((), 0, 2, column)
+    cache.check_integrity([request])
+    verify(cache, request, [], [8])
+    assert (request.cursor.accepted, request.cursor.draft_slots) == (1, [])
 
 
 def test_row_that_restarts_takes_no_column_along() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2]), first_token=3)
-    verify(cache, row, [4, 5], [4, 5, 6])
-    cache.release(row)
+    request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
+    verify(cache, request, [4, 5], [4, 5, 6])
+    cache.release(request)
     cache.check_integrity([])
-    assert cache.slots.count_by_owner()["draft"] == 0 and not row.cursor.draft_slots
+    assert cache.slots.count_by_owner()["draft"] == 0 and not request.cursor.draft_slots
 
 
 def test_release_that_fails_at_a_column_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2]), first_token=3)
-    verify(cache, row, [4, 5], [4, 5, 6])
+    request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
+    verify(cache, request, [4, 5], [4, 5, 6])
 
     def fail(*_: object) -> None:
         raise RuntimeError("release_draft")
@@ -222,19 +224,19 @@ def test_release_that_fails_at_a_column_can_be_repeated(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(cache.slots, "release_draft", fail)
         with pytest.raises(RuntimeError, match="release_draft"):
-            cache.release(row)
-    cache.check_integrity([row])
-    cache.release(row)
+            cache.release(request)
+    cache.check_integrity([request])
+    cache.release(request)
     cache.check_integrity([])
     assert cache.slots.num_available == cache.slots.num_slots
 
 
 def test_drafts_are_counted_by_place() -> None:
     cache = small_cache(block_size=16)
-    row = prefill(cache, request(0, [1, 2]), first_token=3)
-    verify(cache, row, [4, 5, 6], [4, 5, 9])
-    verify(cache, row, [1], [7])
-    verify(cache, row, [], [8])
+    request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
+    verify(cache, request, [4, 5, 6], [4, 5, 9])
+    verify(cache, request, [1], [7])
+    verify(cache, request, [], [8])
     counters = cache.counters
     assert (counters.decode_rows, counters.draft_tokens, counters.accepted_tokens) == (3, 4, 2)
     assert (counters.drafts_at, counters.accepted_at) == ([2, 1, 1], [1, 1, 0])
@@ -243,12 +245,12 @@ def test_drafts_are_counted_by_place() -> None:
 
 def test_flush_in_mid_decode_publishes_no_checkpoint() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
-    cache.schedule_decode(row)
-    assert row.reserved
+    request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
+    cache.schedule_decode(request)
+    assert request.reserved
     cache.flush()
-    keep(cache, row, [5])
-    decode(cache, row, reply_of(2))
+    keep(cache, request, [5])
+    decode(cache, request, reply_of(2))
     assert cached_states(cache) == [] and cache.slots.num_reserved == 0
     assert cache.counters.states_reserved == 1
 
@@ -258,42 +260,42 @@ def test_flush_in_mid_decode_publishes_no_checkpoint() -> None:
 
 def test_live_request_takes_the_only_other_slot_from_the_state_it_would_start_from() -> None:
     cache = small_cache(num_slots=2)
-    serve(cache, request(0, [*A, *B, 9]))
-    other = prefill(cache, request(1, [5]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    other = prefill(cache, new_spec(1, [5]))
     assert cache.slots.count_by_owner() | {"draft": 0} == {"free": 0, "live": 1, "reserved": 0, "cached": 1, "draft": 0}
-    row = admit(cache, request(2, [*A, *B, 9]))
-    assert (row.computed, row.source_slot, row.num_shared_blocks) == (0, None, 2)
+    request = admit(cache, new_spec(2, [*A, *B, 9]))
+    assert (request.computed, request.source_slot, request.num_shared_blocks) == (0, None, 2)
     assert cached_states(cache) == []
-    cache.check_integrity([other, row])
+    cache.check_integrity([other, request])
 
 
 def test_request_waits_for_a_slot_only_while_one_is_reserved() -> None:
     cache = small_cache(num_slots=2)
-    first = admit(cache, request(0, [*A, *B, 9]))
+    first = admit(cache, new_spec(0, [*A, *B, 9]))
     assert outcome(cache, [5]) is Refusal.NO_SLOT
     run_step(cache, [first])
-    row = admit(cache, request(1, [5]))
+    request = admit(cache, new_spec(1, [5]))
     assert cached_states(cache) == []
-    cache.check_integrity([first, row])
+    cache.check_integrity([first, request])
 
 
 @pytest.mark.parametrize("max_requests", [1, 2, 3])
 def test_one_slot_more_than_requests_is_enough_for_any_of_them(max_requests: int) -> None:
     cache = small_cache(num_slots=max_requests + 1, num_blocks=32)
     for turn in range(3):
-        rows = []
+        requests = []
         for index in range(max_requests):
-            row = admit(cache, request(10 * turn + index, [index, *A, *B, 9]))
-            run_step(cache, [row])
-            rows.append(row)
-        cache.check_integrity(rows)
-        for row in rows:
-            cache.release(row)
+            request = admit(cache, new_spec(10 * turn + index, [index, *A, *B, 9]))
+            run_step(cache, [request])
+            requests.append(request)
+        cache.check_integrity(requests)
+        for request in requests:
+            cache.release(request)
     assert cache.slots.count_by_owner()["live"] == 0
 
 
 def test_cache_goes_on_when_no_slot_is_left_for_a_boundary() -> None:
     cache = small_cache(num_slots=1)
-    row = prefill(cache, request(0, [*A, *B, 9]))
+    request = prefill(cache, new_spec(0, [*A, *B, 9]))
     assert cache.counters.states_skipped_no_room == 1
-    assert cache.kv.key_of(row.block_ids[1]) is not None
+    assert cache.kv.key_of(request.block_ids[1]) is not None

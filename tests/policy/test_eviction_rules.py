@@ -18,7 +18,7 @@ from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.slot_pool import SlotPool
-from tests.policy.small_cache import BLOCK, cached_states, frozen, request, serve, small_cache
+from tests.policy.small_cache import BLOCK, cached_states, frozen, new_spec, serve, small_cache
 from tests.policy.split_space import SplitSpace
 
 STATE_LEN = 1000.0
@@ -312,10 +312,10 @@ def test_cost_keeps_a_shared_prefix_that_lru_loses_to_prompts_that_never_come_ba
     for eviction in ("lru", "cost"):
         cache = small_cache(num_blocks=64, num_slots=5, eviction=eviction)
         for number in range(4):
-            serve(cache, request(number, [*prefix, *other(10 + number)]))
+            serve(cache, new_spec(number, [*prefix, *other(10 + number)]))
         for number in range(20):
-            serve(cache, request(100 + number, other(100 + number)))
-        skipped[eviction] = serve(cache, request(999, [*prefix, *other(99)]))
+            serve(cache, new_spec(100 + number, other(100 + number)))
+        skipped[eviction] = serve(cache, new_spec(999, [*prefix, *other(99)]))
     assert skipped == {"lru": 0, "cost": len(prefix)}
 
 
@@ -323,13 +323,13 @@ def test_the_end_of_a_conversation_outlives_its_earlier_turns() -> None:
     cache = small_cache(num_blocks=64, num_slots=5, eviction="cost")
     text = [1] * (2 * BLOCK)
     for turn in range(4):
-        serve(cache, request(turn, [*text, 2]))
+        serve(cache, new_spec(turn, [*text, 2]))
         text += [turn] * (2 * BLOCK)
     assert states_at(cache)[-1] == 8 * BLOCK
     for number in range(2):
-        serve(cache, request(100 + number, other(100 + number)))
+        serve(cache, new_spec(100 + number, other(100 + number)))
     assert 8 * BLOCK in states_at(cache)
-    assert serve(cache, request(999, [*text, 2])) == 8 * BLOCK
+    assert serve(cache, new_spec(999, [*text, 2])) == 8 * BLOCK
 
 
 def test_the_newest_prompt_has_one_end_which_the_state_before_takes_over() -> None:
@@ -360,6 +360,6 @@ def test_equal_requests_leave_equal_caches(slabs: tuple[int, int, int] | None) -
     caches = [small_cache(num_blocks=20, num_slots=5, slabs=slabs, eviction="cost") for _ in range(2)]
     for cache in caches:
         for number in range(30):
-            serve(cache, request(number, [1] * (BLOCK * (number % 3)) + other(number % 7)), reply=[3] * 6)
+            serve(cache, new_spec(number, [1] * (BLOCK * (number % 3)) + other(number % 7)), reply=[3] * 6)
         assert cache.slots.num_evicted
     assert frozen(caches[0]) == frozen(caches[1])

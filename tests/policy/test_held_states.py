@@ -63,17 +63,17 @@ def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *places:
 
 def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
     """Prefill a request and let it go."""
-    row = cache.admit(
+    request = cache.admit(
         candidate_of(cache, spec), planned(cache, spec), branches=cache.branches(candidate_of(cache, spec), ())
     )
-    while row.is_prefilling:
-        cache.publish(row, row.scheduled)
-        cache.advance(row, row.scheduled)
-        if row.is_prefilling:
-            cache.schedule_chunk(row, row.spec.prompt_len)
-    cache.release(row)
+    while request.is_prefilling:
+        cache.publish(request, request.scheduled)
+        cache.advance(request, request.scheduled)
+        if request.is_prefilling:
+            cache.schedule_chunk(request, request.spec.prompt_len)
+    cache.release(request)
     cache.check_integrity([])
-    return row
+    return request
 
 
 def skipped(cache: PrefixCache, first: int, num_tokens: int) -> int:

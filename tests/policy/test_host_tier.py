@@ -31,11 +31,11 @@ from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
-from tests.policy.small_cache import BLOCK, request
+from tests.policy.small_cache import BLOCK, new_spec
 from tests.policy.split_space import SplitSpace
 
 MAX_ROWS = 3
-MAX_LEN = 6 * BLOCK  # a lone row always fits
+MAX_LEN = 6 * BLOCK  # a lone request always fits
 Slabs = tuple[int, int, int]
 SIZES: list[tuple[Slabs | None, Slabs | None]] = [
     (None, None),
@@ -182,37 +182,37 @@ class TieredWorkload:
         self.num_requests += 1
 
     def step(self, token: int) -> None:
-        """Run a step, at the end of which each sampling row gets the same token."""
+        """Run a step, at the end of which each sampling request gets the same token."""
         self.tier.land(wait=not self.requests)
         self._schedule()
         decoding = self.requests.decoding
-        for row in decoding:
-            self.cache.schedule_decode(row)
-        rows = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
-        for row in rows:
-            if row.is_prefilling:
-                self._write(row)
-                self.cache.publish(row, row.scheduled)
-        for row in rows:
-            if row.samples_this_step:
-                row.generated.append(token)
-            if not row.is_prefilling:
-                self._write(row)
-                self.cache.publish(row, row.scheduled)
-            self.cache.advance(row, row.scheduled)
-        for row in rows:
-            if row.length >= MAX_LEN:
-                self.end(row)
-        for row in self.requests.grow(4).evicted:
+        for request in decoding:
+            self.cache.schedule_decode(request)
+        requests = [*decoding, *(request for request in self.requests.prefilling if request.scheduled)]
+        for request in requests:
+            if request.is_prefilling:
+                self._write(request)
+                self.cache.publish(request, request.scheduled)
+        for request in requests:
+            if request.samples_this_step:
+                request.generated.append(token)
+            if not request.is_prefilling:
+                self._write(request)
+                self.cache.publish(request, request.scheduled)
+            self.cache.advance(request, request.scheduled)
+        for request in requests:
+            if request.length >= MAX_LEN:
+                self.end(request)
+        for request in self.requests.grow(4).evicted:
             waiting, self.queue = self.queue, {}
-            self._queue(row.request_id, self._tokens(row), row.age)
+            self._queue(request.request_id, self._tokens(request), request.age)
             self.queue.update(waiting)
         self.tier.start()
 
-    def end(self, row: RunningRequest) -> None:
+    def end(self, request: RunningRequest) -> None:
         """Let a running request end."""
-        self.texts.append(self._tokens(row))
-        self.requests.drop([row])
+        self.texts.append(self._tokens(request))
+        self.requests.drop([request])
 
     def cancel(self, request_id: int) -> None:
         """Let a waiting request leave."""
@@ -221,7 +221,7 @@ class TieredWorkload:
 
     def check(self) -> None:
         """Assert that all bookkeeping agrees, and that what can be found was written."""
-        self.cache.check_integrity(self.requests.rows)
+        self.cache.check_integrity(self.requests.oldest_first)
         for pools, memory in ((self.cache.pools, self.device), (self.below, self.host)):
             found = {block: pools.kv.key_of(block) for block in range(pools.kv.num_blocks)}  # type: ignore[arg-type]
             for block, key in found.items():
@@ -247,33 +247,33 @@ class TieredWorkload:
             assert pools.kv.num_free == pools.kv.num_blocks and pools.slots.num_free == pools.slots.num_slots
 
     def _queue(self, request_id: int, prompt: Sequence[int], age: int | None = None) -> None:
-        self.queue[request_id] = Candidate(request(request_id, prompt, max_len=MAX_LEN), age)
+        self.queue[request_id] = Candidate(new_spec(request_id, prompt, max_len=MAX_LEN), age)
 
     def _schedule(self) -> None:
         step = self.scheduler.fill_step(self.requests, list(self.queue.values()))
-        for row in step.admitted:
-            del self.queue[row.request_id]
-            if row.source_slot is not None:
-                assert self.device.states[row.source_slot] == self._keys(row, row.computed)[-1]
+        for request in step.admitted:
+            del self.queue[request.request_id]
+            if request.source_slot is not None:
+                assert self.device.states[request.source_slot] == self._keys(request, request.computed)[-1]
         self.tier.start()
 
-    def _write(self, row: RunningRequest) -> None:
-        """Write what the row's step computes, as the model's kernels do."""
-        end = row.computed + row.scheduled
-        keys = self._keys(row, end)
-        for index in range(row.computed // BLOCK, -(-end // BLOCK)):
-            if index >= row.num_shared_blocks:
-                self.device.write_block(row.block_ids[index], keys[index] if index < len(keys) else None)
-        for state in row.reserved:
+    def _write(self, request: RunningRequest) -> None:
+        """Write what the request's step computes, as the model's kernels do."""
+        end = request.computed + request.scheduled
+        keys = self._keys(request, end)
+        for index in range(request.computed // BLOCK, -(-end // BLOCK)):
+            if index >= request.num_shared_blocks:
+                self.device.write_block(request.block_ids[index], keys[index] if index < len(keys) else None)
+        for state in request.reserved:
             if state.position <= end:
                 self.device.write_state(state.slot, keys[state.position // BLOCK - 1])
-        self.device.write_state(row.cursor.live_slot, None)
+        self.device.write_state(request.cursor.live_slot, None)
 
-    def _tokens(self, row: RunningRequest) -> list[int]:
-        return [*row.spec.prompt.tolist(), *row.generated]
+    def _tokens(self, request: RunningRequest) -> list[int]:
+        return [*request.spec.prompt.tolist(), *request.generated]
 
-    def _keys(self, row: RunningRequest, end: int) -> list[int]:
-        return list(block_keys(self.cache.root_of(""), self._tokens(row)[:end], BLOCK))
+    def _keys(self, request: RunningRequest, end: int) -> list[int]:
+        return list(block_keys(self.cache.root_of(""), self._tokens(request)[:end], BLOCK))
 
 
 class HostTierMachine(RuleBasedStateMachine):
@@ -305,7 +305,7 @@ class HostTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.load.requests)
     @rule(place=st.integers(0, MAX_ROWS - 1))
     def end(self, place: int) -> None:
-        self.load.end(self.load.requests.rows[place % len(self.load.requests)])
+        self.load.end(self.load.requests.oldest_first[place % len(self.load.requests)])
 
     @precondition(lambda self: self.load.queue)
     @rule(place=st.integers(0, 9))
@@ -345,7 +345,7 @@ def test_long_load_meets_every_end_of_a_copy_and_hits_what_came_back(slabs: tupl
         if load.queue and rng.random() < 0.03:
             load.cancel(rng.choice(sorted(load.queue)))
         if load.requests and rng.random() < 0.2:
-            load.end(rng.choice(load.requests.rows))
+            load.end(rng.choice(load.requests.oldest_first))
         if turn % 300 == 299:
             load.cache.flush()
         load.step(rng.choice([1, 2]))

@@ -513,7 +513,7 @@ class Model:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Rows come, publish, grow and go in small pools; the model foretells every count and every eviction."""
+    """Requests come, publish, grow and go in small pools; the model foretells every count and every eviction."""
 
     tokens = st.integers(10, 12)
     spaces = st.sampled_from([None, (4, 2, 1), (6, 1, 2), (3, 4, 3)])
@@ -523,7 +523,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.slabs: tuple[int, int, int] | None = None
         self.pools = new_pools(8, 4)
         self.model = Model()
-        self.rows: list[Row] = []
+        self.requests: list[Row] = []
 
     @initialize(slabs=spaces)
     def build(self, slabs: tuple[int, int, int] | None) -> None:
@@ -587,50 +587,54 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.refs[block] = self.model.refs.get(block, 0) + 1
         blocks = [*matched, *self._allocate(num_new)]
         assert len(blocks) == len(path)
-        self.rows.append(Row(path, blocks, len(matched)))
+        self.requests.append(Row(path, blocks, len(matched)))
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), token=tokens)
     def grow(self, data: st.DataObject, token: int) -> None:
-        row = data.draw(st.sampled_from(self.rows))
-        if len(row.path) < 6 and (blocks := self._allocate(1)):
-            row.path.append(token)
-            row.blocks += blocks
+        request = data.draw(st.sampled_from(self.requests))
+        if len(request.path) < 6 and (blocks := self._allocate(1)):
+            request.path.append(token)
+            request.blocks += blocks
 
-    @precondition(lambda self: any(row.num_registered < len(row.path) and not row.stale for row in self.rows))
+    @precondition(
+        lambda self: any(request.num_registered < len(request.path) and not request.stale for request in self.requests)
+    )
     @rule(data=st.data(), has_state=st.booleans())
     def publish(self, data: st.DataObject, has_state: bool) -> None:
-        rows = [row for row in self.rows if row.num_registered < len(row.path) and not row.stale]
-        row = data.draw(st.sampled_from(rows))
-        index = row.num_registered
-        own, key = row.blocks[index], keys_of(row.path)[index]
+        requests = [
+            request for request in self.requests if request.num_registered < len(request.path) and not request.stale
+        ]
+        request = data.draw(st.sampled_from(requests))
+        index = request.num_registered
+        own, key = request.blocks[index], keys_of(request.path)[index]
         expected = self.model.registered.setdefault(key, own)
-        held = self.pools.kv.register(own, key, row.blocks[index - 1] if index else None)
+        held = self.pools.kv.register(own, key, request.blocks[index - 1] if index else None)
         assert held == expected
         if held != own:
             self.model.refs[own] -= 1
             self.model.refs[held] = self.model.refs.get(held, 0) + 1
-        row.blocks[index] = held
-        row.num_registered += 1
+        request.blocks[index] = held
+        request.num_registered += 1
         if has_state and key not in self.model.states and self._available()[1]:
             self._make_room(0, 1)
             self.pools.slots.publish(self.pools.slots.reserve()[0], held, self.pools.kv.depth(held))
             self.model.use(key)
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        row = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
-        self._release(row.blocks)
+        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        self._release(request.blocks)
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def give_back_the_last_block(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.rows))
-        if len(row.blocks) > 1:
-            row.path.pop()
-            self._release([row.blocks.pop()])
-            row.num_registered = min(row.num_registered, len(row.path))
+        request = data.draw(st.sampled_from(self.requests))
+        if len(request.blocks) > 1:
+            request.path.pop()
+            self._release([request.blocks.pop()])
+            request.num_registered = min(request.num_registered, len(request.path))
 
     def _release(self, blocks: list[BlockId]) -> None:
         self.pools.kv.release(blocks)
@@ -656,8 +660,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pools.slots.flush()
         self.pools.kv.flush()
         self.model.registered, self.model.states = {}, {}
-        for row in self.rows:
-            row.stale = True
+        for request in self.requests:
+            request.stale = True
 
     @invariant()
     def pools_agree_with_model(self) -> None:
@@ -673,8 +677,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert (kv.num_available, slots.num_available) == self._available()
 
     def teardown(self) -> None:
-        for row in self.rows:
-            self.pools.kv.release(row.blocks)
+        for request in self.requests:
+            self.pools.kv.release(request.blocks)
         assert self.pools.kv.num_available == self.pools.kv.num_blocks
         assert sorted(self.pools.kv.allocate(self.pools.kv.num_blocks)) == list(range(self.pools.kv.num_blocks))
         assert registered(self.pools) == set() and self.pools.slots.cached_blocks() == []

@@ -7,64 +7,64 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheCapacityError
-from megatron_mamba_cache.policy.block_growth import PreemptionPlan, RowDemand, plan_preemption
+from megatron_mamba_cache.policy.block_growth import PreemptionPlan, RequestDemand, plan_preemption
 
-SHARED = (90, 91)  # blocks of a prefix that several rows hold
-
-
-def own(row: int, num_blocks: int) -> tuple[int, ...]:
-    """Return the ids of blocks that only this row holds."""
-    return tuple(range(100 * (row + 1), 100 * (row + 1) + num_blocks))
+SHARED = (90, 91)  # blocks of a prefix that several requests hold
 
 
-def demand(row: int, *, num_own: int = 2, shared: tuple[int, ...] = (), paused: bool = False) -> RowDemand:
-    """Return a row as old as its number says, in need of a block."""
-    return RowDemand(row, row, True, (*shared, *own(row, num_own)), paused, False)
+def own(request: int, num_blocks: int) -> tuple[int, ...]:
+    """Return the ids of blocks that only this request holds."""
+    return tuple(range(100 * (request + 1), 100 * (request + 1) + num_blocks))
 
 
-def content(row: int, *, shared: tuple[int, ...] = (), prefilling: bool = False) -> RowDemand:
-    """Return a row that needs no block."""
-    return RowDemand(row, row, False, (*shared, *own(row, 2)), False, prefilling)
+def demand(request: int, *, num_own: int = 2, shared: tuple[int, ...] = (), paused: bool = False) -> RequestDemand:
+    """Return a request as old as its number says, in need of a block."""
+    return RequestDemand(request, request, True, (*shared, *own(request, num_own)), paused, False)
+
+
+def content(request: int, *, shared: tuple[int, ...] = (), prefilling: bool = False) -> RequestDemand:
+    """Return a request that needs no block."""
+    return RequestDemand(request, request, False, (*shared, *own(request, 2)), False, prefilling)
 
 
 @st.composite
-def row_demands(draw: st.DrawFn) -> list[RowDemand]:
-    """Return rows that share blocks as rows with a common prefix do, and in stranger ways."""
+def request_demands(draw: st.DrawFn) -> list[RequestDemand]:
+    """Return requests that share blocks as requests with a common prefix do, and in stranger ways."""
     numbers = draw(st.permutations(range(draw(st.integers(0, 7)))))
-    rows = []
+    requests = []
     for number in numbers:
         state = draw(st.sampled_from(["decoding", "needy", "paused", "prefilling"]))
         shared = draw(st.lists(st.integers(0, 7), unique=True, max_size=4))
         blocks = (*shared, *own(number, draw(st.integers(0, 3))))
         age = draw(st.integers(0, 4))
         needs_block = state in ("needy", "paused")
-        rows.append(RowDemand(number, age, needs_block, blocks, state == "paused", state == "prefilling"))
-    return rows
+        requests.append(RequestDemand(number, age, needs_block, blocks, state == "paused", state == "prefilling"))
+    return requests
 
 
-def num_freed(rows: list[RowDemand], evicted: tuple[int, ...]) -> int:
-    """Return how many blocks are held by evicted rows and by no other."""
-    kept = {block for row in rows if row.row not in evicted for block in row.blocks}
-    return len(distinct_blocks(rows, evicted) - kept)
+def num_freed(requests: list[RequestDemand], evicted: tuple[int, ...]) -> int:
+    """Return how many blocks are held by evicted requests and by no other."""
+    kept = {block for request in requests if request.index not in evicted for block in request.blocks}
+    return len(distinct_blocks(requests, evicted) - kept)
 
 
-def distinct_blocks(rows: list[RowDemand], numbers: Sequence[int]) -> set[int]:
-    return {block for row in rows if row.row in numbers for block in row.blocks}
+def distinct_blocks(requests: list[RequestDemand], numbers: Sequence[int]) -> set[int]:
+    return {block for request in requests if request.index in numbers for block in request.blocks}
 
 
-def by_seniority(rows: list[RowDemand]) -> list[int]:
-    return [row.row for row in sorted(rows, key=lambda row: (row.age, row.row))]
+def by_seniority(requests: list[RequestDemand]) -> list[int]:
+    return [request.index for request in sorted(requests, key=lambda request: (request.age, request.index))]
 
 
-def plan_or_skip(rows: list[RowDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
+def plan_or_skip(requests: list[RequestDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
     try:
-        return plan_preemption(rows, num_available, paused_capacity)
+        return plan_preemption(requests, num_available, paused_capacity)
     except CacheCapacityError:
         assume(False)
         raise
 
 
-ANY_CASE = given(row_demands(), st.integers(0, 5), st.integers(0, 12))
+ANY_CASE = given(request_demands(), st.integers(0, 5), st.integers(0, 12))
 
 
 def test_no_row_changes_when_none_needs_a_block() -> None:
@@ -72,8 +72,8 @@ def test_no_row_changes_when_none_needs_a_block() -> None:
 
 
 def test_oldest_rows_get_the_blocks_that_are_left() -> None:
-    rows = [demand(3), demand(1), demand(2)]
-    assert plan_preemption(rows, 2, 10) == PreemptionPlan((1, 2), (3,), ())
+    requests = [demand(3), demand(1), demand(2)]
+    assert plan_preemption(requests, 2, 10) == PreemptionPlan((1, 2), (3,), ())
 
 
 def test_older_paused_row_resumes_before_a_younger_row_goes_on() -> None:
@@ -81,8 +81,8 @@ def test_older_paused_row_resumes_before_a_younger_row_goes_on() -> None:
 
 
 def test_equal_ages_are_ordered_by_row() -> None:
-    rows = [RowDemand(number, 0, True, own(number, 1), False, False) for number in (2, 0, 1)]
-    assert plan_preemption(rows, 1, 10) == PreemptionPlan((0,), (1, 2), ())
+    requests = [RequestDemand(number, 0, True, own(number, 1), False, False) for number in (2, 0, 1)]
+    assert plan_preemption(requests, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
 def test_youngest_leaves_when_no_row_would_be_active() -> None:
@@ -90,31 +90,35 @@ def test_youngest_leaves_when_no_row_would_be_active() -> None:
 
 
 def test_blocks_that_another_row_holds_are_not_freed() -> None:
-    rows = [demand(0, num_own=1), demand(1, num_own=1), demand(2, num_own=0, shared=own(0, 1))]
-    assert plan_preemption(rows, 0, 100) == PreemptionPlan((0,), (), (2, 1))
+    requests = [demand(0, num_own=1), demand(1, num_own=1), demand(2, num_own=0, shared=own(0, 1))]
+    assert plan_preemption(requests, 0, 100) == PreemptionPlan((0,), (), (2, 1))
 
 
 def test_blocks_shared_only_by_evicted_rows_are_freed() -> None:
-    rows = [demand(0), demand(1, num_own=0, shared=SHARED), demand(2, num_own=0, shared=SHARED)]
-    assert plan_preemption(rows, 0, 100) == PreemptionPlan((0,), (), (2, 1))
+    requests = [demand(0), demand(1, num_own=0, shared=SHARED), demand(2, num_own=0, shared=SHARED)]
+    assert plan_preemption(requests, 0, 100) == PreemptionPlan((0,), (), (2, 1))
     paused = [content(0), demand(1), demand(2, num_own=0, shared=SHARED), demand(3, num_own=0, shared=SHARED)]
     assert plan_preemption(paused, 0, 0) == PreemptionPlan((1,), (), (3, 2))
 
 
 def test_blocks_shared_with_a_row_that_needs_none_stay() -> None:
-    rows = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED)]
-    assert plan_preemption(rows, 0, 0) == PreemptionPlan((), (), (1,))
+    requests = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED)]
+    assert plan_preemption(requests, 0, 0) == PreemptionPlan((), (), (1,))
 
 
 def test_youngest_leaves_when_the_paused_hold_too_much() -> None:
-    rows = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED), demand(2, num_own=0, shared=(*SHARED, 92))]
-    rows.append(content(3, shared=(92,)))
-    assert plan_preemption(rows, 0, 2) == PreemptionPlan((), (1,), (2,))
+    requests = [
+        content(0, shared=SHARED),
+        demand(1, num_own=0, shared=SHARED),
+        demand(2, num_own=0, shared=(*SHARED, 92)),
+    ]
+    requests.append(content(3, shared=(92,)))
+    assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1,), (2,))
 
 
 def test_a_block_of_several_paused_rows_counts_once() -> None:
-    rows = [content(0, shared=SHARED), *(demand(row, num_own=0, shared=SHARED) for row in (1, 2, 3))]
-    assert plan_preemption(rows, 0, 2) == PreemptionPlan((), (1, 2, 3), ())
+    requests = [content(0, shared=SHARED), *(demand(request, num_own=0, shared=SHARED) for request in (1, 2, 3))]
+    assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1, 2, 3), ())
 
 
 def test_prefilling_row_counts_as_active() -> None:
@@ -131,91 +135,99 @@ def test_lone_row_with_a_block_goes_on_whatever_it_holds() -> None:
 
 
 @ANY_CASE
-def test_each_needy_row_meets_one_fate(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    needy = [row.row for row in rows if row.needs_block]
+def test_each_needy_row_meets_one_fate(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    needy = [request.index for request in requests if request.needs_block]
     assert sorted(plan.grants + plan.paused + plan.evicted) == sorted(needy)
 
 
 @ANY_CASE
-def test_grants_never_exceed_what_is_available(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    assert len(plan.grants) <= num_available + num_freed(rows, plan.evicted)
+def test_grants_never_exceed_what_is_available(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    assert len(plan.grants) <= num_available + num_freed(requests, plan.evicted)
 
 
 @ANY_CASE
-def test_no_block_is_left_while_a_row_is_paused(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    assert not plan.paused or len(plan.grants) == num_available + num_freed(rows, plan.evicted)
+def test_no_block_is_left_while_a_row_is_paused(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    assert not plan.paused or len(plan.grants) == num_available + num_freed(requests, plan.evicted)
 
 
 @ANY_CASE
 def test_granted_rows_are_older_than_paused_and_paused_older_than_evicted(
-    rows: list[RowDemand], num_available: int, capacity: int
+    requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
+    plan = plan_or_skip(requests, num_available, capacity)
     order = [*plan.grants, *plan.paused, *reversed(plan.evicted)]
-    assert order == by_seniority([row for row in rows if row.needs_block])
+    assert order == by_seniority([request for request in requests if request.needs_block])
 
 
 @ANY_CASE
 def test_oldest_waiting_row_leaves_only_when_no_other_is_paused(
-    rows: list[RowDemand], num_available: int, capacity: int
+    requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    oldest = by_seniority([row for row in rows if row.needs_block])[:1]
+    plan = plan_or_skip(requests, num_available, capacity)
+    oldest = by_seniority([request for request in requests if request.needs_block])[:1]
     if set(oldest) & set(plan.evicted):
         assert not plan.grants and not plan.paused
-        assert any(not row.needs_block for row in rows)
+        assert any(not request.needs_block for request in requests)
 
 
 @ANY_CASE
-def test_some_row_is_always_active(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    assert not rows or plan.grants or any(not row.needs_block for row in rows)
+def test_some_row_is_always_active(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    assert not requests or plan.grants or any(not request.needs_block for request in requests)
 
 
 @ANY_CASE
-def test_paused_rows_fit_their_capacity(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    assert len(distinct_blocks(rows, plan.paused)) <= capacity
+def test_paused_rows_fit_their_capacity(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    assert len(distinct_blocks(requests, plan.paused)) <= capacity
 
 
 @ANY_CASE
-def test_nothing_is_evicted_without_need(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    waiting = by_seniority([row for row in rows if row.needs_block])[num_available:]
-    has_active = len(waiting) < len(rows)
-    fits = len(distinct_blocks(rows, waiting)) <= capacity
+def test_nothing_is_evicted_without_need(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    waiting = by_seniority([request for request in requests if request.needs_block])[num_available:]
+    has_active = len(waiting) < len(requests)
+    fits = len(distinct_blocks(requests, waiting)) <= capacity
     assert bool(plan.evicted) == (bool(waiting) and not (has_active and fits))
 
 
 @ANY_CASE
 def test_capacity_error_means_that_no_eviction_could_help(
-    rows: list[RowDemand], num_available: int, capacity: int
+    requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     try:
-        plan_preemption(rows, num_available, capacity)
+        plan_preemption(requests, num_available, capacity)
     except CacheCapacityError:
-        assert num_available == 0 and all(row.needs_block for row in rows)
-        assert num_freed(rows, tuple(by_seniority(rows)[1:])) == 0
+        assert num_available == 0 and all(request.needs_block for request in requests)
+        assert num_freed(requests, tuple(by_seniority(requests)[1:])) == 0
 
 
 @ANY_CASE
-def test_plan_does_not_depend_on_the_order_of_rows(rows: list[RowDemand], num_available: int, capacity: int) -> None:
-    plan = plan_or_skip(rows, num_available, capacity)
-    assert plan_preemption(rows[::-1], num_available, capacity) == plan
+def test_plan_does_not_depend_on_the_order_of_rows(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
+    plan = plan_or_skip(requests, num_available, capacity)
+    assert plan_preemption(requests[::-1], num_available, capacity) == plan
 
 
 @pytest.mark.parametrize(("needs_block", "paused", "prefilling"), [(False, True, False), (True, False, True)])
 def test_row_refuses_a_state_that_cannot_be(needs_block: bool, paused: bool, prefilling: bool) -> None:
-    with pytest.raises(ValueError, match="row 0"):
-        RowDemand(0, 0, needs_block, (1, 2), paused, prefilling)
+    with pytest.raises(ValueError, match="request 0"):
+        RequestDemand(0, 0, needs_block, (1, 2), paused, prefilling)
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_available", "capacity"), [([], -1, 0), ([], 0, -1), ([content(0), content(0)], 1, 1)]
+    ("requests", "num_available", "capacity"), [([], -1, 0), ([], 0, -1), ([content(0), content(0)], 1, 1)]
 )
-def test_plan_refuses_arguments_that_cannot_be(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+def test_plan_refuses_arguments_that_cannot_be(
+    requests: list[RequestDemand], num_available: int, capacity: int
+) -> None:
     with pytest.raises(ValueError, match=r"must|once"):
-        plan_preemption(rows, num_available, capacity)
+        plan_preemption(requests, num_available, capacity)

@@ -13,9 +13,9 @@ from tests.policy.small_cache import (
     candidate_of,
     decode,
     drop_states,
+    new_spec,
     planned,
     prefill,
-    request,
     run_step,
     serve,
     small_cache,
@@ -30,108 +30,108 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 def test_repeat_computes_only_what_follows_its_last_boundary(new_cache: NewCache) -> None:
     cache = new_cache()
     prompt = [*A, *B, *C, *D, 5, 6, 7]
-    assert [serve(cache, request(index, prompt)) for index in range(3)] == [0, 16, 16]
+    assert [serve(cache, new_spec(index, prompt)) for index in range(3)] == [0, 16, 16]
     assert cache.counters.prefill_tokens_computed == 19 + 3 + 3
 
 
 def test_repeat_of_whole_blocks_computes_the_last_one(new_cache: NewCache) -> None:
     cache = new_cache()
-    assert [serve(cache, request(index, [*A, *B, *C])) for index in range(2)] == [0, 8]
+    assert [serve(cache, new_spec(index, [*A, *B, *C])) for index in range(2)] == [0, 8]
 
 
 def test_repeat_of_a_single_block_skips_nothing(new_cache: NewCache) -> None:
     cache = new_cache()
-    assert [serve(cache, request(index, A)) for index in range(2)] == [0, 0]
-    assert serve(cache, request(2, [*A, 9])) == BLOCK
+    assert [serve(cache, new_spec(index, A)) for index in range(2)] == [0, 0]
+    assert serve(cache, new_spec(2, [*A, 9])) == BLOCK
 
 
 def test_prompt_shorter_than_a_block_is_never_cached(new_cache: NewCache) -> None:
     cache = new_cache()
-    assert [serve(cache, request(index, [1, 2, 3])) for index in range(2)] == [0, 0]
+    assert [serve(cache, new_spec(index, [1, 2, 3])) for index in range(2)] == [0, 0]
     assert (cache.kv.num_cached, cached_states(cache)) == (0, [])
 
 
 def test_three_known_blocks_and_a_state_at_the_first_skip_one(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
-    row = prefill(cache, request(0, [*A, *B, *C, 9]))
-    for block in row.block_ids[1:]:
+    request = prefill(cache, new_spec(0, [*A, *B, *C, 9]))
+    for block in request.block_ids[1:]:
         cache.slots.drop(block)
-    plan = planned(cache, request(1, [*A, *B, *C, 8]))
-    assert (plan.match.blocks, plan.match.skip_tokens) == (tuple(row.block_ids[:3]), BLOCK)
+    plan = planned(cache, new_spec(1, [*A, *B, *C, 8]))
+    assert (plan.match.blocks, plan.match.skip_tokens) == (tuple(request.block_ids[:3]), BLOCK)
 
 
 def test_nothing_is_skipped_without_a_state_however_much_kv_is_known(new_cache: NewCache) -> None:
     cache = new_cache()
-    row = prefill(cache, request(0, [*A, *B, 9]))
+    request = prefill(cache, new_spec(0, [*A, *B, 9]))
     drop_states(cache)
-    plan = planned(cache, request(1, [*A, *B, 9]))
+    plan = planned(cache, new_spec(1, [*A, *B, 9]))
     assert (len(plan.match.blocks), plan.match.skip_tokens) == (2, 0)
-    second = admit(cache, request(1, [*A, *B, 9]))
-    assert second.block_ids[:2] == row.block_ids[:2] and second.num_shared_blocks == 2
+    second = admit(cache, new_spec(1, [*A, *B, 9]))
+    assert second.block_ids[:2] == request.block_ids[:2] and second.num_shared_blocks == 2
 
 
 def test_row_of_known_blocks_without_a_state_reserves_where_its_match_ends(new_cache: NewCache) -> None:
     cache = new_cache()
-    prefill(cache, request(0, [*A, *B, *C, 9]))
-    row = admit(cache, request(1, [*A, *D, *D, 9]))
-    assert (row.computed, row.num_shared_blocks) == (0, 1)
-    assert [state.position for state in row.reserved] == [BLOCK, 3 * BLOCK]
+    prefill(cache, new_spec(0, [*A, *B, *C, 9]))
+    request = admit(cache, new_spec(1, [*A, *D, *D, 9]))
+    assert (request.computed, request.num_shared_blocks) == (0, 1)
+    assert [state.position for state in request.reserved] == [BLOCK, 3 * BLOCK]
 
 
 def test_third_request_of_a_branch_skips_to_the_branching_point(new_cache: NewCache) -> None:
     cache = new_cache()
-    assert serve(cache, request(0, [*A, *B, 9])) == 0
-    assert serve(cache, request(1, [*A, *C, 9])) == 0
-    assert serve(cache, request(2, [*A, *D, 9])) == BLOCK
+    assert serve(cache, new_spec(0, [*A, *B, 9])) == 0
+    assert serve(cache, new_spec(1, [*A, *C, 9])) == 0
+    assert serve(cache, new_spec(2, [*A, *D, 9])) == BLOCK
 
 
 def test_blocks_of_a_running_reply_are_shared_with_a_request_for_the_same_text(new_cache: NewCache) -> None:
     cache = new_cache(checkpoints="none")
-    row = prefill(cache, request(0, [*A, 5, 6]), first_token=7)
-    decode(cache, row, [8, *B, 9])
-    held = list(row.block_ids)
+    request = prefill(cache, new_spec(0, [*A, 5, 6]), first_token=7)
+    decode(cache, request, [8, *B, 9])
+    held = list(request.block_ids)
     turn = [*A, 5, 6, 7, 8, *B, 9, 9, 9, 9]
-    plan = planned(cache, request(1, turn))
+    plan = planned(cache, new_spec(1, turn))
     assert plan.match.blocks == tuple(held[:3])
     assert plan.match.skip_tokens == BLOCK
-    row = admit(cache, request(1, turn))
-    assert 3 * BLOCK in [state.position for state in row.reserved]
+    request = admit(cache, new_spec(1, turn))
+    assert 3 * BLOCK in [state.position for state in request.reserved]
 
 
 def test_blocks_of_a_reply_leave_with_their_request_unless_a_state_can_resume_them(new_cache: NewCache) -> None:
     matched = {}
     for checkpoints in ("none", "rolling"):
         cache = new_cache(checkpoints=checkpoints)
-        serve(cache, request(0, [*A, 9]), [*B, *C])
-        plan = planned(cache, request(1, [*A, 9, 0, *B, *C, 9]))
+        serve(cache, new_spec(0, [*A, 9]), [*B, *C])
+        plan = planned(cache, new_spec(1, [*A, 9, 0, *B, *C, 9]))
         matched[checkpoints] = len(plan.match.blocks), plan.match.skip_tokens
     assert matched == {"none": (1, BLOCK), "rolling": (3, 3 * BLOCK)}
 
 
 def test_boundary_that_has_a_state_is_not_reserved_again(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
-    serve(cache, request(0, [*A, *B, *C]))
-    row = admit(cache, request(1, [*A, *B, *C]))
-    assert (row.computed, row.reserved) == (2 * BLOCK, [])
-    again = admit(cache, request(2, [*A, *B, *C, *D], may_skip=False))
+    serve(cache, new_spec(0, [*A, *B, *C]))
+    request = admit(cache, new_spec(1, [*A, *B, *C]))
+    assert (request.computed, request.reserved) == (2 * BLOCK, [])
+    again = admit(cache, new_spec(2, [*A, *B, *C, *D], may_skip=False))
     assert [state.position for state in again.reserved] == [4 * BLOCK]
 
 
 def test_request_that_wants_prompt_log_probs_skips_nothing_but_publishes(new_cache: NewCache) -> None:
     cache = new_cache()
-    assert serve(cache, request(0, [*A, *B, 9], may_skip=False)) == 0
-    assert serve(cache, request(1, [*A, *B, 9], may_skip=False)) == 0
-    assert serve(cache, request(2, [*A, *B, 9])) == 2 * BLOCK
+    assert serve(cache, new_spec(0, [*A, *B, 9], may_skip=False)) == 0
+    assert serve(cache, new_spec(1, [*A, *B, 9], may_skip=False)) == 0
+    assert serve(cache, new_spec(2, [*A, *B, 9])) == 2 * BLOCK
 
 
 def test_ten_identical_prompts_hold_the_blocks_of_the_first() -> None:
     cache = small_cache(num_blocks=4, num_slots=13)
-    first = prefill(cache, request(0, [*A, *B, *C]))
+    first = prefill(cache, new_spec(0, [*A, *B, *C]))
     available = cache.kv.num_available
-    rows = [first, *(prefill(cache, request(index, [*A, *B, *C])) for index in range(1, 10))]
+    requests = [first, *(prefill(cache, new_spec(index, [*A, *B, *C])) for index in range(1, 10))]
     assert cache.kv.num_available == available
     assert [cache.kv.num_refs(block) for block in first.block_ids] == [10, 10, 10]
-    cache.check_integrity(rows)
+    cache.check_integrity(requests)
 
 
 def test_branches_of_a_long_prefix_compute_each_token_once() -> None:
@@ -142,7 +142,7 @@ def test_branches_of_a_long_prefix_compute_each_token_once() -> None:
     computed = []
     for index, prompt in enumerate(tails):
         before = cache.counters.prefill_tokens_computed
-        serve(cache, request(index, prompt))
+        serve(cache, new_spec(index, prompt))
         computed.append(cache.counters.prefill_tokens_computed - before)
     assert computed == [300, 544, 544, 288, 332]
     assert (sum(computed), sum(map(len, tails))) == (2008, 3800)
@@ -152,7 +152,7 @@ def test_whole_block_prompts_compute_one_block_each() -> None:
     cache = small_cache(num_blocks=64, num_slots=32, block_size=256)
     a, b = list(range(256)), list(range(1000, 1256))
     for index, prompt in enumerate((a, a, a + b, a + b)):
-        serve(cache, request(index, prompt))
+        serve(cache, new_spec(index, prompt))
     assert cache.counters.prefill_tokens_computed == 1024
 
 
@@ -161,23 +161,23 @@ def test_whole_block_prompts_compute_one_block_each() -> None:
 
 def test_tenants_never_share(new_cache: NewCache) -> None:
     cache = new_cache()
-    assert serve(cache, request(0, [*A, *B, 9], tenant="red")) == 0
-    plan = planned(cache, request(1, [*A, *B, 9], tenant="blue"))
+    assert serve(cache, new_spec(0, [*A, *B, 9], tenant="red")) == 0
+    plan = planned(cache, new_spec(1, [*A, *B, 9], tenant="blue"))
     assert (plan.match.blocks, plan.match.skip_tokens) == ((), 0)
-    assert serve(cache, request(2, [*A, *B, 9], tenant="red")) == 2 * BLOCK
+    assert serve(cache, new_spec(2, [*A, *B, 9], tenant="red")) == 2 * BLOCK
 
 
 def test_disabled_cache_registers_nothing(new_cache: NewCache) -> None:
     cache = new_cache(enabled=False)
-    assert [serve(cache, request(index, [*A, *B, 9]), [1] * 9) for index in range(2)] == [0, 0]
+    assert [serve(cache, new_spec(index, [*A, *B, 9]), [1] * 9) for index in range(2)] == [0, 0]
     assert (cache.kv.num_cached, cache.counters.states_reserved) == (0, 0)
 
 
 @pytest.mark.parametrize("weights_version", [None, "1"])
 def test_nothing_cached_is_found_after_a_flush(new_cache: NewCache, weights_version: str | None) -> None:
     cache = new_cache()
-    serve(cache, request(0, [*A, *B, 9]))
-    candidate = candidate_of(cache, request(1, [*A, *B, 9]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    candidate = candidate_of(cache, new_spec(1, [*A, *B, 9]))
     cache.flush(weights_version)
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and plan.match.blocks == ()
@@ -195,38 +195,38 @@ def test_keys_depend_on_tenant_weights_and_epoch(new_cache: NewCache) -> None:
 
 def test_row_admitted_before_a_flush_publishes_nothing_after_it(new_cache: NewCache) -> None:
     cache = new_cache()
-    decoding = prefill(cache, request(0, [*A, *B, 9]))
-    prefilling = admit(cache, request(1, [*C, *D, 9]))
+    decoding = prefill(cache, new_spec(0, [*A, *B, 9]))
+    prefilling = admit(cache, new_spec(1, [*C, *D, 9]))
     assert prefilling.reserved
     cache.flush()
     run_step(cache, [prefilling])
     decode(cache, decoding, [5] * 2 * BLOCK)
     cache.check_integrity([decoding, prefilling])
     for prompt in ([*A, *B, 9, 0, *([5] * BLOCK)], [*C, *D, 9]):
-        assert planned(cache, request(2, prompt)).match.blocks == ()
+        assert planned(cache, new_spec(2, prompt)).match.blocks == ()
     assert (cache.slots.num_reserved, cached_states(cache)) == (0, [])
 
 
 def test_flush_frees_the_state_that_a_row_starts_from_once_the_row_has_read_it(new_cache: NewCache) -> None:
     cache = new_cache()
-    serve(cache, request(0, [*A, *B, 9]))
-    row = admit(cache, request(1, [*A, *B, 8]))
-    assert row.source_slot is not None
-    source = row.source_slot
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    request = admit(cache, new_spec(1, [*A, *B, 8]))
+    assert request.source_slot is not None
+    source = request.source_slot
     cache.flush()
-    cache.check_integrity([row])
+    cache.check_integrity([request])
     assert cache.slots.owner_of(source) is SlotOwner.CACHED
-    run_step(cache, [row])
+    run_step(cache, [request])
     assert cache.slots.owner_of(source) is SlotOwner.FREE
-    cache.check_integrity([row])
+    cache.check_integrity([request])
 
 
 def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_cache: NewCache) -> None:
     cache = new_cache()
-    row = prefill(cache, request(0, [*A, *B, 9]))
+    request = prefill(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
-    cache.release(row)
-    assert [serve(cache, request(index, [*A, *B, 9])) for index in (0, 1)] == [0, 2 * BLOCK]
+    cache.release(request)
+    assert [serve(cache, new_spec(index, [*A, *B, 9])) for index in (0, 1)] == [0, 2 * BLOCK]
 
 
 # Identical content in one step.
@@ -234,49 +234,49 @@ def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_
 
 def test_rows_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_cache: NewCache) -> None:
     cache = new_cache()
-    rows = [admit(cache, request(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
-    own = [list(row.block_ids) for row in rows]
+    requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
+    own = [list(request.block_ids) for request in requests]
     assert not set(own[0]) & set(own[1])
-    run_step(cache, rows)
-    assert rows[1].block_ids == [*own[0][:2], own[1][2]]
+    run_step(cache, requests)
+    assert requests[1].block_ids == [*own[0][:2], own[1][2]]
     assert [cache.kv.num_refs(block) for block in own[0]] == [2, 2, 1]
     assert [cache.kv.num_refs(block) for block in own[1]] == [0, 0, 1]
     assert cached_states(cache) == [own[0][1]]
-    cache.check_integrity(rows)
-    for row in rows:
-        cache.release(row)
+    cache.check_integrity(requests)
+    for request in requests:
+        cache.release(request)
     assert (cache.kv.num_cached, cache.kv.num_referenced) == (2, 0)
 
 
 def test_rows_of_equal_replies_leave_one_block_for_each_key(new_cache: NewCache) -> None:
     cache = new_cache()
-    rows = [prefill(cache, request(index, [*A, 9]), first_token=5) for index in range(2)]
+    requests = [prefill(cache, new_spec(index, [*A, 9]), first_token=5) for index in range(2)]
     for token in (6, 7, 8, 8, 8, 8):
-        for row in rows:
-            if row.computed == len(row.block_ids) * BLOCK:
-                cache.grow(row)
-            cache.schedule_decode(row)
-        run_step(cache, rows, token)
-    assert rows[0].block_ids[:2] == rows[1].block_ids[:2]
-    assert rows[0].block_ids[2] != rows[1].block_ids[2]
-    cache.check_integrity(rows)
+        for request in requests:
+            if request.computed == len(request.block_ids) * BLOCK:
+                cache.grow(request)
+            cache.schedule_decode(request)
+        run_step(cache, requests, token)
+    assert requests[0].block_ids[:2] == requests[1].block_ids[:2]
+    assert requests[0].block_ids[2] != requests[1].block_ids[2]
+    cache.check_integrity(requests)
 
 
 def test_row_after_an_adoption_extends_the_adopted_chain(new_cache: NewCache) -> None:
     cache = new_cache()
-    rows = [admit(cache, request(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
-    run_step(cache, rows)
-    cache.release(rows[0])
-    decode(cache, rows[1], [5] * BLOCK)
-    third = rows[1].block_ids[2]
-    assert cache.kv.parent_of(third) == rows[1].block_ids[1]
+    requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
+    run_step(cache, requests)
+    cache.release(requests[0])
+    decode(cache, requests[1], [5] * BLOCK)
+    third = requests[1].block_ids[2]
+    assert cache.kv.parent_of(third) == requests[1].block_ids[1]
     assert cache.kv.depth(third) == 3
-    cache.check_integrity(rows[1:])
+    cache.check_integrity(requests[1:])
 
 
 def test_second_state_for_a_key_is_released(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
-    rows = [admit(cache, request(0, [*A, *B, 9]), budget=6), admit(cache, request(1, [*A, 8], may_skip=False))]
-    assert [len(row.reserved) for row in rows] == [1, 0]
-    run_step(cache, rows)
+    requests = [admit(cache, new_spec(0, [*A, *B, 9]), budget=6), admit(cache, new_spec(1, [*A, 8], may_skip=False))]
+    assert [len(request.reserved) for request in requests] == [1, 0]
+    run_step(cache, requests)
     assert len(cached_states(cache)) == 1 and cache.slots.num_reserved == 0

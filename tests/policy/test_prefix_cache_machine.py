@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_mamba_cache.policy.admission import AdmissionPlan, Refusal
 from megatron_mamba_cache.policy.align import plan_align_copy
-from megatron_mamba_cache.policy.block_growth import grow_rows
+from megatron_mamba_cache.policy.block_growth import grow_requests
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundaries import select_boundaries
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
@@ -25,17 +25,17 @@ from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
-from tests.policy.small_cache import BLOCK, candidate_of, frozen, request, small_cache
+from tests.policy.small_cache import BLOCK, candidate_of, frozen, new_spec, small_cache
 
 MAX_ROWS = 3
 NUM_BLOCKS = 9  # where they do not share slabs with the slots
-MAX_LEN = 24  # six blocks: a lone row always fits
+MAX_LEN = 24  # six blocks: a lone request always fits
 MOST_DRAFTS = BLOCK - 1
 
 SLABS = [None, None, (4, 2, 1), (6, 3, 2), (7, 2, 1), (10, 1, 2)]
 """How many slabs, and how many blocks and slots fit one.
 
-A lone row always fits, even with each of its draft states alone in a slab; in the four slabs it never gets drafts.
+A lone request always fits, even with each of its draft states alone in a slab; in the four slabs it never gets drafts.
 """
 
 Checkpoints = Literal["rolling", "all", "none"]
@@ -55,14 +55,14 @@ class Text:
         return Text(self.tenant, self.epoch, self.tokens[:position])
 
 
-def sequence_of(row: RunningRequest) -> Text:
-    return Text(row.spec.tenant, row.epoch, (*row.spec.prompt.tolist(), *row.generated))
+def sequence_of(request: RunningRequest) -> Text:
+    return Text(request.spec.tenant, request.epoch, (*request.spec.prompt.tolist(), *request.generated))
 
 
-def fed_to(row: RunningRequest) -> Text:
-    """Return the sequence that the row's step computes: what is known, and its drafts."""
-    known = sequence_of(row)
-    return Text(known.tenant, known.epoch, (*known.tokens, *row.drafts))
+def fed_to(request: RunningRequest) -> Text:
+    """Return the sequence that the request's step computes: what is known, and its drafts."""
+    known = sequence_of(request)
+    return Text(known.tenant, known.epoch, (*known.tokens, *request.drafts))
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = small_cache()
         self.memory = Memory(None)
-        self.rows: list[RunningRequest] = []
+        self.requests: list[RunningRequest] = []
         self.texts: list[tuple[int, ...]] = [(1,) * 13]
         self.num_requests = 0
         self.checkpoints: Checkpoints = "rolling"
@@ -152,7 +152,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # Admission.
 
-    @precondition(lambda self: len(self.rows) < MAX_ROWS)
+    @precondition(lambda self: len(self.requests) < MAX_ROWS)
     @rule(
         data=st.data(),
         tail=st.lists(tokens, max_size=6),
@@ -161,35 +161,35 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         budget=budgets,
     )
     def admit(self, data: st.DataObject, tail: list[int], tenant: str, may_skip: bool, budget: int) -> None:
-        running = [sequence_of(row).tokens for row in self.rows]
+        running = [sequence_of(request).tokens for request in self.requests]
         text = data.draw(st.sampled_from([*self.texts, *running, *running]))
         longest = min(len(text), MAX_LEN - 1 - len(tail))
         prefix = text[: max(longest - data.draw(st.sampled_from([0, 0, 1, 2, 5, 9])), 0)]
         prompt = (*prefix, *tail) or (1,)
-        spec = request(self.num_requests, prompt, max_len=MAX_LEN, tenant=tenant, may_skip=may_skip)
+        spec = new_spec(self.num_requests, prompt, max_len=MAX_LEN, tenant=tenant, may_skip=may_skip)
         candidate = candidate_of(self.cache, spec)
         before = frozen(self.cache)
         plan = self.cache.plan(candidate, budget)
         assert frozen(self.cache) == before
         self._check_outcome(spec, plan, budget)
         if isinstance(plan, AdmissionPlan):
-            row = self.cache.admit(candidate, plan)
-            self.unmatched.discard(row.source_block)
-            self._note_prompt_boundaries(row)
+            request = self.cache.admit(candidate, plan)
+            self.unmatched.discard(request.source_block)
+            self._note_prompt_boundaries(request)
             self.num_requests += 1
-            self.rows.append(row)
-            self._check_admission(row, plan)
+            self.requests.append(request)
+            self._check_admission(request, plan)
 
     def _check_outcome(self, spec: RequestSpec, plan: AdmissionPlan | Refusal, budget: int) -> None:
         sequence = Text(spec.tenant, self.cache.epoch, tuple(spec.prompt.tolist()))
         blocks, skip = self._best_match(sequence, spec.may_skip)
         waits = spec.may_skip and any(
-            row.is_prefilling
+            request.is_prefilling
             and skip < state.position < spec.prompt_len
-            and row.epoch == self.cache.epoch
-            and sequence_of(row).upto(state.position) == sequence.upto(state.position)
-            for row in self.rows
-            for state in row.reserved
+            and request.epoch == self.cache.epoch
+            and sequence_of(request).upto(state.position) == sequence.upto(state.position)
+            for request in self.requests
+            for state in request.reserved
         )
         assert (plan is Refusal.WAITS_FOR_PREFIX) == waits
         num_new = -(-spec.prompt_len // BLOCK) - len(blocks)
@@ -200,11 +200,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         is_full = not slots.num_available and (slots.num_slots == MAX_ROWS or self.memory.slabs is not None)
         in_step = slots.num_reserved or any(map(slots.is_pinned, slots.cached_blocks()))
         assert plan is not Refusal.NO_SLOT or in_step or is_full
-        assert self.rows or plan not in {Refusal.NO_BLOCKS, Refusal.NO_SLOT}, "a prompt that fits is refused for ever"
+        assert self.requests or plan not in {Refusal.NO_BLOCKS, Refusal.NO_SLOT}, (
+            "a prompt that fits is refused for ever"
+        )
         if isinstance(plan, AdmissionPlan):
             assert list(plan.match.blocks) == blocks
             assert plan.match.skip_tokens in {skip, 0}
-            wanted = num_new if not self.rows else 0  # what the source state gives way to
+            wanted = num_new if not self.requests else 0  # what the source state gives way to
             assert plan.match.skip_tokens == skip or not self._has_room(wanted, blocks, source)
             assert self._has_room(num_new, blocks, source if plan.match.skip_tokens else None)
             assert plan.match.skip_tokens < plan.chunk_end <= min(spec.prompt_len, plan.match.skip_tokens + budget)
@@ -231,77 +233,79 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 skip = end
         return blocks, skip
 
-    def _check_admission(self, row: RunningRequest, plan: AdmissionPlan) -> None:
-        sequence, skip = sequence_of(row), plan.match.skip_tokens
-        assert row.computed == skip
+    def _check_admission(self, request: RunningRequest, plan: AdmissionPlan) -> None:
+        sequence, skip = sequence_of(request), plan.match.skip_tokens
+        assert request.computed == skip
         if skip:
             assert sequence.upto(skip) in self.memory.published_states
-            assert row.source_slot is not None and self.memory.states[row.source_slot] == sequence.upto(skip)
-            assert self.memory.windows[row.source_slot] == {0: sequence.upto(skip)}
+            assert request.source_slot is not None and self.memory.states[request.source_slot] == sequence.upto(skip)
+            assert self.memory.windows[request.source_slot] == {0: sequence.upto(skip)}
         else:
-            assert row.source_slot is None
-        self.memory.write_state(self._place(row.cursor.live_slot), None, {})
-        self._check_kv(row, len(plan.match.blocks) * BLOCK)
+            assert request.source_slot is None
+        self.memory.write_state(self._place(request.cursor.live_slot), None, {})
+        self._check_kv(request, len(plan.match.blocks) * BLOCK)
 
-    def _note_prompt_boundaries(self, row: RunningRequest) -> None:
-        """Mark the states that the row's prefill chunk would reserve, had they not been there."""
-        if row.epoch != self.cache.epoch:
+    def _note_prompt_boundaries(self, request: RunningRequest) -> None:
+        """Mark the states that the request's prefill chunk would reserve, had they not been there."""
+        if request.epoch != self.cache.epoch:
             return
         positions = select_boundaries(
             self.cache.rules.boundaries,
-            prompt_len=row.spec.prompt_len,
-            start=row.computed,
-            end=row.computed + row.scheduled,
-            kv_match_end=row.num_shared_blocks * BLOCK,
+            prompt_len=request.spec.prompt_len,
+            start=request.computed,
+            end=request.computed + request.scheduled,
+            kv_match_end=request.num_shared_blocks * BLOCK,
         )
-        self.unmatched -= {self.cache.kv.find(row.chain.keys[position // BLOCK - 1]) for position in positions}
+        self.unmatched -= {self.cache.kv.find(request.chain.keys[position // BLOCK - 1]) for position in positions}
 
-    def _check_kv(self, row: RunningRequest, end: int) -> None:
-        sequence = fed_to(row)
+    def _check_kv(self, request: RunningRequest, end: int) -> None:
+        sequence = fed_to(request)
         for position in range(end):
-            block, offset = row.block_ids[position // BLOCK], position % BLOCK
+            block, offset = request.block_ids[position // BLOCK], position % BLOCK
             assert self.memory.kv[block, offset] == sequence.upto(position + 1)
 
     # One step.
 
-    @precondition(lambda self: any(not row.scheduled and not row.is_paused for row in self.rows))
+    @precondition(lambda self: any(not request.scheduled and not request.is_paused for request in self.requests))
     @rule(data=st.data(), budget=budgets, drafts=drafts)
     def schedule(self, data: st.DataObject, budget: int, drafts: list[int]) -> None:
-        rows = [row for row in self.rows if not row.scheduled and not row.is_paused]
-        self._schedule(data.draw(st.sampled_from(rows)), budget, drafts)
+        requests = [request for request in self.requests if not request.scheduled and not request.is_paused]
+        self._schedule(data.draw(st.sampled_from(requests)), budget, drafts)
 
-    def _schedule(self, row: RunningRequest, budget: int, drafts: list[int]) -> None:
-        if row.is_prefilling:
-            self.cache.schedule_chunk(row, min(row.computed + budget, row.spec.prompt_len))
-            self._note_prompt_boundaries(row)
+    def _schedule(self, request: RunningRequest, budget: int, drafts: list[int]) -> None:
+        if request.is_prefilling:
+            self.cache.schedule_chunk(request, min(request.computed + budget, request.spec.prompt_len))
+            self._note_prompt_boundaries(request)
         else:
-            self._schedule_decode(row, drafts[: MAX_LEN - row.length - 1])
+            self._schedule_decode(request, drafts[: MAX_LEN - request.length - 1])
         self._forget_lost_states()
 
-    def _schedule_decode(self, row: RunningRequest, drafts: list[int]) -> None:
+    def _schedule_decode(self, request: RunningRequest, drafts: list[int]) -> None:
         counters, slots = self.cache.counters, self.cache.slots
-        num_skipped, held = counters.states_skipped_no_room, list(row.cursor.draft_slots)
-        self.cache.schedule_decode(row, drafts)
-        given = len(row.drafts)
-        assert row.drafts == tuple(drafts[:given]) and row.scheduled == 1 + given
-        assert row.cursor.draft_slots[: len(held)] == held and len(row.cursor.draft_slots) == max(len(held), given)
-        boundary = (row.computed // BLOCK + 1) * BLOCK
-        reserves = self.checkpoints != "none" and row.epoch == self.cache.epoch
-        wanted = [boundary] if reserves and boundary <= row.computed + row.scheduled else []
+        num_skipped, held = counters.states_skipped_no_room, list(request.cursor.draft_slots)
+        self.cache.schedule_decode(request, drafts)
+        given = len(request.drafts)
+        assert request.drafts == tuple(drafts[:given]) and request.scheduled == 1 + given
+        assert request.cursor.draft_slots[: len(held)] == held and len(request.cursor.draft_slots) == max(
+            len(held), given
+        )
+        boundary = (request.computed // BLOCK + 1) * BLOCK
+        reserves = self.checkpoints != "none" and request.epoch == self.cache.epoch
+        wanted = [boundary] if reserves and boundary <= request.computed + request.scheduled else []
         if given < len(drafts):
             to_come, checkpoints = MAX_ROWS - slots.num_live, slots.num_live * (self.checkpoints != "none")
             checkpoints *= slots.shares_slots
             # A boundary that only the missing drafts would have reached had a slot for a moment.
-            returned = reserves and not wanted and boundary <= row.computed + 1 + len(drafts)
+            returned = reserves and not wanted and boundary <= request.computed + 1 + len(drafts)
             spare = slots.num_available_to_run - to_come - checkpoints - returned
-            fills_blocks = row.computed + row.scheduled == len(row.block_ids) * BLOCK
+            fills_blocks = request.computed + request.scheduled == len(request.block_ids) * BLOCK
             assert spare <= 0 or (fills_blocks and not self.cache.kv.num_available)
         if counters.states_skipped_no_room > num_skipped:
             assert reserves and not slots.num_available
             wanted = []
-        assert [state.position for state in row.reserved] == wanted
+        assert [state.position for state in request.reserved] == wanted
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: self.requests)
     @rule(
         num_steps=st.integers(1, 8),
         budget=budgets,
@@ -314,95 +318,100 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def run_steps(
         self, num_steps: int, budget: int, token: int, odd_one: int, capacity: int, drafts: list[int], cut: int
     ) -> None:
-        """Run all rows that are not paused; each samples `token` everywhere, but for one that may differ.
+        """Run all requests that are not paused; each samples `token` everywhere, but for one that may differ.
 
-        Up to `cut` of the tokens that a row's drafts bring are not kept, as behind a stop word, and end the row.
+        Up to `cut` of the tokens that a request's drafts bring are not kept, as behind a stop word, and end the
+        request.
         """
         for _ in range(num_steps):
-            step = [row for row in self.rows if not row.is_paused]
-            for row in step:
-                if not row.scheduled:
-                    self._schedule(row, budget, drafts)
+            step = [request for request in self.requests if not request.is_paused]
+            for request in step:
+                if not request.scheduled:
+                    self._schedule(request, budget, drafts)
             self._run(step, [3 - token if index == odd_one else token for index in range(len(step))], cut)
             self._grow(capacity)
-            if not self.rows:
+            if not self.requests:
                 break
-            self.pools_and_rows_agree()
+            self.pools_and_requests_agree()
             self.whatever_can_be_found_was_written()
-            self.live_states_are_where_their_rows_look_for_them()
+            self.live_states_are_where_their_requests_look_for_them()
 
     def _run(self, step: Sequence[RunningRequest], sampled: Sequence[int], cut: int) -> None:
         self._forward(step)
-        for row in step:
-            if row.is_prefilling:
-                self._publish(row, row.scheduled)
-        accepted = [self._num_accepted(row, token) for row, token in zip(step, sampled, strict=True)]
-        for row, num_accepted in zip(step, accepted, strict=True):
-            self._align_copy(row, num_accepted)
+        for request in step:
+            if request.is_prefilling:
+                self._publish(request, request.scheduled)
+        accepted = [self._num_accepted(request, token) for request, token in zip(step, sampled, strict=True)]
+        for request, num_accepted in zip(step, accepted, strict=True):
+            self._align_copy(request, num_accepted)
         ended = []
-        for row, token, num_accepted in zip(step, sampled, accepted, strict=True):
+        for request, token, num_accepted in zip(step, sampled, accepted, strict=True):
             num_kept = max(num_accepted - cut, 1)
-            if row.samples_this_step:
-                row.generated += [token] * num_kept
-            if row.is_prefilling:
-                self.cache.advance(row, row.scheduled)
+            if request.samples_this_step:
+                request.generated += [token] * num_kept
+            if request.is_prefilling:
+                self.cache.advance(request, request.scheduled)
             else:
-                self._publish(row, num_kept)
-                self.cache.advance(row, num_kept)
-            assert (row.scheduled, row.drafts, len(row.cursor.draft_slots)) == (0, (), row.cursor.accepted - 1)
-            if row.length >= MAX_LEN or num_kept < num_accepted:
-                ended.append(row)
-        for row in ended:
-            self._leave(row)
+                self._publish(request, num_kept)
+                self.cache.advance(request, num_kept)
+            assert (request.scheduled, request.drafts, len(request.cursor.draft_slots)) == (
+                0,
+                (),
+                request.cursor.accepted - 1,
+            )
+            if request.length >= MAX_LEN or num_kept < num_accepted:
+                ended.append(request)
+        for request in ended:
+            self._leave(request)
 
-    def _num_accepted(self, row: RunningRequest, token: int) -> int:
-        wrong = [place for place, draft in enumerate(row.drafts) if draft != token]
-        return 1 + (wrong[0] if wrong else len(row.drafts))
+    def _num_accepted(self, request: RunningRequest, token: int) -> int:
+        wrong = [place for place, draft in enumerate(request.drafts) if draft != token]
+        return 1 + (wrong[0] if wrong else len(request.drafts))
 
-    def _align_copy(self, row: RunningRequest, num_accepted: int) -> None:
+    def _align_copy(self, request: RunningRequest, num_accepted: int) -> None:
         """Copy the state at a boundary that a decode step reached, as the device does before the host knows."""
-        if row.is_prefilling or not row.reserved:
+        if request.is_prefilling or not request.reserved:
             return
-        (reserved,) = row.reserved
-        copy = plan_align_copy(row.computed, row.scheduled, len(row.drafts), num_accepted, 0, BLOCK)
+        (reserved,) = request.reserved
+        copy = plan_align_copy(request.computed, request.scheduled, len(request.drafts), num_accepted, 0, BLOCK)
         if copy is None:
             self.memory.write_state(reserved.slot, None, {})
             return
         assert (copy.destination_column + 1) * BLOCK == reserved.position
-        columns = [self._place(slot) for slot in (row.cursor.live_slot, *row.cursor.draft_slots)]
+        columns = [self._place(slot) for slot in (request.cursor.live_slot, *request.cursor.draft_slots)]
         window = {0: self.memory.windows[columns[0]][copy.shift]}
         self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
-    def _publish(self, row: RunningRequest, num_tokens: int) -> None:
-        """Publish a row, and check which boundaries can be found afterwards and which checkpoint was retired."""
-        end, is_current = row.computed + num_tokens, row.epoch == self.cache.epoch
-        reached = [state.position for state in row.reserved if state.position <= end]
+    def _publish(self, request: RunningRequest, num_tokens: int) -> None:
+        """Publish a request, and check which boundaries can be found afterwards and which checkpoint was retired."""
+        end, is_current = request.computed + num_tokens, request.epoch == self.cache.epoch
+        reached = [state.position for state in request.reserved if state.position <= end]
         self._forget_lost_states()
         before = set(self.cache.slots.cached_blocks())
         if is_current:
-            self._note_keys(row, end)
-            self.memory.published_states.update(sequence_of(row).upto(position) for position in reached)
-        self.cache.publish(row, num_tokens)
+            self._note_keys(request, end)
+            self.memory.published_states.update(sequence_of(request).upto(position) for position in reached)
+        self.cache.publish(request, num_tokens)
         after = set(self.cache.slots.cached_blocks())
-        assert not row.reserved and row.source_block is None
+        assert not request.reserved and request.source_block is None
         retired = set()
         if is_current:
             for index in range(end // BLOCK):
-                assert self.cache.kv.find(row.chain.keys[index]) == row.block_ids[index]
-            blocks = {row.block_ids[position // BLOCK - 1] for position in reached}
+                assert self.cache.kv.find(request.chain.keys[index]) == request.block_ids[index]
+            blocks = {request.block_ids[position // BLOCK - 1] for position in reached}
             assert blocks <= after
             self.unmatched -= blocks & before  # two requests have come to it
-            if not row.is_prefilling and after - before:
-                retired = {self.newest.get(row.request_id)} & self.unmatched
-                self._note_checkpoint(row, after - before)
+            if not request.is_prefilling and after - before:
+                retired = {self.newest.get(request.request_id)} & self.unmatched
+                self._note_checkpoint(request, after - before)
         else:
             assert after == before
         assert before - after == retired, "a state that others may want is gone"
-        assert after - before <= {row.block_ids[position // BLOCK - 1] for position in reached}
+        assert after - before <= {request.block_ids[position // BLOCK - 1] for position in reached}
         self._forget_lost_states()
 
-    def _note_checkpoint(self, row: RunningRequest, published: set[BlockId]) -> None:
-        (self.newest[row.request_id],) = published
+    def _note_checkpoint(self, request: RunningRequest, published: set[BlockId]) -> None:
+        (self.newest[request.request_id],) = published
         if self.checkpoints == "rolling":
             self.unmatched |= published
 
@@ -410,103 +419,107 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.unmatched &= set(self.cache.slots.cached_blocks())
 
     def _grow(self, capacity: int) -> None:
-        outcome = grow_rows(self.rows, self.cache, capacity)
-        for row in outcome.evicted:
-            self.rows.remove(row)
-            self.texts.append(sequence_of(row).tokens)
-        paused = {block for row in self.rows if row.is_paused for block in row.block_ids}
-        assert len(paused) <= capacity and all(row.is_paused for row in outcome.paused)
-        assert not self.rows or not all(row.is_paused for row in self.rows)
+        outcome = grow_requests(self.requests, self.cache, capacity)
+        for request in outcome.evicted:
+            self.requests.remove(request)
+            self.texts.append(sequence_of(request).tokens)
+        paused = {block for request in self.requests if request.is_paused for block in request.block_ids}
+        assert len(paused) <= capacity and all(request.is_paused for request in outcome.paused)
+        assert not self.requests or not all(request.is_paused for request in self.requests)
 
     def _forward(self, step: Sequence[RunningRequest]) -> None:
-        """Read every row's state, then write KV and states as the model's kernels do."""
-        written = [slot for row in step for slot in self._written_slots(row)]
+        """Read every request's state, then write KV and states as the model's kernels do."""
+        written = [slot for request in step for slot in self._written_slots(request)]
         assert len(set(written)) == len(written)
-        for row in step:
-            self._check_initial_state(row, set(written) - set(self._columns(row)))
-        for row in step:
-            self._write_kv(row)
-        for row in step:
-            self._check_kv(row, row.computed + row.scheduled)
-            self._write_states(row)
+        for request in step:
+            self._check_initial_state(request, set(written) - set(self._columns(request)))
+        for request in step:
+            self._write_kv(request)
+        for request in step:
+            self._check_kv(request, request.computed + request.scheduled)
+            self._write_states(request)
 
-    def _columns(self, row: RunningRequest) -> list[SlotId]:
+    def _columns(self, request: RunningRequest) -> list[SlotId]:
         """Return the slots behind the tokens of a decode step, or the live slot, which a prefill writes."""
-        slots = [row.cursor.live_slot] if row.is_prefilling else [row.cursor.live_slot, *row.cursor.draft_slots]
+        slots = (
+            [request.cursor.live_slot]
+            if request.is_prefilling
+            else [request.cursor.live_slot, *request.cursor.draft_slots]
+        )
         return [self._place(slot) for slot in slots]
 
-    def _written_slots(self, row: RunningRequest) -> list[SlotId]:
-        return [*self._columns(row), *(state.slot for state in row.reserved)]
+    def _written_slots(self, request: RunningRequest) -> list[SlotId]:
+        return [*self._columns(request), *(state.slot for state in request.reserved)]
 
-    def _check_initial_state(self, row: RunningRequest, written_by_others: set[SlotId]) -> None:
-        if row.source_slot is not None:
-            slot, window_slot, offset = row.source_slot, row.source_slot, 0
+    def _check_initial_state(self, request: RunningRequest, written_by_others: set[SlotId]) -> None:
+        if request.source_slot is not None:
+            slot, window_slot, offset = request.source_slot, request.source_slot, 0
         else:
             slot, window_slot, offset = (
-                self._place(row.cursor.state_slot),
-                self._place(row.cursor.live_slot),
-                row.cursor.accepted - 1,
+                self._place(request.cursor.state_slot),
+                self._place(request.cursor.live_slot),
+                request.cursor.accepted - 1,
             )
         assert slot not in written_by_others
-        if row.computed:
-            assert self.memory.states[slot] == sequence_of(row).upto(row.computed)
-            assert self.memory.windows[window_slot][offset] == sequence_of(row).upto(row.computed)
+        if request.computed:
+            assert self.memory.states[slot] == sequence_of(request).upto(request.computed)
+            assert self.memory.windows[window_slot][offset] == sequence_of(request).upto(request.computed)
 
-    def _write_kv(self, row: RunningRequest) -> None:
-        for position in range(row.computed, row.computed + row.scheduled):
-            if position // BLOCK < row.num_shared_blocks:
+    def _write_kv(self, request: RunningRequest) -> None:
+        for position in range(request.computed, request.computed + request.scheduled):
+            if position // BLOCK < request.num_shared_blocks:
                 continue
-            block = row.block_ids[position // BLOCK]
+            block = request.block_ids[position // BLOCK]
             assert self.cache.kv.key_of(block) is None, "a findable block is written"
             assert self.cache.kv.num_refs(block) == 1, "a shared block is written"
-            self.memory.write_kv(block, position % BLOCK, fed_to(row).upto(position + 1))
+            self.memory.write_kv(block, position % BLOCK, fed_to(request).upto(position + 1))
 
-    def _write_states(self, row: RunningRequest) -> None:
-        fed, start, end = fed_to(row), row.computed, row.computed + row.scheduled
-        assert all(start < state.position <= end and state.position % BLOCK == 0 for state in row.reserved)
-        if row.is_prefilling:
-            self.memory.write_state(self._place(row.cursor.live_slot), fed.upto(end), {0: fed.upto(end)})
-            for state in row.reserved:
+    def _write_states(self, request: RunningRequest) -> None:
+        fed, start, end = fed_to(request), request.computed, request.computed + request.scheduled
+        assert all(start < state.position <= end and state.position % BLOCK == 0 for state in request.reserved)
+        if request.is_prefilling:
+            self.memory.write_state(self._place(request.cursor.live_slot), fed.upto(end), {0: fed.upto(end)})
+            for state in request.reserved:
                 self.memory.write_state(state.slot, fed.upto(state.position), {0: fed.upto(state.position)})
             return
         after = [fed.upto(position + 1) for position in range(start, end)]
-        for column, text in zip(self._columns(row), after, strict=False):
+        for column, text in zip(self._columns(request), after, strict=False):
             self.memory.write_state(column, text, {})
-        self.memory.windows[self._place(row.cursor.live_slot)] = dict(enumerate(after))
+        self.memory.windows[self._place(request.cursor.live_slot)] = dict(enumerate(after))
 
-    def _note_keys(self, row: RunningRequest, end: int) -> None:
-        sequence = sequence_of(row).upto(end)
+    def _note_keys(self, request: RunningRequest, end: int) -> None:
+        sequence = sequence_of(request).upto(end)
         keys = block_keys(self.cache.root_of(sequence.tenant), sequence.tokens, BLOCK)
         for index, key in enumerate(keys):
             self.memory.sequences[key] = sequence.upto((index + 1) * BLOCK)
 
     # Leaving.
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self._leave(data.draw(st.sampled_from(self.rows)))
+        self._leave(data.draw(st.sampled_from(self.requests)))
 
-    @precondition(lambda self: any(row.scheduled for row in self.rows))
+    @precondition(lambda self: any(request.scheduled for request in self.requests))
     @rule(data=st.data(), is_forward_run=st.booleans())
     def abort(self, data: st.DataObject, is_forward_run: bool) -> None:
-        """Abort one row, or fail a whole step after its forward: rows whose live state is lost leave."""
-        step = [row for row in self.rows if row.scheduled]
+        """Abort one request, or fail a whole step after its forward: requests whose live state is lost leave."""
+        step = [request for request in self.requests if request.scheduled]
         if is_forward_run:
             self._forward(step)
         else:
             step = [data.draw(st.sampled_from(step))]
-        for row in step:
-            loses_state = is_forward_run or row.source_slot is not None
-            self.cache.abort(row)
-            assert (row.reserved, row.scheduled, row.drafts, row.source_block) == ([], 0, (), None)
+        for request in step:
+            loses_state = is_forward_run or request.source_slot is not None
+            self.cache.abort(request)
+            assert (request.reserved, request.scheduled, request.drafts, request.source_block) == ([], 0, (), None)
             if loses_state:
-                self._leave(row)
+                self._leave(request)
 
-    def _leave(self, row: RunningRequest) -> None:
-        self.texts.append(sequence_of(row).tokens)
-        self.cache.release(row)
-        self.rows.remove(row)
+    def _leave(self, request: RunningRequest) -> None:
+        self.texts.append(sequence_of(request).tokens)
+        self.cache.release(request)
+        self.requests.remove(request)
 
     # What else happens to a cache.
 
@@ -536,8 +549,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.cache.slots.cancel(slot)
 
     @invariant()
-    def pools_and_rows_agree(self) -> None:
-        self.cache.check_integrity(self.rows)
+    def pools_and_requests_agree(self) -> None:
+        self.cache.check_integrity(self.requests)
 
     @invariant()
     def whatever_can_be_found_was_written(self) -> None:
@@ -553,9 +566,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 assert self.memory.windows[slot] == {0: sequence}
 
     @invariant()
-    def live_states_are_where_their_rows_look_for_them(self) -> None:
-        for row in self.rows:
-            self._check_initial_state(row, set())
+    def live_states_are_where_their_requests_look_for_them(self) -> None:
+        for request in self.requests:
+            self._check_initial_state(request, set())
 
     @invariant()
     def drafts_leave_a_slot_to_each_request_that_may_come(self) -> None:
@@ -566,10 +579,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @invariant()
     def reserved_slots_are_not_findable(self) -> None:
         findable = {self.cache.slots.slot_of(block) for block in self.cache.slots.cached_blocks()}
-        for row in self.rows:
-            for state in row.reserved:
+        for request in self.requests:
+            for state in request.reserved:
                 assert self.cache.slots.owner_of(state.slot) is SlotOwner.RESERVED and state.slot not in findable
-            for owner, slots in ((SlotOwner.LIVE, [row.cursor.live_slot]), (SlotOwner.DRAFT, row.cursor.draft_slots)):
+            for owner, slots in (
+                (SlotOwner.LIVE, [request.cursor.live_slot]),
+                (SlotOwner.DRAFT, request.cursor.draft_slots),
+            ):
                 assert all(self.cache.slots.owner_of_running(slot) is owner for slot in slots)
                 assert not findable & {self._place(slot) for slot in slots}
 
@@ -578,8 +594,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [(block, key) for block, key in keys if key is not None]
 
     def teardown(self) -> None:
-        for row in self.rows:
-            self.cache.release(row)
+        for request in self.requests:
+            self.cache.release(request)
         self.cache.check_integrity([])
         owners = self.cache.slots.count_by_owner()
         assert (owners["live"], owners["reserved"], owners["draft"]) == (0, 0, 0)

@@ -9,10 +9,10 @@ from tests.policy.small_cache import (
     cached_states,
     decode,
     drop_states,
+    new_spec,
     outcome,
     planned,
     prefill,
-    request,
     run_step,
     serve,
     small_cache,
@@ -26,51 +26,51 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 
 def test_request_waits_for_a_prefix_that_this_step_computes() -> None:
     cache = small_cache()
-    row = admit(cache, request(0, [*A, *B, 9]))
+    request = admit(cache, new_spec(0, [*A, *B, 9]))
     assert outcome(cache, [*A, *B, 8]) is Refusal.WAITS_FOR_PREFIX
-    run_step(cache, [row])
-    assert planned(cache, request(1, [*A, *B, 8])).match.skip_tokens == 2 * BLOCK
+    run_step(cache, [request])
+    assert planned(cache, new_spec(1, [*A, *B, 8])).match.skip_tokens == 2 * BLOCK
 
 
 @pytest.mark.parametrize("prompt", [[*B, *A, 9], [*A, *C, 9], [*A, *B]])
 def test_request_that_cannot_use_the_reserved_boundary_does_not_wait(prompt: list[int]) -> None:
     cache = small_cache()
-    admit(cache, request(0, [*A, *B, 9]))
+    admit(cache, new_spec(0, [*A, *B, 9]))
     assert not isinstance(outcome(cache, prompt), Refusal)
 
 
 @pytest.mark.parametrize("settings", [{"tenant": "blue"}, {"may_skip": False}])
 def test_request_that_may_not_use_the_reserved_boundary_does_not_wait(settings: dict[str, object]) -> None:
     cache = small_cache()
-    admit(cache, request(0, [*A, *B, 9]))
+    admit(cache, new_spec(0, [*A, *B, 9]))
     assert not isinstance(outcome(cache, [*A, *B, 9], **settings), Refusal)
 
 
 def test_request_does_not_wait_for_a_boundary_that_found_no_slot() -> None:
     cache = small_cache(num_slots=2)
-    other = prefill(cache, request(0, [5]))
-    row = admit(cache, request(1, [*A, *B, 9]))
+    other = prefill(cache, new_spec(0, [5]))
+    request = admit(cache, new_spec(1, [*A, *B, 9]))
     cache.release(other)
-    assert row.reserved == [] and cache.counters.states_skipped_no_room == 1
+    assert request.reserved == [] and cache.counters.states_skipped_no_room == 1
     assert not isinstance(outcome(cache, [*A, *B, 9]), Refusal)
 
 
 @pytest.mark.parametrize("leave", ["abort", "release", "flush"])
 def test_request_does_not_wait_for_an_owner_that_will_not_publish(leave: str) -> None:
     cache = small_cache()
-    row = admit(cache, request(0, [*A, *B, 9]))
+    request = admit(cache, new_spec(0, [*A, *B, 9]))
     if leave == "flush":
         cache.flush()
     else:
-        getattr(cache, leave)(row)
+        getattr(cache, leave)(request)
     assert not isinstance(outcome(cache, [*A, *B, 9]), Refusal)
 
 
 def test_request_does_not_wait_for_a_boundary_past_its_own_prompt() -> None:
     cache = small_cache()
-    serve(cache, request(0, [*A, *B, 9]))
-    admit(cache, request(1, [*A, *B, *C, 9]))
-    plan = planned(cache, request(2, [*A, *B, 9]))
+    serve(cache, new_spec(0, [*A, *B, 9]))
+    admit(cache, new_spec(1, [*A, *B, *C, 9]))
+    plan = planned(cache, new_spec(2, [*A, *B, 9]))
     assert plan.match.skip_tokens == 2 * BLOCK
 
 
@@ -79,20 +79,20 @@ def test_request_does_not_wait_for_a_boundary_past_its_own_prompt() -> None:
 
 def test_partial_block_is_never_registered() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [*A, 5, 6]), first_token=7)
-    assert cache.kv.key_of(row.block_ids[1]) is None
-    decode(cache, row, [8])
-    assert (row.computed, cache.kv.key_of(row.block_ids[1])) == (7, None)
-    decode(cache, row, [9])
-    assert (row.computed, cache.kv.key_of(row.block_ids[1])) != (8, None)
+    request = prefill(cache, new_spec(0, [*A, 5, 6]), first_token=7)
+    assert cache.kv.key_of(request.block_ids[1]) is None
+    decode(cache, request, [8])
+    assert (request.computed, cache.kv.key_of(request.block_ids[1])) == (7, None)
+    decode(cache, request, [9])
+    assert (request.computed, cache.kv.key_of(request.block_ids[1])) != (8, None)
 
 
 def test_key_never_covers_a_token_that_is_sampled_but_not_computed() -> None:
     cache = small_cache()
-    row = prefill(cache, request(0, [*A, 5, 6, 7]), first_token=8)
-    assert row.length == 2 * BLOCK
-    cache.release(row)
-    assert len(planned(cache, request(1, [*A, 5, 6, 7, 8, 9])).match.blocks) == 1
+    request = prefill(cache, new_spec(0, [*A, 5, 6, 7]), first_token=8)
+    assert request.length == 2 * BLOCK
+    cache.release(request)
+    assert len(planned(cache, new_spec(1, [*A, 5, 6, 7, 8, 9])).match.blocks) == 1
 
 
 @pytest.mark.parametrize("align", [True, False])
@@ -100,34 +100,34 @@ def test_key_never_covers_a_token_that_is_sampled_but_not_computed() -> None:
 def test_chunks_of_any_size_leave_the_same_keys_as_one_chunk(budget: int, align: bool) -> None:
     prompt = [*A, *B, *C, 9]
     whole = small_cache()
-    keys = [whole.kv.key_of(block) for block in prefill(whole, request(0, prompt)).block_ids]
+    keys = [whole.kv.key_of(block) for block in prefill(whole, new_spec(0, prompt)).block_ids]
     cache = small_cache(align=align)
-    row = admit(cache, request(0, prompt), budget)
-    run_step(cache, [row])
-    while row.is_prefilling:
-        full_blocks = row.block_ids[: row.computed // BLOCK]
+    request = admit(cache, new_spec(0, prompt), budget)
+    run_step(cache, [request])
+    while request.is_prefilling:
+        full_blocks = request.block_ids[: request.computed // BLOCK]
         assert [cache.kv.key_of(block) for block in full_blocks] == keys[: len(full_blocks)]
-        assert all(cache.kv.key_of(block) is None for block in row.block_ids[len(full_blocks) :])
-        cache.schedule_chunk(row, min(row.computed + budget, len(prompt)))
-        run_step(cache, [row])
-        cache.check_integrity([row])
-    assert [cache.kv.key_of(block) for block in row.block_ids] == keys
+        assert all(cache.kv.key_of(block) is None for block in request.block_ids[len(full_blocks) :])
+        cache.schedule_chunk(request, min(request.computed + budget, len(prompt)))
+        run_step(cache, [request])
+        cache.check_integrity([request])
+    assert [cache.kv.key_of(block) for block in request.block_ids] == keys
 
 
 def test_chunk_that_ends_inside_a_block_publishes_the_boundary_before_it_only() -> None:
     cache = small_cache(align=False)
-    row = admit(cache, request(0, [*A, *B, 9]), budget=6)
-    run_step(cache, [row])
+    request = admit(cache, new_spec(0, [*A, *B, 9]), budget=6)
+    run_step(cache, [request])
     assert cached_states(cache) == []
-    assert len(planned(cache, request(1, [*A, *B, 9])).match.blocks) == 1
+    assert len(planned(cache, new_spec(1, [*A, *B, 9])).match.blocks) == 1
 
 
 def test_shared_blocks_stay_as_they_are_while_a_row_recomputes_them() -> None:
     cache = small_cache()
-    first = prefill(cache, request(0, [*A, *B, *C, 9]))
+    first = prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     drop_states(cache)
-    row = admit(cache, request(1, [*A, *B, *C, 8]), budget=6)
-    run_step(cache, [row])
-    assert (row.computed, row.num_shared_blocks, row.num_published_blocks) == (BLOCK, 3, 3)
-    assert row.block_ids[:3] == first.block_ids[:3]
-    cache.check_integrity([first, row])
+    request = admit(cache, new_spec(1, [*A, *B, *C, 8]), budget=6)
+    run_step(cache, [request])
+    assert (request.computed, request.num_shared_blocks, request.num_published_blocks) == (BLOCK, 3, 3)
+    assert request.block_ids[:3] == first.block_ids[:3]
+    cache.check_integrity([first, request])

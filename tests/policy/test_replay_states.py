@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy.draft_states import num_folded
 from megatron_mamba_cache.policy.requests import RunningRequest
-from tests.policy.small_cache import prefill, request, small_cache, verify
+from tests.policy.small_cache import new_spec, prefill, small_cache, verify
 
 MOST = 4
 
@@ -20,57 +20,57 @@ def test_each_running_request_has_a_draft_buffer_of_its_own(choices: list[int]) 
     running: list[RunningRequest] = []
     for number, choice in enumerate(choices):
         if choice < MOST and len(running) < MOST:
-            running.append(prefill(cache, request(number, [number, choice])))
+            running.append(prefill(cache, new_spec(number, [number, choice])))
         elif running:
             cache.release(running.pop(choice % len(running)))
         cache.check_integrity(running)
-        buffers = [row.cursor.draft_buffer for row in running]
+        buffers = [request.cursor.draft_buffer for request in running]
         assert len(set(buffers)) == len(buffers) and set(buffers) <= set(range(MOST))
 
 
 def test_more_requests_than_draft_buffers_are_an_error_that_changes_nothing() -> None:
     cache = small_cache(num_blocks=64, num_slots=16, max_requests=1, replays=True)
-    row = prefill(cache, request(0, [1, 2]))
+    request = prefill(cache, new_spec(0, [1, 2]))
     with pytest.raises(CacheIntegrityError, match="all 1 draft buffers"):
-        prefill(cache, request(1, [3, 4]))
-    cache.check_integrity([row])
+        prefill(cache, new_spec(1, [3, 4]))
+    cache.check_integrity([request])
 
 
 def test_a_draft_buffer_that_two_requests_hold_is_found() -> None:
     cache = small_cache(num_blocks=64, num_slots=16, max_requests=2, replays=True)
-    rows = [prefill(cache, request(number, [number])) for number in range(2)]
-    rows[1].cursor.draft_buffer = rows[0].cursor.draft_buffer
+    requests = [prefill(cache, new_spec(number, [number])) for number in range(2)]
+    requests[1].cursor.draft_buffer = requests[0].cursor.draft_buffer
     with pytest.raises(CacheIntegrityError, match="draft buffers"):
-        cache.check_integrity(rows)
+        cache.check_integrity(requests)
 
 
 @pytest.mark.parametrize("num_slots", [3, 8])
 def test_drafts_take_no_slots_and_none_is_refused(num_slots: int) -> None:
     cache = small_cache(num_slots=num_slots, block_size=16, max_requests=2, replays=True)
-    row = prefill(cache, request(0, [1, 2]), first_token=3)
+    request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     before = cache.slots.count_by_owner()
     for kept in ([5], [5, 6, 7], [5, 6, 7, 8, 9]):
-        cache.schedule_decode(row, [5, 6, 7, 8])
-        assert len(row.drafts) == 4 and row.cursor.draft_slots == []
+        cache.schedule_decode(request, [5, 6, 7, 8])
+        assert len(request.drafts) == 4 and request.cursor.draft_slots == []
         assert cache.slots.count_by_owner() == before
-        cache.abort(row)
-        verify(cache, row, [5, 6, 7, 8], kept)
-    assert row.computed == 2 + 1 + 3 + 5
+        cache.abort(request)
+        verify(cache, request, [5, 6, 7, 8], kept)
+    assert request.computed == 2 + 1 + 3 + 5
 
 
 @given(prompt_len=st.integers(1, 40), fold_len=st.sampled_from((4, 8, 16, 32)), seed=st.integers(0, 999))
 def test_num_folded_is_where_steps_that_fold_what_they_find_arrive(prompt_len: int, fold_len: int, seed: int) -> None:
     rng = random.Random(seed)
     cache = small_cache(num_blocks=64, num_slots=16, block_size=32, max_requests=1, replays=True)
-    row = prefill(cache, request(0, range(prompt_len), max_len=1000), first_token=1)
+    request = prefill(cache, new_spec(0, range(prompt_len), max_len=1000), first_token=1)
     folded = prompt_len
     for _ in range(40):
-        assert num_folded(row, fold_len) == folded
+        assert num_folded(request, fold_len) == folded
         drafts = [2] * rng.randrange(9)
-        start = row.computed
-        verify(cache, row, drafts, [3] * rng.randrange(1, 2 + len(drafts)))
+        start = request.computed
+        verify(cache, request, drafts, [3] * rng.randrange(1, 2 + len(drafts)))
         folded = max(folded, start // fold_len * fold_len)
         if rng.random() < 0.1:
-            cache.close_draft_states(row)
-            folded = row.computed
-    assert row.computed - num_folded(row, fold_len) <= fold_len + 8
+            cache.close_draft_states(request)
+            folded = request.computed
+    assert request.computed - num_folded(request, fold_len) <= fold_len + 8

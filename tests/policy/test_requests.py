@@ -14,10 +14,10 @@ from megatron_mamba_cache.policy.request_settings import LogProbSettings, Reques
 from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 
 
-def row_of(
+def running_request(
     prompt: list[int], generated: list[int], *, max_len: int = 100, sampling: SamplingSettings | None = None
 ) -> RunningRequest:
-    """Return a row whose step computes its last known token, and so samples the next."""
+    """Return a request whose step computes its last known token, and so samples the next."""
     spec = RequestSpec(0, np.array(prompt, dtype=np.int64), max_len, sampling or SamplingSettings())
     return RunningRequest(
         spec=spec,
@@ -33,30 +33,30 @@ def row_of(
     )
 
 
-def ends_with(row: RunningRequest, token: int) -> bool:
-    kept = row.keep([token])
+def ends_with(request: RunningRequest, token: int) -> bool:
+    kept = request.keep([token])
     assert kept.tokens == (token,)
     return kept.ends
 
 
 def stops(words: tuple[tuple[int, ...], ...], generated: list[int], token: int, prompt: tuple[int, ...] = (9,)) -> bool:
-    return ends_with(row_of([*prompt], generated, sampling=SamplingSettings(stop_words=words)), token)
+    return ends_with(running_request([*prompt], generated, sampling=SamplingSettings(stop_words=words)), token)
 
 
 def test_termination_token_ends_a_request() -> None:
-    row = row_of([1], [2], sampling=SamplingSettings(termination_id=7))
-    assert ends_with(row, 7) and not ends_with(row, 6)
+    request = running_request([1], [2], sampling=SamplingSettings(termination_id=7))
+    assert ends_with(request, 7) and not ends_with(request, 6)
 
 
 def test_token_that_reaches_the_length_limit_ends_a_request() -> None:
-    assert not ends_with(row_of([1, 2], [3], max_len=5), 4)
-    assert ends_with(row_of([1, 2], [3, 4], max_len=5), 4)
-    assert ends_with(row_of([1, 2], [], max_len=3), 4)
+    assert not ends_with(running_request([1, 2], [3], max_len=5), 4)
+    assert ends_with(running_request([1, 2], [3, 4], max_len=5), 4)
+    assert ends_with(running_request([1, 2], [], max_len=3), 4)
 
 
 def test_no_token_ends_a_request_without_termination_or_stop_words() -> None:
-    row = row_of([1], [2, 3])
-    assert not any(ends_with(row, token) for token in range(10))
+    request = running_request([1], [2, 3])
+    assert not any(ends_with(request, token) for token in range(10))
 
 
 def test_stop_word_of_one_token_ends_a_request() -> None:
@@ -92,11 +92,11 @@ def test_interrupted_request_stops_where_an_uninterrupted_one_does(num_replayed:
         SamplingSettings(stop_words=(word, (7, 5, 5, 6, 8, 9), (1,))),
         num_replayed=num_replayed,
     )
-    row = row_of(prompt, reply[num_replayed:])
-    row.spec, row.computed = spec, len(prompt) + len(reply) - 1
-    assert ends_with(row, 9) and ends_with(row, 1) and not ends_with(row, 8)
-    row.spec = dataclasses.replace(spec, sampling=SamplingSettings(stop_words=((7, 5, 5, 6, 8, 9),)))
-    assert not ends_with(row, 9)
+    request = running_request(prompt, reply[num_replayed:])
+    request.spec, request.computed = spec, len(prompt) + len(reply) - 1
+    assert ends_with(request, 9) and ends_with(request, 1) and not ends_with(request, 8)
+    request.spec = dataclasses.replace(spec, sampling=SamplingSettings(stop_words=((7, 5, 5, 6, 8, 9),)))
+    assert not ends_with(request, 9)
 
 
 def test_any_of_several_stop_words_ends_a_request() -> None:
@@ -118,48 +118,48 @@ def test_stop_words_are_a_suffix_of_what_is_generated(generated: list[int], toke
 # What is kept of accepted drafts.
 
 
-def drafted(row: RunningRequest, num_drafts: int) -> RunningRequest:
-    """Let the row's step feed drafts too."""
-    row.drafts = (0,) * num_drafts
-    row.scheduled = 1 + num_drafts
-    return row
+def drafted(request: RunningRequest, num_drafts: int) -> RunningRequest:
+    """Let the request's step feed drafts too."""
+    request.drafts = (0,) * num_drafts
+    request.scheduled = 1 + num_drafts
+    return request
 
 
 def test_all_accepted_tokens_are_kept_where_none_ends_the_request() -> None:
-    row = drafted(row_of([1], [2]), 4)
-    assert row.keep([3, 4, 5]) == KeptTokens((3, 4, 5), ends=False)
+    request = drafted(running_request([1], [2]), 4)
+    assert request.keep([3, 4, 5]) == KeptTokens((3, 4, 5), ends=False)
 
 
 @pytest.mark.parametrize("place", range(5))
 def test_nothing_behind_an_end_token_inside_accepted_drafts_is_kept(place: int) -> None:
     emitted = [1, 2, 3, 4, 5]
-    row = drafted(row_of([9], [9], sampling=SamplingSettings(termination_id=emitted[place])), 4)
-    assert row.keep(emitted) == KeptTokens(tuple(emitted[: place + 1]), ends=True)
+    request = drafted(running_request([9], [9], sampling=SamplingSettings(termination_id=emitted[place])), 4)
+    assert request.keep(emitted) == KeptTokens(tuple(emitted[: place + 1]), ends=True)
 
 
 @pytest.mark.parametrize("place", range(5))
 def test_nothing_behind_the_length_limit_is_kept(place: int) -> None:
-    row = drafted(row_of([9], [9], max_len=3 + place), 4)
-    assert row.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[: place + 1], ends=True)
+    request = drafted(running_request([9], [9], max_len=3 + place), 4)
+    assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[: place + 1], ends=True)
 
 
 @pytest.mark.parametrize(
     ("word", "num_kept"), [((7, 8, 1), 1), ((8, 1, 2), 2), ((2, 3, 4), 4), ((7, 8, 1, 2, 3, 4, 5), 5)]
 )
 def test_nothing_behind_a_stop_word_is_kept_wherever_it_began(word: tuple[int, ...], num_kept: int) -> None:
-    row = drafted(row_of([9], [7, 8], sampling=SamplingSettings(stop_words=(word,))), 4)
-    assert row.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
+    request = drafted(running_request([9], [7, 8], sampling=SamplingSettings(stop_words=(word,))), 4)
+    assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
 
 
 def test_stop_word_that_only_rejected_drafts_complete_ends_nothing() -> None:
-    row = drafted(row_of([9], [7], sampling=SamplingSettings(stop_words=((7, 1, 2),))), 4)
-    assert row.keep([1]) == KeptTokens((1,), ends=False)
+    request = drafted(running_request([9], [7], sampling=SamplingSettings(stop_words=((7, 1, 2),))), 4)
+    assert request.keep([1]) == KeptTokens((1,), ends=False)
 
 
 def test_row_in_mid_prefill_keeps_nothing() -> None:
-    row = row_of([1, 2, 3], [], sampling=SamplingSettings(termination_id=4))
-    row.computed, row.scheduled = 0, 2
-    assert row.keep([4]) == KeptTokens((), ends=False)
+    request = running_request([1, 2, 3], [], sampling=SamplingSettings(termination_id=4))
+    request.computed, request.scheduled = 0, 2
+    assert request.keep([4]) == KeptTokens((), ends=False)
 
 
 SMALL_TOKENS = st.integers(0, 2)
@@ -177,25 +177,25 @@ def test_kept_tokens_are_those_of_as_many_steps_of_one_token(
 ) -> None:
     settings = SamplingSettings(termination_id=end_token, stop_words=tuple(map(tuple, words)))
     max_len = 1 + len(generated) + room
-    row = drafted(row_of([9], generated, max_len=max_len, sampling=settings), len(emitted) - 1)
+    request = drafted(running_request([9], generated, max_len=max_len, sampling=settings), len(emitted) - 1)
     kept, text = [], list(generated)
     for token in emitted:
-        step = row_of([9], text, max_len=max_len, sampling=settings).keep([token])
+        step = running_request([9], text, max_len=max_len, sampling=settings).keep([token])
         kept.append(token)
         text.append(token)
         if step.ends:
             break
-    assert row.keep(emitted) == KeptTokens(tuple(kept), ends=step.ends)
+    assert request.keep(emitted) == KeptTokens(tuple(kept), ends=step.ends)
 
 
 def test_inputs_are_the_last_known_token_and_the_drafts_or_a_part_of_the_prompt() -> None:
-    row = drafted(row_of([1, 2, 3], [4, 5]), 0)
-    row.drafts, row.scheduled = (6, 7), 3
-    assert list(row.inputs) == [5, 6, 7]
-    row.drafts, row.scheduled = (), 1
-    assert list(row.inputs) == [5]
-    row.computed, row.scheduled = 1, 2
-    assert list(row.inputs) == [2, 3]
+    request = drafted(running_request([1, 2, 3], [4, 5]), 0)
+    request.drafts, request.scheduled = (6, 7), 3
+    assert list(request.inputs) == [5, 6, 7]
+    request.drafts, request.scheduled = (), 1
+    assert list(request.inputs) == [5]
+    request.computed, request.scheduled = 1, 2
+    assert list(request.inputs) == [2, 3]
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=6), st.lists(st.integers(0, 99), max_size=6), st.data())
@@ -205,28 +205,28 @@ def test_tokens_slice_prompt_and_reply_as_one_sequence(
     whole = [*prompt, *generated]
     end = data.draw(st.integers(0, len(whole)))
     start = data.draw(st.integers(0, end))
-    assert list(row_of(prompt, generated).tokens(start, end)) == whole[start:end]
+    assert list(running_request(prompt, generated).tokens(start, end)) == whole[start:end]
 
 
 def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
-    row = row_of([1, 2, 3], [4, 5])
-    assert list(row.tokens(2, 4)) == [3, 4]
-    assert list(row.tokens(0, 5)) == [1, 2, 3, 4, 5]
-    assert list(row.tokens(3, 5)) == [4, 5]
-    assert list(row.tokens(0, 3)) == [1, 2, 3]
-    assert list(row.tokens(3, 3)) == []
+    request = running_request([1, 2, 3], [4, 5])
+    assert list(request.tokens(2, 4)) == [3, 4]
+    assert list(request.tokens(0, 5)) == [1, 2, 3, 4, 5]
+    assert list(request.tokens(3, 5)) == [4, 5]
+    assert list(request.tokens(0, 3)) == [1, 2, 3]
+    assert list(request.tokens(3, 3)) == []
 
 
 def test_row_samples_only_when_its_last_known_token_is_computed() -> None:
-    row = row_of([1, 2, 3], [])
-    row.computed, row.scheduled = 0, 2
-    assert not row.samples_this_step and row.is_prefilling
-    row.computed, row.scheduled = 2, 1
-    assert row.samples_this_step
-    row.computed, row.scheduled, row.generated = 3, 1, [4]
-    assert row.samples_this_step and not row.is_prefilling and row.length == 4
-    row.scheduled, row.drafts = 3, (5, 6)
-    assert row.samples_this_step and row.length == 4
+    request = running_request([1, 2, 3], [])
+    request.computed, request.scheduled = 0, 2
+    assert not request.samples_this_step and request.is_prefilling
+    request.computed, request.scheduled = 2, 1
+    assert request.samples_this_step
+    request.computed, request.scheduled, request.generated = 3, 1, [4]
+    assert request.samples_this_step and not request.is_prefilling and request.length == 4
+    request.scheduled, request.drafts = 3, (5, 6)
+    assert request.samples_this_step and request.length == 4
 
 
 @pytest.mark.parametrize(
@@ -258,11 +258,11 @@ def test_only_prompt_log_probs_keep_a_request_from_skipping(settings: LogProbSet
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_live_state_lies_in_the_column_that_was_accepted_last(accepted: int) -> None:
-    row = row_of([1], [])
-    row.cursor.draft_slots, row.cursor.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
-    assert row.cursor.state_slot == [0, 5, 3, 8][accepted - 1]
+    request = running_request([1], [])
+    request.cursor.draft_slots, request.cursor.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
+    assert request.cursor.state_slot == [0, 5, 3, 8][accepted - 1]
 
 
 def test_requests_of_equal_content_are_not_the_same_request() -> None:
-    rows = [row_of([1, 2], []), row_of([1, 2], [])]
-    assert rows.index(rows[1]) == 1 and rows[0].spec != rows[1].spec
+    requests = [running_request([1, 2], []), running_request([1, 2], [])]
+    assert requests.index(requests[1]) == 1 and requests[0].spec != requests[1].spec

@@ -1,4 +1,4 @@
-"""The rows of an engine: how many there are, what they compute, and which stay when a release raises."""
+"""The requests of an engine: how many there are, what they compute, and which stay when a release raises."""
 
 import pytest
 from hypothesis import settings
@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from megatron_mamba_cache.policy.admission import Refusal
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.policy.running_requests import RowCounts, RunningRequests
-from tests.policy.small_cache import ENOUGH, candidate_of, request, run_step, small_cache
+from megatron_mamba_cache.policy.running_requests import RequestCounts, RunningRequests
+from tests.policy.small_cache import ENOUGH, candidate_of, new_spec, run_step, small_cache
 
 MAX_REQUESTS = 3
 MAX_TOKENS = 10
@@ -29,9 +29,9 @@ class RunningRequestsMachine(RuleBasedStateMachine):
     def admit(self, prompt: list[int]) -> None:
         before, budget = list(self.requests), self.requests.prompt_budget
         self.num_seen += 1
-        candidate = candidate_of(self.requests.cache, request(self.num_seen, prompt, max_len=MAX_LEN))
+        candidate = candidate_of(self.requests.cache, new_spec(self.num_seen, prompt, max_len=MAX_LEN))
         outcome = self.requests.admit(candidate, budget)
-        assert (outcome is Refusal.NO_ROW) == (len(before) == MAX_REQUESTS)
+        assert (outcome is Refusal.TOO_MANY_REQUESTS) == (len(before) == MAX_REQUESTS)
         if isinstance(outcome, Refusal):
             assert list(self.requests) == before
         else:
@@ -40,45 +40,45 @@ class RunningRequestsMachine(RuleBasedStateMachine):
 
     @rule(grows=st.booleans())
     def step(self, grows: bool) -> None:
-        """Run a step as an engine does: continue prompts, decode, drop rows that end, and grow the others."""
-        for row in self.requests.prefilling:
-            if not row.scheduled and self.requests.prompt_budget > 0:
-                self.requests.continue_prefill(row, self.requests.prompt_budget)
-        for row in self.requests.decoding:
-            self.requests.cache.schedule_decode(row)
-        run_step(self.requests.cache, [row for row in self.requests if row.scheduled])
-        self.requests.drop([row for row in self.requests if row.length >= MAX_LEN])
+        """Run a step as an engine does: continue prompts, decode, drop requests that end, and grow the others."""
+        for request in self.requests.prefilling:
+            if not request.scheduled and self.requests.prompt_budget > 0:
+                self.requests.continue_prefill(request, self.requests.prompt_budget)
+        for request in self.requests.decoding:
+            self.requests.cache.schedule_decode(request)
+        run_step(self.requests.cache, [request for request in self.requests if request.scheduled])
+        self.requests.drop([request for request in self.requests if request.length >= MAX_LEN])
         before = list(self.requests)
         held_back = self.requests.grow(paused_capacity=2)
-        assert list(self.requests) == [row for row in before if row not in held_back.evicted]
-        assert all(row.is_paused for row in held_back.paused)
+        assert list(self.requests) == [request for request in before if request not in held_back.evicted]
+        assert all(request.is_paused for request in held_back.paused)
 
     @precondition(lambda self: len(self.requests))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         leaving = data.draw(st.lists(st.sampled_from(list(self.requests)), unique_by=id))
-        staying = [row for row in self.requests if row not in leaving]
+        staying = [request for request in self.requests if request not in leaving]
         self.requests.drop(leaving)
         assert list(self.requests) == staying
         self.requests.resume()
 
     @invariant()
-    def counts_are_those_of_the_rows(self) -> None:
-        prefilling = [row for row in self.requests if row.is_prefilling and row.scheduled]
-        decoding = [row for row in self.requests if not row.is_prefilling and not row.is_paused]
-        num_tokens = sum(row.scheduled for row in prefilling) + len(decoding)
+    def counts_are_those_of_the_requests(self) -> None:
+        prefilling = [request for request in self.requests if request.is_prefilling and request.scheduled]
+        decoding = [request for request in self.requests if not request.is_prefilling and not request.is_paused]
+        num_tokens = sum(request.scheduled for request in prefilling) + len(decoding)
         counts = self.requests.counts
-        assert counts.rows == len(self.requests) == len(self.requests.rows) <= MAX_REQUESTS
+        assert counts.requests == len(self.requests) == len(self.requests.oldest_first) <= MAX_REQUESTS
         assert counts.prefilling == len(prefilling) and counts.tokens == num_tokens
-        assert counts.paused == counts.rows - len(prefilling) - len(decoding)
+        assert counts.paused == counts.requests - len(prefilling) - len(decoding)
         assert self.requests.budget == MAX_TOKENS - num_tokens >= 0
         beside = MAX_BESIDE - (num_tokens - len(decoding)) if decoding else MAX_TOKENS
         assert self.requests.prompt_budget == min(self.requests.budget, beside)
         assert self.requests.decoding == decoding
-        assert self.requests.any_paused == any(row.is_paused for row in self.requests)
+        assert self.requests.any_paused == any(request.is_paused for request in self.requests)
 
     @invariant()
-    def rows_and_pools_agree(self) -> None:
+    def requests_and_pools_agree(self) -> None:
         self.requests.check_integrity()
 
 
@@ -86,45 +86,45 @@ TestRunningRequests = RunningRequestsMachine.TestCase
 TestRunningRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def running(num_rows: int) -> RunningRequests:
+def running(num_requests: int) -> RunningRequests:
     """Return requests of four prompt tokens each, admitted and not computed yet."""
-    requests = RunningRequests(small_cache(), max_requests=num_rows, max_tokens=ENOUGH)
-    for request_id in range(num_rows):
+    requests = RunningRequests(small_cache(), max_requests=num_requests, max_tokens=ENOUGH)
+    for request_id in range(num_requests):
         admitted(requests, request_id)
     return requests
 
 
 def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Refusal:
-    return requests.admit(candidate_of(requests.cache, request(request_id, [request_id] * 4)), requests.budget)
+    return requests.admit(candidate_of(requests.cache, new_spec(request_id, [request_id] * 4)), requests.budget)
 
 
 def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None:
     requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_beside=8)
-    first = requests.admit(candidate_of(requests.cache, request(0, [1] * 20)), requests.prompt_budget)
-    assert isinstance(first, RunningRequest) and first.scheduled == 20  # no row decodes yet
+    first = requests.admit(candidate_of(requests.cache, new_spec(0, [1] * 20)), requests.prompt_budget)
+    assert isinstance(first, RunningRequest) and first.scheduled == 20  # no request decodes yet
     run_step(requests.cache, [first])
     assert requests.prompt_budget == 8 < requests.budget
-    second = requests.admit(candidate_of(requests.cache, request(1, [2] * 20)), requests.prompt_budget)
+    second = requests.admit(candidate_of(requests.cache, new_spec(1, [2] * 20)), requests.prompt_budget)
     assert isinstance(second, RunningRequest) and second.scheduled == 8
     assert requests.prompt_budget == 0 < requests.budget
 
 
 def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room() -> None:
     requests = running(2)
-    assert admitted(requests, 2) is Refusal.NO_ROW
-    assert requests.counts == RowCounts(rows=2, paused=0, prefilling=2, tokens=8)
-    requests.drop([requests.rows[0]])
+    assert admitted(requests, 2) is Refusal.TOO_MANY_REQUESTS
+    assert requests.counts == RequestCounts(requests=2, paused=0, prefilling=2, tokens=8)
+    requests.drop([requests.oldest_first[0]])
     assert isinstance(admitted(requests, 2), RunningRequest)
-    assert [row.request_id for row in requests] == [1, 2]
+    assert [request.request_id for request in requests] == [1, 2]
 
 
 def test_only_requests_that_wait_for_a_prefix_count_as_deferred() -> None:
     requests = RunningRequests(small_cache(), max_requests=8, max_tokens=ENOUGH)
     counters, prompt = requests.cache.counters, [1] * 9
-    assert isinstance(requests.admit(candidate_of(requests.cache, request(0, prompt)), ENOUGH), RunningRequest)
-    assert requests.admit(candidate_of(requests.cache, request(1, [2])), 0) is Refusal.NO_TOKENS
+    assert isinstance(requests.admit(candidate_of(requests.cache, new_spec(0, prompt)), ENOUGH), RunningRequest)
+    assert requests.admit(candidate_of(requests.cache, new_spec(1, [2])), 0) is Refusal.NO_TOKENS
     assert counters.admissions_deferred == 0
-    assert requests.admit(candidate_of(requests.cache, request(2, prompt)), ENOUGH) is Refusal.WAITS_FOR_PREFIX
+    assert requests.admit(candidate_of(requests.cache, new_spec(2, prompt)), ENOUGH) is Refusal.WAITS_FOR_PREFIX
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 
@@ -133,18 +133,18 @@ def test_a_release_that_raises_leaves_its_row_and_those_after_it(monkeypatch: py
     first, second, third, fourth = requests
     release = requests.cache.release
 
-    def fail_on_second(row: RunningRequest) -> None:
-        if row is second:
+    def fail_on_second(request: RunningRequest) -> None:
+        if request is second:
             raise RuntimeError("release")
-        release(row)
+        release(request)
 
     with monkeypatch.context() as patch:
         patch.setattr(requests.cache, "release", fail_on_second)
         with pytest.raises(RuntimeError, match="release"):
             requests.drop([first, second, third])
     assert list(requests) == [second, third, fourth] and not first.block_ids
-    assert requests.counts == RowCounts(rows=3, paused=0, prefilling=3, tokens=12)
+    assert requests.counts == RequestCounts(requests=3, paused=0, prefilling=3, tokens=12)
     requests.check_integrity()
     requests.drop([second, third, fourth])
-    assert not len(requests) and requests.counts == RowCounts()
+    assert not len(requests) and requests.counts == RequestCounts()
     requests.check_integrity()

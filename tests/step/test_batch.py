@@ -24,10 +24,12 @@ from megatron_mamba_cache.step.logits import Draws
 BLOCK, SSM_CHUNK, DUMMY = 8, 4, 999
 GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY)
 MOST_DRAFTS = 7
-LIMITS = StepLimits(max_tokens=256, max_rows=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8, max_drafts=MOST_DRAFTS)
+LIMITS = StepLimits(
+    max_tokens=256, max_requests=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8, max_drafts=MOST_DRAFTS
+)
 
 
-def row_of(
+def running_request(
     index: int,
     *,
     prompt_len: int,
@@ -41,7 +43,7 @@ def row_of(
     num_drafts: int = 0,
     accepted: int = 1,
 ) -> RunningRequest:
-    """Return a row whose tokens, blocks and slots all follow from its index and can be told apart."""
+    """Return a request whose tokens, blocks and slots all follow from its index and can be told apart."""
     num_blocks = -(-(prompt_len + num_generated + num_drafts) // BLOCK)
     prompt = np.arange(prompt_len, dtype=np.int64) + 1000 * index
     spec = RequestSpec(index, prompt, 10_000, sampling or SamplingSettings(top_k=1))
@@ -70,7 +72,7 @@ def decoding(
     index: int, *, prompt_len: int = 5, num_generated: int = 1, num_drafts: int = 0, **settings: object
 ) -> RunningRequest:
     computed = prompt_len + num_generated - 1
-    return row_of(
+    return running_request(
         index,
         prompt_len=prompt_len,
         computed=computed,
@@ -81,15 +83,15 @@ def decoding(
     )
 
 
-def lay_out(rows: list[RunningRequest], device: str) -> StepBatch:
-    return lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY)
+def lay_out(requests: list[RunningRequest], device: str) -> StepBatch:
+    return lay_out_step(requests, StepBuffers(LIMITS, device), GEOMETRY)
 
 
-def random_rows(seed: int) -> list[RunningRequest]:
+def random_requests(seed: int) -> list[RunningRequest]:
     draw = random.Random(seed)
     num_decode, num_prefill = draw.randint(0, 4), draw.randint(0, 4)
     most_drafts = draw.choice([0, MOST_DRAFTS])
-    rows = [random_decode(index, draw, most_drafts) for index in range(num_decode)]
+    requests = [random_decode(index, draw, most_drafts) for index in range(num_decode)]
     slots = iter(range(100, 200))
     for index in range(num_decode, num_decode + num_prefill):
         prompt_len = draw.randint(1, 56)
@@ -99,8 +101,8 @@ def random_rows(seed: int) -> list[RunningRequest]:
         computed = skip if is_hit else draw.choice([0, draw.randint(0, prompt_len - 1)])
         scheduled = draw.randint(1, prompt_len - computed)
         boundaries = [p for p in range(computed + 1, computed + scheduled + 1) if p % BLOCK == 0]
-        rows.append(
-            row_of(
+        requests.append(
+            running_request(
                 index,
                 prompt_len=prompt_len,
                 computed=computed,
@@ -111,7 +113,7 @@ def random_rows(seed: int) -> list[RunningRequest]:
                 sampling=random_sampling(draw),
             )
         )
-    return rows
+    return requests
 
 
 def random_decode(index: int, draw: random.Random, most_drafts: int) -> RunningRequest:
@@ -142,7 +144,7 @@ def random_sampling(draw: random.Random) -> SamplingSettings:
 
 @dataclass(slots=True)
 class Expected:
-    """What a walk over the rows, token by token, says the step holds."""
+    """What a walk over the requests, token by token, says the step holds."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -152,18 +154,20 @@ class Expected:
     cu_seqlens: list[int] = field(default_factory=lambda: [0])
     initial_slots: list[int] = field(default_factory=list)
     final_slots: list[int] = field(default_factory=list)
-    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)  # packed start and end, row, slot
-    logits: list[tuple[int, int, int | None]] = field(default_factory=list)  # packed token, row, draft that follows it
+    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)  # packed start and end, request, slot
+    logits: list[tuple[int, int, int | None]] = field(
+        default_factory=list
+    )  # packed token, request, draft that follows it
 
 
-def walk(rows: list[RunningRequest]) -> Expected:
+def walk(requests: list[RunningRequest]) -> Expected:
     expected = Expected()
     num_decode_tokens = 0
-    for number, row in enumerate(rows):
-        is_prefilling = row.computed < row.spec.prompt_len
-        known = [*row.spec.prompt.tolist(), *row.generated]
-        text, end = [*known, *row.drafts], row.computed + row.scheduled
-        for position in range(row.computed, end):
+    for number, request in enumerate(requests):
+        is_prefilling = request.computed < request.spec.prompt_len
+        known = [*request.spec.prompt.tolist(), *request.generated]
+        text, end = [*known, *request.drafts], request.computed + request.scheduled
+        for position in range(request.computed, end):
             if position + 1 == end:
                 expected.logits.append((len(expected.ids), number, None))
             elif position + 1 >= len(known):
@@ -171,27 +175,27 @@ def walk(rows: list[RunningRequest]) -> Expected:
             index = position // BLOCK
             expected.ids.append(text[position])
             expected.positions.append(position)
-            expected.blocks.append(DUMMY if index < row.num_shared_blocks else row.block_ids[index])
+            expected.blocks.append(DUMMY if index < request.num_shared_blocks else request.block_ids[index])
             expected.offsets.append(position - index * BLOCK)
             if is_prefilling:
-                walk_prefill_token(row, position, len(expected.cu_seqlens) - 1, expected)
+                walk_prefill_token(request, position, len(expected.cu_seqlens) - 1, expected)
         expected.cu_query.append(len(expected.ids))
-        num_decode_tokens += 0 if is_prefilling else row.scheduled
+        num_decode_tokens += 0 if is_prefilling else request.scheduled
         if is_prefilling:
             expected.cu_seqlens.append(len(expected.ids) - num_decode_tokens)
-            start_slot = row.cursor.live_slot if row.computed else PAD_SLOT
-            expected.initial_slots.append(start_slot if row.source_slot is None else row.source_slot)
-            expected.final_slots.append(row.cursor.live_slot)
+            start_slot = request.cursor.live_slot if request.computed else PAD_SLOT
+            expected.initial_slots.append(start_slot if request.source_slot is None else request.source_slot)
+            expected.final_slots.append(request.cursor.live_slot)
     return expected
 
 
-def walk_prefill_token(row: RunningRequest, position: int, row_number: int, expected: Expected) -> None:
-    """Extend the row's chunk by a token, or begin one where an absolute multiple of the chunk is passed."""
-    if position == row.computed or position % SSM_CHUNK == 0:
+def walk_prefill_token(request: RunningRequest, position: int, request_index: int, expected: Expected) -> None:
+    """Extend the request's chunk by a token, or begin one where an absolute multiple of the chunk is passed."""
+    if position == request.computed or position % SSM_CHUNK == 0:
         start = expected.chunks[-1][1] if expected.chunks else 0
-        expected.chunks.append((start, start, row_number, PAD_SLOT))
+        expected.chunks.append((start, start, request_index, PAD_SLOT))
     start, end, number, _ = expected.chunks.pop()
-    reached = {state.position: state.slot for state in row.reserved}
+    reached = {state.position: state.slot for state in request.reserved}
     expected.chunks.append((start, end + 1, number, reached.get(position + 1, PAD_SLOT)))
 
 
@@ -201,9 +205,9 @@ def ints(tensor: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> None:
-    rows = random_rows(seed)
-    batch, expected = lay_out(rows, device), walk(rows)
-    assert batch.rows == tuple(rows)
+    requests = random_requests(seed)
+    batch, expected = lay_out(requests, device), walk(requests)
+    assert batch.requests == tuple(requests)
     assert batch.num_tokens == len(expected.ids)
     assert ints(batch.token_ids) == expected.ids
     assert ints(batch.positions) == expected.positions
@@ -211,22 +215,25 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
     assert ints(batch.token_offsets) == expected.offsets
     assert ints(batch.attention.cu_query) == expected.cu_query
     assert batch.attention.query_lens == tuple(end - start for start, end in pairwise(expected.cu_query))
-    assert ints(batch.attention.kv_lengths) == [row.computed + row.scheduled for row in rows]
+    assert ints(batch.attention.kv_lengths) == [request.computed + request.scheduled for request in requests]
     assert list(batch.attention.kv_lens) == ints(batch.attention.kv_lengths)
-    held = [row.computed + row.scheduled - (len(row.block_ids) - 1) * GEOMETRY.block_size for row in rows]
+    held = [
+        request.computed + request.scheduled - (len(request.block_ids) - 1) * GEOMETRY.block_size
+        for request in requests
+    ]
     found = ints(batch.attention.last_block_lens)
     assert all(mine == theirs for mine, theirs in zip(found, held, strict=True) if 0 < theirs <= GEOMETRY.block_size)
-    num_decode = sum(not row.is_prefilling for row in rows)
+    num_decode = sum(not request.is_prefilling for request in requests)
     assert batch.num_decode_requests == num_decode
     assert batch.num_decode_tokens == expected.cu_query[num_decode]
-    for index, row in enumerate(rows):
-        assert ints(batch.attention.block_table[index, : len(row.block_ids)]) == row.block_ids
+    for index, request in enumerate(requests):
+        assert ints(batch.attention.block_table[index, : len(request.block_ids)]) == request.block_ids
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: int) -> None:
-    rows = random_rows(seed)
-    prefill, expected = lay_out(rows, device).prefill, walk(rows)
+    requests = random_requests(seed)
+    prefill, expected = lay_out(requests, device).prefill, walk(requests)
     if not expected.final_slots:
         assert prefill is None
         return
@@ -238,71 +245,71 @@ def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: 
     assert ints(prefill.chunk_requests) == [number for _, _, number, _ in expected.chunks]
     assert ints(prefill.chunk_slots) == [slot for _, _, _, slot in expected.chunks]
     assert sorted(slot for _, _, _, slot in expected.chunks if slot != PAD_SLOT) == sorted(
-        state.slot for row in rows if row.is_prefilling for state in row.reserved
+        state.slot for request in requests if request.is_prefilling for state in request.reserved
     )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_decode_rows_name_the_columns_of_each_window_and_where_its_state_lies(device: str, seed: int) -> None:
-    rows = [row for row in random_rows(seed) if not row.is_prefilling]
-    batch, expected = lay_out(rows, device), walk(rows)
-    if not rows:
+    requests = [request for request in random_requests(seed) if not request.is_prefilling]
+    batch, expected = lay_out(requests, device), walk(requests)
+    if not requests:
         assert batch.decode is None and batch.num_decode_tokens == 0
         return
     assert batch.decode is not None
     assert ints(batch.decode.cu_tokens) == expected.cu_query
-    assert ints(batch.decode.accepted) == [row.cursor.accepted for row in rows]
-    assert batch.decode.max_len == max(len(row.drafts) for row in rows) + 1
-    for row, columns in zip(rows, ints(batch.decode.columns), strict=True):
-        cursor, num_missing = row.cursor, MOST_DRAFTS - len(row.cursor.draft_slots)
+    assert ints(batch.decode.accepted) == [request.cursor.accepted for request in requests]
+    assert batch.decode.max_len == max(len(request.drafts) for request in requests) + 1
+    for request, columns in zip(requests, ints(batch.decode.columns), strict=True):
+        cursor, num_missing = request.cursor, MOST_DRAFTS - len(request.cursor.draft_slots)
         assert columns == [cursor.live_slot, *cursor.draft_slots, *[PAD_SLOT] * num_missing]
         assert columns[cursor.accepted - 1] == cursor.state_slot
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_align_rows_name_the_slot_that_each_row_reserved(device: str, seed: int) -> None:
-    rows = random_rows(seed)
-    decode = [row for row in rows if not row.is_prefilling]
-    batch = lay_out(rows, device)
+    requests = random_requests(seed)
+    decode = [request for request in requests if not request.is_prefilling]
+    batch = lay_out(requests, device)
     align = batch.align
-    if not any(row.reserved for row in decode):
+    if not any(request.reserved for request in decode):
         assert align is None
         return
     assert align is not None and batch.decode is not None
-    assert ints(align.targets) == [row.reserved[0].slot if row.reserved else PAD_SLOT for row in decode]
-    assert ints(align.computed) == [row.computed for row in decode]
-    assert ints(align.scheduled) == [row.scheduled for row in decode]
-    assert ints(align.drafts) == [len(row.drafts) for row in decode]
+    assert ints(align.targets) == [request.reserved[0].slot if request.reserved else PAD_SLOT for request in decode]
+    assert ints(align.computed) == [request.computed for request in decode]
+    assert ints(align.scheduled) == [request.scheduled for request in decode]
+    assert ints(align.drafts) == [len(request.drafts) for request in decode]
     assert ints(align.columns) == ints(batch.decode.columns)
     assert ints(align.state_columns) == [0] * len(decode)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_align_rows_reach_the_boundary_that_is_reserved_and_no_other(device: str, seed: int) -> None:
-    for row in random_rows(seed):
-        align = lay_out([row], device).align
+    for request in random_requests(seed):
+        align = lay_out([request], device).align
         if align is None:
             continue
-        (reserved,) = row.reserved
+        (reserved,) = request.reserved
         arguments = [int(values[0]) for values in (align.computed, align.scheduled, align.drafts)]
-        for accepted in range(1, 2 + len(row.drafts)):
+        for accepted in range(1, 2 + len(request.drafts)):
             plan = plan_align_copy(*arguments, accepted, int(align.state_columns[0]), BLOCK)
-            assert (plan is not None) == (row.computed + accepted >= reserved.position)
+            assert (plan is not None) == (request.computed + accepted >= reserved.position)
             if plan is not None:
                 assert (plan.destination_column + 1) * BLOCK == reserved.position
                 # Column j holds the state behind the step's token j.
-                assert plan.source_column == plan.shift == reserved.position - 1 - row.computed
+                assert plan.source_column == plan.shift == reserved.position - 1 - request.computed
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_logits_are_wanted_of_each_last_token_and_of_those_that_drafts_follow(device: str, seed: int) -> None:
-    rows = random_rows(seed)
-    logits, expected = lay_out(rows, device).logits, walk(rows).logits
+    requests = random_requests(seed)
+    logits, expected = lay_out(requests, device).logits, walk(requests).logits
     assert ints(logits.tokens) == [token for token, _, _ in expected]
-    counts = [sum(owner == number for _, owner, _ in expected) for number in range(len(rows))]
+    counts = [sum(owner == number for _, owner, _ in expected) for number in range(len(requests))]
     assert logits.starts == (0, *accumulate(counts))
     assert ints(logits.verify.cu_logits) == list(logits.starts)
-    assert logits.verify.max_drafts == max((len(row.drafts) for row in rows), default=0)
+    assert logits.verify.max_drafts == max((len(request.drafts) for request in requests), default=0)
     for found, (_, _, draft) in zip(ints(logits.verify.draft_ids), expected, strict=True):
         assert draft is None or found == draft
 
@@ -312,10 +319,10 @@ def test_logits_are_wanted_of_each_last_token_and_of_those_that_drafts_follow(de
 def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
     device: str, seed: int, draws_ratios: bool
 ) -> None:
-    rows = random_rows(seed)
-    logits = lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
-    expected = walk(rows)
-    settings = [rows[number].spec.sampling for _, number, _ in expected.logits]
+    requests = random_requests(seed)
+    logits = lay_out_step(requests, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
+    expected = walk(requests)
+    settings = [requests[number].spec.sampling for _, number, _ in expected.logits]
     assert (logits.draws is Draws.BEST) == all(s.is_greedy for s in settings)
     if logits.draws is Draws.BEST:
         settings = [SamplingSettings(temperature=0.0, top_k=1)] * len(settings)
@@ -348,7 +355,7 @@ def test_a_step_draws_in_the_first_way_that_draws_for_all_rows(settings: list[Sa
 
 
 def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: str) -> None:
-    batch = lay_out([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], device)
+    batch = lay_out([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], device)
     assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
     assert batch.prefill is not None and batch.decode is not None
     logits, decode = batch.logits, batch.decode
@@ -373,44 +380,44 @@ def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: st
 def test_row_starts_from_nothing_a_cached_slot_or_its_live_slot(
     device: str, computed: int, source_slot: int | None, initial: int
 ) -> None:
-    row = row_of(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)
-    prefill = lay_out([row], device).prefill
+    request = running_request(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)
+    prefill = lay_out([request], device).prefill
     assert prefill is not None
     assert (ints(prefill.initial_slots), ints(prefill.final_slots)) == ([initial], [51])
 
 
 def test_tokens_of_shared_blocks_are_written_to_the_dummy(device: str) -> None:
-    row = row_of(1, prompt_len=20, computed=8, scheduled=12, num_shared=2, source_slot=7)
-    batch = lay_out([row], device)
+    request = running_request(1, prompt_len=20, computed=8, scheduled=12, num_shared=2, source_slot=7)
+    batch = lay_out([request], device)
     assert ints(batch.token_blocks) == [DUMMY] * 8 + [22] * 4
     assert ints(batch.attention.block_table[0, :3]) == [20, 21, 22]
 
 
 def test_boundaries_that_a_step_passes_and_ends_on_are_written_to_their_slots(device: str) -> None:
-    rows = [decoding(0), row_of(1, prompt_len=30, computed=3, scheduled=21, reserved={8: 70, 24: 71})]
-    prefill = lay_out(rows, device).prefill
+    requests = [decoding(0), running_request(1, prompt_len=30, computed=3, scheduled=21, reserved={8: 70, 24: 71})]
+    prefill = lay_out(requests, device).prefill
     assert prefill is not None
     assert ints(prefill.cu_chunks) == [0, 1, 5, 9, 13, 17, 21]
     assert ints(prefill.chunk_slots) == [PAD_SLOT, 70, PAD_SLOT, PAD_SLOT, PAD_SLOT, 71]
 
 
 def test_boundary_that_no_chunk_ends_on_is_an_error(device: str) -> None:
-    row = row_of(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
+    request = running_request(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
     with pytest.raises(CacheIntegrityError, match="need a chunk that ends at packed position 6"):
-        lay_out([row], device)
+        lay_out([request], device)
 
 
 def test_largest_steps_fit_the_buffers(device: str) -> None:
-    rows = [row_of(index, prompt_len=62, computed=3, scheduled=32) for index in range(8)]
-    batch = lay_out(rows, device)
+    requests = [running_request(index, prompt_len=62, computed=3, scheduled=32) for index in range(8)]
+    batch = lay_out(requests, device)
     assert batch.num_tokens == LIMITS.max_tokens
     assert batch.prefill is not None and len(batch.prefill.chunk_requests) == 8 * 9
 
 
 def test_most_drafts_of_most_rows_fit_the_buffers(device: str) -> None:
-    rows = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_rows)]
-    logits = lay_out(rows, device).logits
-    assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_rows * (1 + MOST_DRAFTS)
+    requests = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_requests)]
+    logits = lay_out(requests, device).logits
+    assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_requests * (1 + MOST_DRAFTS)
 
 
 def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None:
@@ -432,9 +439,9 @@ def test_step_without_room_for_drafts_has_one_column_a_row(device: str) -> None:
 
 def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
-    lay_out_step(random_rows(1), buffers, GEOMETRY)
-    rows = random_rows(2)
-    second, alone = lay_out_step(rows, buffers, GEOMETRY), lay_out(rows, device)
+    lay_out_step(random_requests(1), buffers, GEOMETRY)
+    requests = random_requests(2)
+    second, alone = lay_out_step(requests, buffers, GEOMETRY), lay_out(requests, device)
     assert ints(second.token_ids) == ints(alone.token_ids)
     assert ints(second.attention.cu_query) == ints(alone.attention.cu_query)
     assert ints(second.logits.tokens) == ints(alone.logits.tokens)
@@ -446,7 +453,7 @@ def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
 
 def test_views_of_a_step_lie_in_its_buffers(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
-    batch = lay_out_step([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
+    batch = lay_out_step([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
     assert batch.token_blocks.data_ptr() == buffers.device("token_blocks").data_ptr()
     assert batch.attention.block_table.data_ptr() == buffers.device_block_table().data_ptr()
     assert batch.logits.uniforms.data_ptr() == buffers.device("uniforms").data_ptr()

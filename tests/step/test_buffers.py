@@ -8,7 +8,9 @@ import torch
 
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
 
-LIMITS = StepLimits(max_tokens=11, max_rows=5, max_chunks=7, max_blocks=3, marks_real_tokens=True, restores_states=True)
+LIMITS = StepLimits(
+    max_tokens=11, max_requests=5, max_chunks=7, max_blocks=3, marks_real_tokens=True, restores_states=True
+)
 
 
 def fill(buffers: StepBuffers, first: int) -> None:
@@ -35,24 +37,24 @@ def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int
     fill(buffers, first=1)
     values = [value for section in host_values(buffers).values() for value in section]
     assert sorted(values) == list(range(1, len(values) + 1))
-    per_logit, per_token, per_row = 3 * 2 + 2, 2 * 2 + 3, 18 + (1 + max_drafts)
-    assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
+    per_logit, per_token, per_request = 3 * 2 + 2, 2 * 2 + 3, 18 + (1 + max_drafts)
+    assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_request * 5 + 8 + 2 * 7 + 5 * 3
 
 
 def test_every_section_arrives_where_it_was_written(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
-    buffers.send(LIMITS.max_rows)
+    buffers.send(LIMITS.max_requests)
     assert device_values(buffers) == host_values(buffers)
 
 
-@pytest.mark.parametrize("num_rows", range(LIMITS.max_rows + 1))
-def test_send_copies_the_used_table_rows_and_nothing_after_them(device: str, num_rows: int) -> None:
+@pytest.mark.parametrize("num_requests", range(LIMITS.max_requests + 1))
+def test_send_copies_the_used_table_rows_and_nothing_after_them(device: str, num_requests: int) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
-    buffers.send(num_rows)
+    buffers.send(num_requests)
     sent, expected = device_values(buffers), host_values(buffers)
-    used = num_rows * LIMITS.max_blocks
+    used = num_requests * LIMITS.max_blocks
     table = sent.pop("block_table")
     whole_table = expected.pop("block_table")
     assert table == whole_table[:used] + [0] * (len(table) - used)
@@ -62,7 +64,7 @@ def test_send_copies_the_used_table_rows_and_nothing_after_them(device: str, num
 def test_a_later_step_leaves_the_rows_it_does_not_use_as_they_were(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
-    buffers.send(LIMITS.max_rows)
+    buffers.send(LIMITS.max_requests)
     before = buffers.device_block_table()[2:].tolist()
     fill(buffers, first=1000)
     buffers.send(2)
@@ -79,9 +81,9 @@ def test_addresses_never_change(device: str) -> None:
         return [*sections, *host, buffers.device_block_table().data_ptr()]
 
     before = addresses()
-    for num_rows in (1, 5, 0, 3):
-        fill(buffers, first=num_rows)
-        buffers.send(num_rows)
+    for num_requests in (1, 5, 0, 3):
+        fill(buffers, first=num_requests)
+        buffers.send(num_requests)
         assert addresses() == before
     assert len(set(before[:-1])) == len(before) - 1
 
@@ -98,7 +100,7 @@ def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     ids, table = buffers.device_int64("token_ids"), buffers.device_block_table()
     fill(buffers, first=1)
-    buffers.send(LIMITS.max_rows)
+    buffers.send(LIMITS.max_requests)
     assert ids.tolist() == buffers.host_int64("token_ids").tolist()
     assert table.tolist() == buffers.host_block_table().tolist()
 

@@ -8,65 +8,67 @@ from hypothesis import strategies as st
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.step.buffers import StepLimits
-from megatron_mamba_cache.step.captured_shapes import decode_shapes, draft_shapes, most_padding_rows, prefill_shapes
+from megatron_mamba_cache.step.captured_shapes import decode_shapes, draft_shapes, most_padding_requests, prefill_shapes
 from megatron_mamba_cache.step.shapes import StepShape, smallest_holding
-from tests.step.test_batch import row_of
+from tests.step.test_batch import running_request
 
 
-def shapes_of_few(most_tokens: int, max_rows: int, max_tokens: int = 8192) -> list[StepShape]:
+def shapes_of_few(most_tokens: int, max_requests: int, max_tokens: int = 8192) -> list[StepShape]:
     """Return the shapes of few prompts."""
-    shapes = prefill_shapes(most_tokens, max_rows, max_tokens, most_tokens)
-    return [shape for shape in shapes if shape.num_prefill_requests == min(4, max_rows)]
+    shapes = prefill_shapes(most_tokens, max_requests, max_tokens, most_tokens)
+    return [shape for shape in shapes if shape.num_prefill_requests == min(4, max_requests)]
 
 
 @given(st.data())
 def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> None:
     count, drafts = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 8))
-    max_rows = data.draw(st.integers(1, 80))
-    max_tokens = data.draw(st.integers(max_rows, 800))
+    max_requests = data.draw(st.integers(1, 80))
+    max_tokens = data.draw(st.integers(max_requests, 800))
     most_prefilled = data.draw(st.integers(0, 300))
-    for_decode = decode_shapes(count, max_rows, drafts, max_tokens)
-    shapes = for_decode + prefill_shapes(most_prefilled, max_rows, max_tokens, most_prefilled)
+    for_decode = decode_shapes(count, max_requests, drafts, max_tokens)
+    shapes = for_decode + prefill_shapes(most_prefilled, max_requests, max_tokens, most_prefilled)
     assert len(shapes) == len(set(shapes)) and len(for_decode) <= 2 * count
-    most_rows = max_rows + most_padding_rows(max_rows)
-    assert all(shape.num_tokens <= max_tokens and shape.num_rows <= most_rows for shape in shapes)
+    most_requests = max_requests + most_padding_requests(max_requests)
+    assert all(shape.num_tokens <= max_tokens and shape.num_requests <= most_requests for shape in shapes)
     assert all(shape.num_prefill_tokens <= most_prefilled for shape in shapes)
-    assert max(shape.num_rows for shape in for_decode if shape.width == 1) == max_rows
-    num_rows = data.draw(st.integers(1, max_rows))
-    rows = [row_of(i, prompt_len=1, computed=1, scheduled=1, num_generated=1) for i in range(num_rows)]
-    shape = smallest_holding(StepShape.of(rows), shapes)
+    assert max(shape.num_requests for shape in for_decode if shape.width == 1) == max_requests
+    num_requests = data.draw(st.integers(1, max_requests))
+    requests = [running_request(i, prompt_len=1, computed=1, scheduled=1, num_generated=1) for i in range(num_requests)]
+    shape = smallest_holding(StepShape.of(requests), shapes)
     assert shape is not None and shape.width == 1 and not shape.num_prefill_requests
-    assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
+    assert shape.num_requests == min(
+        s.num_requests for s in for_decode if s.width == 1 and s.num_requests >= num_requests
+    )
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "max_drafts", "total"),
+    ("max_requests", "max_drafts", "total"),
     [(64, 6, 65 * 7), (64, 4, 65 * 5), (104, 3, 105 * 4), (64, 7, 512), (64, 3, 256), (40, 15, 640), (63, 6, 441)],
 )
 def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
-    max_rows: int, max_drafts: int, total: int
+    max_requests: int, max_drafts: int, total: int
 ) -> None:
     width = 1 + max_drafts
 
     def most(room: int, max_tokens: int = 8192) -> int:
-        return max(shape.num_tokens for shape in decode_shapes(9, max_rows, max_drafts, max_tokens, room=room))
+        return max(shape.num_tokens for shape in decode_shapes(9, max_requests, max_drafts, max_tokens, room=room))
 
-    assert most(max_rows + 3) == total
-    assert most(0) == most(max_rows) == most(max_rows + 3, max_rows * width) == max_rows * width
+    assert most(max_requests + 3) == total
+    assert most(0) == most(max_requests) == most(max_requests + 3, max_requests * width) == max_requests * width
 
 
-@pytest.mark.parametrize("max_rows", [32, 64, 72, 100, 256])
-def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_rows: int) -> None:
-    shapes = prefill_shapes(1024, max_rows, 8192, 1024)
+@pytest.mark.parametrize("max_requests", [32, 64, 72, 100, 256])
+def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_requests: int) -> None:
+    shapes = prefill_shapes(1024, max_requests, 8192, 1024)
     some, most = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 4} - {0})
-    assert some % 2 == 1 and max_rows // 8 - 1 <= some <= max_rows // 8 and most == max_rows - 1
+    assert some % 2 == 1 and max_requests // 8 - 1 <= some <= max_requests // 8 and most == max_requests - 1
     of_many = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 32})
-    assert of_many == [some, max_rows - 5]
+    assert of_many == [some, max_requests - 5]
 
 
-@pytest.mark.parametrize("max_rows", [8, 32, 64, 256])
-def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int) -> None:
-    shapes = shapes_of_few(4096, max_rows)
+@pytest.mark.parametrize("max_requests", [8, 32, 64, 256])
+def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_requests: int) -> None:
+    shapes = shapes_of_few(4096, max_requests)
     for num_decode in {shape.num_decode_requests for shape in shapes}:
         sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_requests == num_decode]
         assert sizes == sorted(set(sizes)) and sizes[0] == 64 and sizes[-1] == 4096
@@ -75,12 +77,12 @@ def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_rows: int
         assert all(after <= max(2 * size, 128) and after - size <= 512 for size, after in pairwise(sizes))
 
 
-@pytest.mark.parametrize("max_rows", [*range(1, 80), 127, 128, 129, 255, 256])
-def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_rows: int) -> None:
-    totals = {shape.num_tokens for shape in prefill_shapes(4096, max_rows, 8192, 4096)}
+@pytest.mark.parametrize("max_requests", [*range(1, 80), 127, 128, 129, 255, 256])
+def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_requests: int) -> None:
+    totals = {shape.num_tokens for shape in prefill_shapes(4096, max_requests, 8192, 4096)}
     slow = [total for total in totals if 320 <= total <= 1056 and total % 32 == 0 and total % 128]
     assert not slow and len(totals) >= 15
-    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, max_rows) if not shape.num_decode_requests]
+    sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, max_requests) if not shape.num_decode_requests]
     assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
 
 
@@ -109,11 +111,11 @@ def test_no_step_has_more_prompt_tokens_than_asked_for(most_tokens: int) -> None
 
 def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
     shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256, 100)
-    decoding = row_of(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
-    drafting = row_of(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
-    prefilling = row_of(1, prompt_len=90, computed=1, scheduled=80)
-    short = row_of(1, prompt_len=20, computed=1, scheduled=10)
-    wide = row_of(2, prompt_len=1, computed=1, scheduled=4, num_generated=1, num_drafts=3)
+    decoding = running_request(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
+    drafting = running_request(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
+    prefilling = running_request(1, prompt_len=90, computed=1, scheduled=80)
+    short = running_request(1, prompt_len=20, computed=1, scheduled=10)
+    wide = running_request(2, prompt_len=1, computed=1, scheduled=4, num_generated=1, num_drafts=3)
     assert smallest_holding(StepShape.of([decoding]), shapes) == StepShape(1, 1)
     assert smallest_holding(StepShape.of([decoding, drafting]), shapes) == StepShape(3, 3)
     assert smallest_holding(StepShape.of([prefilling]), shapes) == StepShape(0, 1, 4, 100)
@@ -130,21 +132,21 @@ def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
 
 @given(st.data())
 def test_every_step_that_requests_can_form_has_a_shape(data: st.DataObject) -> None:
-    max_rows = data.draw(st.integers(1, 300))
+    max_requests = data.draw(st.integers(1, 300))
     most_tokens = data.draw(st.sampled_from([512, 1000, 4096, 8192]))
     most_launched = data.draw(st.sampled_from([300, 1741, 4655, 21_600]))
-    num_prefill = data.draw(st.integers(1, min(max_rows, 32)))
+    num_prefill = data.draw(st.integers(1, min(max_requests, 32)))
     is_shared = data.draw(st.booleans())  # then another rank's requests may be those that decode
-    num_decode = data.draw(st.integers(0, max_rows if is_shared else max_rows - num_prefill))
+    num_decode = data.draw(st.integers(0, max_requests if is_shared else max_requests - num_prefill))
     most = most_tokens if num_prefill <= 4 else min(most_tokens, most_launched)
     num_tokens = data.draw(st.integers(num_prefill, most))
-    max_tokens = most_tokens + max_rows + 1
-    shapes = prefill_shapes(most_tokens, max_rows, max_tokens, most_launched, is_shared=is_shared)
-    most_rows = max_rows + most_padding_rows(max_rows, is_shared=is_shared)
-    assert all(shape.num_rows <= most_rows and shape.num_tokens <= max_tokens for shape in shapes)
+    max_tokens = most_tokens + max_requests + 1
+    shapes = prefill_shapes(most_tokens, max_requests, max_tokens, most_launched, is_shared=is_shared)
+    most_requests = max_requests + most_padding_requests(max_requests, is_shared=is_shared)
+    assert all(shape.num_requests <= most_requests and shape.num_tokens <= max_tokens for shape in shapes)
     step = StepShape(num_decode, 1, num_prefill, num_tokens)
     found = smallest_holding(step, shapes)
-    assert found is not None and found.num_prefill_requests == min(max_rows, 4 if num_prefill <= 4 else 32)
+    assert found is not None and found.num_prefill_requests == min(max_requests, 4 if num_prefill <= 4 else 32)
     fuller = [
         shape for shape in shapes if shape.holds(step) and shape.num_prefill_requests == found.num_prefill_requests
     ]
@@ -153,21 +155,21 @@ def test_every_step_that_requests_can_form_has_a_shape(data: st.DataObject) -> N
     assert smallest_holding(StepShape(0, 1, 5, min(most_tokens, most_launched) + 1), shapes) is None
 
 
-@pytest.mark.parametrize(("max_rows", "max_tokens"), [(64, 2048), (63, 2048), (256, 4096), (3, 40), (1, 35)])
-def test_one_rank_alone_may_use_its_whole_budget_where_steps_are_shared(max_rows: int, max_tokens: int) -> None:
-    shapes = prefill_shapes(max_tokens, max_rows, max_tokens, max_tokens, is_shared=True)
-    fullest = StepShape(max_rows - 1, 1, 1, max_tokens - (max_rows - 1))
+@pytest.mark.parametrize(("max_requests", "max_tokens"), [(64, 2048), (63, 2048), (256, 4096), (3, 40), (1, 35)])
+def test_one_rank_alone_may_use_its_whole_budget_where_steps_are_shared(max_requests: int, max_tokens: int) -> None:
+    shapes = prefill_shapes(max_tokens, max_requests, max_tokens, max_tokens, is_shared=True)
+    fullest = StepShape(max_requests - 1, 1, 1, max_tokens - (max_requests - 1))
     assert smallest_holding(fullest, shapes) is not None and len(shapes) == len(set(shapes))
     assert all(shape.num_tokens <= max_tokens for shape in shapes)
 
 
-@pytest.mark.parametrize("max_rows", [5, 8, 31, 32, 64, 256])
+@pytest.mark.parametrize("max_requests", [5, 8, 31, 32, 64, 256])
 @pytest.mark.parametrize(("most_launched", "sizes"), [(1741, 7), (4655, 12), (200, 1)])
-def test_many_prompts_have_few_sizes(max_rows: int, most_launched: int, sizes: int) -> None:
-    shapes = prefill_shapes(4096, max_rows, 8192, most_launched)
+def test_many_prompts_have_few_sizes(max_requests: int, most_launched: int, sizes: int) -> None:
+    shapes = prefill_shapes(4096, max_requests, 8192, most_launched)
     shapes = [shape for shape in shapes if shape.num_prefill_requests > 4]
     by_decode_rows = {shape.num_decode_requests for shape in shapes}
-    assert len(by_decode_rows) == (2 if max_rows >= 32 else 1) and max(by_decode_rows) == max_rows - 5
+    assert len(by_decode_rows) == (2 if max_requests >= 32 else 1) and max(by_decode_rows) == max_requests - 5
     assert len(shapes) == sizes * len(by_decode_rows)
     assert max(shape.num_prefill_tokens for shape in shapes) == min(most_launched, 4096)
     assert prefill_shapes(4096, 4, 8192, most_launched) == shapes_of_few(4096, 4)
@@ -175,22 +177,24 @@ def test_many_prompts_have_few_sizes(max_rows: int, most_launched: int, sizes: i
 
 @given(st.data())
 def test_the_forwards_of_a_draft_model_have_shapes_without_decode_rows(data: st.DataObject) -> None:
-    max_rows = data.draw(st.integers(1, 300))
-    max_tokens = data.draw(st.sampled_from([max_rows, max_rows + 1, 4 * max_rows, 8192]))
+    max_requests = data.draw(st.integers(1, 300))
+    max_tokens = data.draw(st.sampled_from([max_requests, max_requests + 1, 4 * max_requests, 8192]))
     config = CacheConfig(
-        max_requests=max_rows,
+        max_requests=max_requests,
         max_tokens=max_tokens,
         num_cuda_graphs=data.draw(st.integers(1, 12)),
         cuda_graph_prefill_tokens=data.draw(st.sampled_from([0, 1, 40, 4096, 8192])),
     )
-    limits = StepLimits(max_tokens, max_rows + most_padding_rows(max_rows), max_chunks=1000, max_blocks=8)
+    limits = StepLimits(max_tokens, max_requests + most_padding_requests(max_requests), max_chunks=1000, max_blocks=8)
     most_launched = data.draw(st.sampled_from([None, 1741, 21_600]))
     shapes = draft_shapes(config, limits, most_launched)
     assert len(shapes) == len(set(shapes))
     for shape in shapes:
-        assert shape.num_decode_requests == 0 and shape.num_prefill_requests <= min(max_rows, shape.num_tokens)
-        assert shape.num_tokens <= max(8 * max_rows, min(config.most_graph_tokens, most_launched or 8192))
+        assert shape.num_decode_requests == 0 and shape.num_prefill_requests <= min(max_requests, shape.num_tokens)
+        assert shape.num_tokens <= max(8 * max_requests, min(config.most_graph_tokens, most_launched or 8192))
         assert shape.num_tokens <= max_tokens
-    num_rows = data.draw(st.integers(1, max_rows))
-    one_draft = smallest_holding(StepShape(0, 1, num_rows, num_rows), shapes)
-    assert one_draft is not None and (num_rows < max_rows or one_draft == StepShape(0, 1, max_rows, max_rows))
+    num_requests = data.draw(st.integers(1, max_requests))
+    one_draft = smallest_holding(StepShape(0, 1, num_requests, num_requests), shapes)
+    assert one_draft is not None and (
+        num_requests < max_requests or one_draft == StepShape(0, 1, max_requests, max_requests)
+    )

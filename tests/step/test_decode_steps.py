@@ -24,61 +24,61 @@ SAMPLED = SamplingSettings(temperature=0.7, top_p=0.9, seed=3)
 PENALISED = SamplingSettings(temperature=0.7, logits=LogitsSettings(presence_penalty=0.5))
 
 
-def send_anew(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
-    send_padded_step(shape.pad(rows, GEOMETRY.dummy_block), buffers, GEOMETRY, shape)
+def send_anew(requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
+    send_padded_step(shape.pad(requests, GEOMETRY.dummy_block), buffers, GEOMETRY, shape)
 
 
 def send(
-    rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: DecodeStep | None
+    requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: DecodeStep | None
 ) -> tuple[DecodeStep | None, bool]:
     """Send a step the quick way if there is one; return what the next may go on from, and whether there was."""
-    if last is not None and last.continues(rows, buffers, GEOMETRY.block_size):
-        return send_again(last, rows, buffers, GEOMETRY.block_size, shape.num_rows), True
-    send_anew(rows, buffers, shape)
-    return DecodeStep.sent(rows, buffers), False
+    if last is not None and last.continues(requests, buffers, GEOMETRY.block_size):
+        return send_again(last, requests, buffers, GEOMETRY.block_size, shape.num_requests), True
+    send_anew(requests, buffers, shape)
+    return DecodeStep.sent(requests, buffers), False
 
 
 def same(buffers: StepBuffers, expected: StepBuffers) -> bool:
     return all(buffers.device(name).equal(expected.device(name)) for name in StepBuffers.SECTIONS)
 
 
-def advance(row: RunningRequest, draw: random.Random, num_drafts: int = 0) -> None:
-    """Finish the row's step and schedule the next one with so many drafts, as an engine does."""
-    kept = draw.randrange(1, row.scheduled + 1)
-    row.generated += [draw.randrange(1000) for _ in range(kept)]
-    row.computed += kept
-    row.cursor.accepted, row.reserved = kept, []
-    row.drafts = tuple(draw.randrange(1000) for _ in range(num_drafts))
-    row.cursor.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(num_drafts, kept - 1))]
-    row.scheduled = 1 + num_drafts
-    while row.computed + row.scheduled > len(row.block_ids) * BLOCK:
-        row.block_ids.append(BlockId(draw.randrange(50)))
+def advance(request: RunningRequest, draw: random.Random, num_drafts: int = 0) -> None:
+    """Finish the request's step and schedule the next one with so many drafts, as an engine does."""
+    kept = draw.randrange(1, request.scheduled + 1)
+    request.generated += [draw.randrange(1000) for _ in range(kept)]
+    request.computed += kept
+    request.cursor.accepted, request.reserved = kept, []
+    request.drafts = tuple(draw.randrange(1000) for _ in range(num_drafts))
+    request.cursor.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(num_drafts, kept - 1))]
+    request.scheduled = 1 + num_drafts
+    while request.computed + request.scheduled > len(request.block_ids) * BLOCK:
+        request.block_ids.append(BlockId(draw.randrange(50)))
 
 
-def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -> None:
+def disturb(requests: list[RunningRequest], shape: StepShape, draw: random.Random) -> None:
     """Change what no step goes on over."""
-    row = draw.choice(rows)
+    request = draw.choice(requests)
     change = draw.randrange(7)
     if change == 0 and shape.width > 1:
-        row.drafts = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, shape.width)))
-        row.scheduled = 1 + len(row.drafts)
-        row.cursor.draft_slots = [
-            SlotId(draw.randrange(60)) for _ in range(max(len(row.drafts), row.cursor.accepted - 1))
+        request.drafts = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, shape.width)))
+        request.scheduled = 1 + len(request.drafts)
+        request.cursor.draft_slots = [
+            SlotId(draw.randrange(60)) for _ in range(max(len(request.drafts), request.cursor.accepted - 1))
         ]
-        while row.computed + row.scheduled > len(row.block_ids) * BLOCK:
-            row.block_ids.append(BlockId(draw.randrange(50)))
+        while request.computed + request.scheduled > len(request.block_ids) * BLOCK:
+            request.block_ids.append(BlockId(draw.randrange(50)))
     elif change == 1:
-        row.reserved = [ReservedState((row.computed // BLOCK + 1) * BLOCK, SlotId(draw.randrange(60)))]
+        request.reserved = [ReservedState((request.computed // BLOCK + 1) * BLOCK, SlotId(draw.randrange(60)))]
     elif change == 2:
-        row.cursor.live_slot = SlotId(draw.randrange(60))
-    elif change == 3 and len(rows) > 1:
-        rows.remove(row)
-    elif change == 4 and len(rows) < shape.num_decode_requests:
-        rows.append(decoding(len(rows), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
+        request.cursor.live_slot = SlotId(draw.randrange(60))
+    elif change == 3 and len(requests) > 1:
+        requests.remove(request)
+    elif change == 4 and len(requests) < shape.num_decode_requests:
+        requests.append(decoding(len(requests), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
     elif change == 5:  # as when live states are looked at between steps
-        row.cursor.settled, row.cursor.accepted = row.computed, 1
+        request.cursor.settled, request.cursor.accepted = request.computed, 1
     else:
-        draw.shuffle(rows)
+        draw.shuffle(requests)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,7 +89,7 @@ def test_every_step_is_as_if_laid_out_anew(
 ) -> None:
     draw = random.Random(seed)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
-    rows = [
+    requests = [
         decoding(
             index, prompt_len=draw.randrange(1, 20), num_generated=1 + index, num_drafts=num_drafts, sampling=sampling
         )
@@ -100,130 +100,134 @@ def test_every_step_is_as_if_laid_out_anew(
     last, num_quick = None, 0
     for _ in range(60):
         if draw.random() < 0.1:
-            disturb(rows, shape, draw)
+            disturb(requests, shape, draw)
         if draw.random() < 0.05:  # a step of another shape, or without one
             for each in (buffers, expected):
-                lay_out_step(rows[:1], each, GEOMETRY)
-        last, was_quick = send(rows, buffers, shape, last)
+                lay_out_step(requests[:1], each, GEOMETRY)
+        last, was_quick = send(requests, buffers, shape, last)
         num_quick += was_quick
-        send_anew(rows, expected, shape)
+        send_anew(requests, expected, shape)
         assert same(buffers, expected)
-        for row in rows:
-            advance(row, draw, num_drafts)
-        rows = [row for row in rows if row.computed < MOST_COMPUTED] or [decoding(0, num_drafts=num_drafts)]
+        for request in requests:
+            advance(request, draw, num_drafts)
+        requests = [request for request in requests if request.computed < MOST_COMPUTED] or [
+            decoding(0, num_drafts=num_drafts)
+        ]
     assert num_quick >= 5
 
 
-@pytest.mark.parametrize("change", ["another row", "a prompt to prefill", "another step", "no step between"])
+@pytest.mark.parametrize("change", ["another request", "a prompt to prefill", "another step", "no step between"])
 def test_a_step_that_only_looks_alike_does_not_go_on(device: str, change: str) -> None:
-    buffers, rows = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
-    send_anew(rows, buffers, SHAPES[0])
-    last = DecodeStep.sent(rows, buffers)
+    buffers, requests = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
+    send_anew(requests, buffers, SHAPES[0])
+    last = DecodeStep.sent(requests, buffers)
     assert last is not None
     if change != "no step between":
-        for row in rows:
-            advance(row, random.Random(0))
-        assert last.continues(rows, buffers, GEOMETRY.block_size)
-    if change == "another row":
-        rows[1] = decoding(1, prompt_len=3, num_generated=2)
-    elif change == "another step":  # of rows in other blocks, as far as these were
+        for request in requests:
+            advance(request, random.Random(0))
+        assert last.continues(requests, buffers, GEOMETRY.block_size)
+    if change == "another request":
+        requests[1] = decoding(1, prompt_len=3, num_generated=2)
+    elif change == "another step":  # of requests in other blocks, as far as these were
         lay_out_step([decoding(index, prompt_len=3) for index in range(2)], buffers, GEOMETRY)
-        assert buffers.host("computed")[:2].tolist() == [row.computed - 1 for row in rows]
+        assert buffers.host("computed")[:2].tolist() == [request.computed - 1 for request in requests]
     elif change == "a prompt to prefill":
-        rows[1].spec = decoding(1, prompt_len=30).spec
-    assert not last.continues(rows, buffers, GEOMETRY.block_size)
+        requests[1].spec = decoding(1, prompt_len=30).spec
+    assert not last.continues(requests, buffers, GEOMETRY.block_size)
 
 
 ENDING = SamplingSettings(top_k=1, termination_id=3)
 
 
-def reserve_ahead(rows: list[RunningRequest], draw: random.Random) -> None:
-    """Give rows what they need in the step after the one that runs, as an engine does; some boundaries get no slot."""
-    for row in rows:
-        if row.computed + 1 == len(row.block_ids) * BLOCK:
-            row.block_ids.append(BlockId(draw.randrange(50)))
-        if (row.computed + 2) % BLOCK == 0 and draw.random() < 0.7:
-            row.reserved.append(ReservedState(row.computed + 2, SlotId(draw.randrange(60))))
+def reserve_ahead(requests: list[RunningRequest], draw: random.Random) -> None:
+    """Reserve what requests need in the next step, as an engine does; some boundaries get no slot."""
+    for request in requests:
+        if request.computed + 1 == len(request.block_ids) * BLOCK:
+            request.block_ids.append(BlockId(draw.randrange(50)))
+        if (request.computed + 2) % BLOCK == 0 and draw.random() < 0.7:
+            request.reserved.append(ReservedState(request.computed + 2, SlotId(draw.randrange(60))))
 
 
-def keep(rows: list[RunningRequest], tokens: list[int]) -> None:
-    """Let each row keep the token of its step and go on; slots of boundaries that it reached are its own no longer."""
-    for row, token in zip(rows, tokens, strict=True):
-        row.generated.append(token)
-        row.computed += 1
-        row.scheduled = 1
-        row.reserved = [state for state in row.reserved if state.position > row.computed]
+def keep(requests: list[RunningRequest], tokens: list[int]) -> None:
+    """Append each request's token; publish the boundaries that it reached."""
+    for request, token in zip(requests, tokens, strict=True):
+        request.generated.append(token)
+        request.computed += 1
+        request.scheduled = 1
+        request.reserved = [state for state in request.reserved if state.position > request.computed]
 
 
-def publish(rows: list[RunningRequest], draw: random.Random) -> None:
-    """Publish the blocks that rows have completed; another request may have published one before."""
-    for row in rows:
-        if row.computed % BLOCK == 0 and draw.random() < 0.5:
-            row.block_ids[row.computed // BLOCK - 1] = BlockId(draw.randrange(50))
+def publish(requests: list[RunningRequest], draw: random.Random) -> None:
+    """Publish the blocks that requests have completed; another request may have published one before."""
+    for request in requests:
+        if request.computed % BLOCK == 0 and draw.random() < 0.5:
+            request.block_ids[request.computed // BLOCK - 1] = BlockId(draw.randrange(50))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_runs_on_exactly_where_all_rows_go_on(device: str, seed: int) -> None:
     draw, num_on = random.Random(seed), 0
     for _ in range(40):
-        rows = [
+        requests = [
             decoding(index, prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 9), sampling=ENDING)
             for index in range(draw.choice([1, 1, 2, 3]))
         ]
-        for row in rows:
-            row.spec = replace(row.spec, max_len=row.length + draw.choice([1, 2, 30]))
+        for request in requests:
+            request.spec = replace(request.spec, max_len=request.length + draw.choice([1, 2, 30]))
         buffers = StepBuffers(LIMITS, device)
-        send_anew(rows, buffers, SHAPES[0])
-        last = DecodeStep.sent(rows, buffers)
+        send_anew(requests, buffers, SHAPES[0])
+        last = DecodeStep.sent(requests, buffers)
         assert last is not None
-        tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in rows])
-        no_row_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
-        runs_on = last.can_launch_next(rows, tokens, buffers)
-        assert runs_on is no_row_ends
+        tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in requests])
+        no_request_ends = not any(
+            request.keep([int(token)]).ends for request, token in zip(requests, tokens, strict=True)
+        )
+        runs_on = last.can_launch_next(requests, tokens, buffers)
+        assert runs_on is no_request_ends
         if runs_on:
             num_on += 1
-            reserve_ahead(rows, draw)
-            send_next(last, buffers, BLOCK, SHAPES[0].num_rows)
-            assert not last.can_launch_next(rows, tokens, buffers)  # another was sent since
+            reserve_ahead(requests, draw)
+            send_next(last, buffers, BLOCK, SHAPES[0].num_requests)
+            assert not last.can_launch_next(requests, tokens, buffers)  # another was sent since
     assert num_on >= 3
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("fold_len", [0, 4])
 def test_steps_that_run_on_are_as_if_laid_out_anew(device: str, fold_len: int, seed: int) -> None:
-    """Over boundaries, where rows begin blocks, get slots, and find that a block they completed is known already."""
+    """Cross boundaries: new blocks, reserved slots, and completed blocks that are cached already."""
     draw, limits = random.Random(seed), replace(LIMITS, fold_len=fold_len)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
-    rows = [
+    requests = [
         decoding(index, prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 9), sampling=sampling)
         for index, sampling in enumerate(samplings)
     ]
     buffers, expected = StepBuffers(limits, device), StepBuffers(limits, device)
-    send_anew(rows, buffers, SHAPES[0])
-    last = DecodeStep.sent(rows, buffers)
+    send_anew(requests, buffers, SHAPES[0])
+    last = DecodeStep.sent(requests, buffers)
     num_next = num_new = 0
-    while all(row.computed + 3 < MOST_COMPUTED for row in rows):
+    while all(request.computed + 3 < MOST_COMPUTED for request in requests):
         assert last is not None
-        before, tokens = buffers.host_block_table().copy(), [draw.randrange(1000) for _ in rows]
+        before, tokens = buffers.host_block_table().copy(), [draw.randrange(1000) for _ in requests]
         goes_on = draw.random() < 0.8
         if goes_on:
-            reserve_ahead(rows, draw)
-            last = send_next(last, buffers, BLOCK, SHAPES[0].num_rows)
+            reserve_ahead(requests, draw)
+            last = send_next(last, buffers, BLOCK, SHAPES[0].num_requests)
             buffers.feed(torch.tensor(tokens))
-            keep(rows, tokens)
-            send_anew(rows, expected, SHAPES[0])
-            publish(rows, draw)  # it lands when the next step runs already
+            keep(requests, tokens)
+            send_anew(requests, expected, SHAPES[0])
+            publish(requests, draw)  # it lands when the next step runs already
             num_next += 1
         else:
-            keep(rows, tokens)
-            publish(rows, draw)
-            for row in rows:
-                if row.computed == len(row.block_ids) * BLOCK:
-                    row.block_ids.append(BlockId(draw.randrange(50)))
-            last, goes_on = send(rows, buffers, SHAPES[0], last)
-            send_anew(rows, expected, SHAPES[0])
+            keep(requests, tokens)
+            publish(requests, draw)
+            for request in requests:
+                if request.computed == len(request.block_ids) * BLOCK:
+                    request.block_ids.append(BlockId(draw.randrange(50)))
+            last, goes_on = send(requests, buffers, SHAPES[0], last)
+            send_anew(requests, expected, SHAPES[0])
         assert same(buffers, expected)
-        begins = any(row.computed % BLOCK == 0 for row in rows)
+        begins = any(request.computed % BLOCK == 0 for request in requests)
         has_new_blocks = begins or bool((buffers.host_block_table() != before).any())
         assert last is not None and last.has_new_blocks is (goes_on and has_new_blocks)
         num_new += last.has_new_blocks
@@ -241,12 +245,12 @@ def test_steps_that_run_on_are_as_if_laid_out_anew(device: str, fold_len: int, s
     ids=["stop words", "penalties", "log-probs"],
 )
 def test_a_step_goes_on_whatever_its_rows_ask_for(device: str, spec: dict[str, object]) -> None:
-    rows = [decoding(0), decoding(1)]
-    rows[1].spec = replace(rows[1].spec, **spec)  # type: ignore[arg-type]
+    requests = [decoding(0), decoding(1)]
+    requests[1].spec = replace(requests[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)
-    send_anew(rows, buffers, SHAPES[0])
-    last = DecodeStep.sent(rows, buffers)
-    assert last is not None and last.can_launch_next(rows, [1, 1], buffers)
-    has_stop_word = bool(rows[1].spec.sampling.stop_words)
-    assert last.can_launch_next(rows, [6, 5], buffers)
-    assert last.can_launch_next(rows, [5, 6], buffers) is not has_stop_word  # the word may be complete
+    send_anew(requests, buffers, SHAPES[0])
+    last = DecodeStep.sent(requests, buffers)
+    assert last is not None and last.can_launch_next(requests, [1, 1], buffers)
+    has_stop_word = bool(requests[1].spec.sampling.stop_words)
+    assert last.can_launch_next(requests, [6, 5], buffers)
+    assert last.can_launch_next(requests, [5, 6], buffers) is not has_stop_word  # the word may be complete

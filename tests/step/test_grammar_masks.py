@@ -1,4 +1,4 @@
-"""Masks of rows with grammars: at every draft, those of a reply that has come so far one token at a time."""
+"""Masks of requests with grammars: at every draft, those of a reply that has come so far one token at a time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,30 +29,32 @@ def compiled() -> Grammars:
     return grammars
 
 
-def row_of(grammar: str, request_id: int = 1, generated: Sequence[int] = (), num_replayed: int = 0) -> RunningRequest:
-    """Return a row that decodes; the last of its prompt's tokens were generated before an interruption."""
+def running_request(
+    grammar: str, request_id: int = 1, generated: Sequence[int] = (), num_replayed: int = 0
+) -> RunningRequest:
+    """Return a request that decodes; the last of its prompt's tokens were generated before an interruption."""
     prompt = np.array([7, 8, 9, *generated[:num_replayed]])
     spec = RequestSpec(
         request_id, prompt, 500, SamplingSettings(grammar=grammar, termination_id=END), num_replayed=num_replayed
     )
-    row = RunningRequest(spec, BlockKeyChain(bytes(32), 1), 0, 0, StateCursor(SlotId(0)), [], 0, computed=0)
-    row.generated = list(generated[num_replayed:])
-    set_drafts(row, ())
-    return row
+    request = RunningRequest(spec, BlockKeyChain(bytes(32), 1), 0, 0, StateCursor(SlotId(0)), [], 0, computed=0)
+    request.generated = list(generated[num_replayed:])
+    set_drafts(request, ())
+    return request
 
 
-def set_drafts(row: RunningRequest, drafts: Sequence[int]) -> None:
-    row.drafts = tuple(drafts)
-    row.computed, row.scheduled = row.length - 1, 1 + len(drafts)
+def set_drafts(request: RunningRequest, drafts: Sequence[int]) -> None:
+    request.drafts = tuple(drafts)
+    request.computed, request.scheduled = request.length - 1, 1 + len(drafts)
 
 
-def allowed_tokens(masks: GrammarMasks, rows: Sequence[RunningRequest]) -> list[list[set[int]]]:
-    """Return, for each row and position, the tokens that may be drawn."""
+def allowed_tokens(masks: GrammarMasks, requests: Sequence[RunningRequest]) -> list[list[set[int]]]:
+    """Return, for each request and position, the tokens that may be drawn."""
     starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + 1 + len(row.drafts))
+    for request in requests:
+        starts.append(starts[-1] + 1 + len(request.drafts))
     logits: Tensor = torch.zeros(starts[-1], TOKENIZER.vocab_size)
-    masks.begin(rows, starts)
+    masks.begin(requests, starts)
     masks.apply(logits)
     found = [set(line.isfinite().nonzero()[:, 0].tolist()) for line in logits]
     return [found[start:end] for start, end in pairwise(starts)]
@@ -77,22 +79,25 @@ def test_a_draft_has_the_mask_that_it_would_have_without_drafts(name: str, num_r
     grammar, text = texts()[name]
     one_by_one = GrammarMasks(compiled())
     expected = []
-    row = row_of(grammar)
+    request = running_request(grammar)
     for token in text:
-        set_drafts(row, ())
-        expected += allowed_tokens(one_by_one, [row])[0]
+        set_drafts(request, ())
+        expected += allowed_tokens(one_by_one, [request])[0]
         assert token in expected[-1]
-        row.generated.append(token)
+        request.generated.append(token)
     for place in range(num_replayed, len(text)):
-        masks, row = GrammarMasks(compiled()), row_of(grammar, generated=text[:place], num_replayed=num_replayed)
-        drafts = masks.allowed(row, [*text[place : place + NUM_DRAFTS - 1], 0])
+        masks, request = (
+            GrammarMasks(compiled()),
+            running_request(grammar, generated=text[:place], num_replayed=num_replayed),
+        )
+        drafts = masks.allowed(request, [*text[place : place + NUM_DRAFTS - 1], 0])
         wanted = text[place : place + NUM_DRAFTS - 1]
         if END not in wanted and name == "schema":
             assert list(drafts) == wanted  # a byte 0 is in no document
-        set_drafts(row, drafts[: len(wanted)])
-        other = row_of("", request_id=2, generated=[5])
-        plain = row_of(ANSWER.text, request_id=3)
-        found = allowed_tokens(masks, [plain, row, other])
+        set_drafts(request, drafts[: len(wanted)])
+        other = running_request("", request_id=2, generated=[5])
+        plain = running_request(ANSWER.text, request_id=3)
+        found = allowed_tokens(masks, [plain, request, other])
         until = min(len(found[1]), len(text) - place)
         assert found[1][:until] == expected[place : place + until], place
         assert found[2] == [set(range(TOKENIZER.vocab_size))]
@@ -101,29 +106,29 @@ def test_a_draft_has_the_mask_that_it_would_have_without_drafts(name: str, num_r
 
 def test_drafts_are_cut_where_the_grammar_refuses_them() -> None:
     masks, text = GrammarMasks(compiled()), TOKENIZER.tokenize('{"a": true}')
-    row = row_of(ANSWER.text)
-    assert list(masks.allowed(row, [*text[:3], 0, *text[4:]])) == text[:3]
-    assert list(masks.allowed(row, [0])) == []
-    assert list(masks.allowed(row, [])) == []
-    assert list(masks.allowed(row_of("", 2), [0, 1])) == [0, 1]
+    request = running_request(ANSWER.text)
+    assert list(masks.allowed(request, [*text[:3], 0, *text[4:]])) == text[:3]
+    assert list(masks.allowed(request, [0])) == []
+    assert list(masks.allowed(request, [])) == []
+    assert list(masks.allowed(running_request("", 2), [0, 1])) == [0, 1]
     masks.forget(1)
-    assert masks._rows == {}
+    assert masks._requests == {}
 
 
 def test_ranks_that_draw_nothing_only_cut_drafts() -> None:
-    masks, row = GrammarMasks(compiled(), are_drawn_here=False), row_of(ANSWER.text)
-    assert list(masks.allowed(row, [0])) == []
-    assert allowed_tokens(masks, [row]) == [[set(range(TOKENIZER.vocab_size))]]
+    masks, request = GrammarMasks(compiled(), are_drawn_here=False), running_request(ANSWER.text)
+    assert list(masks.allowed(request, [0])) == []
+    assert allowed_tokens(masks, [request]) == [[set(range(TOKENIZER.vocab_size))]]
 
 
 def test_a_row_that_leaves_its_grammar_is_noted_alone() -> None:
     grammars = compiled()
-    masks, other = GrammarMasks(grammars), row_of(ANSWER.text, request_id=2)
-    row = row_of(ANSWER.text, generated=[0])
-    assert list(masks.allowed(row, [5])) == []
-    found = allowed_tokens(masks, [row, other])
+    masks, other = GrammarMasks(grammars), running_request(ANSWER.text, request_id=2)
+    request = running_request(ANSWER.text, generated=[0])
+    assert list(masks.allowed(request, [5])) == []
+    found = allowed_tokens(masks, [request, other])
     assert found[0] == [set(range(TOKENIZER.vocab_size))]
-    assert found[1] == allowed_tokens(GrammarMasks(compiled()), [row_of(ANSWER.text)])[0]
+    assert found[1] == allowed_tokens(GrammarMasks(compiled()), [running_request(ANSWER.text)])[0]
     failures = grammars.take_failures()
     assert list(failures) == [1] and "too complex to go on" in failures[1]
     assert grammars.take_failures() == {}

@@ -13,12 +13,12 @@ VOCAB = 4096
 
 
 def laid_out(*top_n: int | None) -> StepBatch:
-    """Return a step of rows that want so many of the best log-probs each; None for a row that wants none."""
+    """Return a step of requests that want so many of the best log-probs each; None for a request that wants none."""
     settings = [LogProbSettings() if num is None else LogProbSettings(True, True, num) for num in top_n]
-    rows = [decoding(index) for index in range(len(settings))]
-    for row, asked in zip(rows, settings, strict=True):
-        row.spec = replace(row.spec, log_probs=asked)
-    return lay_out(rows, "cpu")
+    requests = [decoding(index) for index in range(len(settings))]
+    for request, asked in zip(requests, settings, strict=True):
+        request.spec = replace(request.spec, log_probs=asked)
+    return lay_out(requests, "cpu")
 
 
 def test_what_a_row_gets_depends_on_no_other_row() -> None:

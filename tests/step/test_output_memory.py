@@ -16,8 +16,8 @@ def test_all_outputs_lie_in_a_memory_of_the_largest(of_tokens: bool) -> None:
     assert outputs.num_bytes == 0
     places = set()
     for shape in SHAPES:
-        num_rows = shape.num_tokens if of_tokens else shape.num_logits
-        output = torch.randn(num_rows, 1, 16) if of_tokens else torch.randn(1, num_rows, 16)
+        num_requests = shape.num_tokens if of_tokens else shape.num_logits
+        output = torch.randn(num_requests, 1, 16) if of_tokens else torch.randn(1, num_requests, 16)
         kept = outputs.keep(output, shape)
         assert kept.shape == output.shape and torch.equal(kept, output)
         again = outputs.keep(-output, shape)
@@ -29,5 +29,8 @@ def test_all_outputs_lie_in_a_memory_of_the_largest(of_tokens: bool) -> None:
 
 def test_a_memory_of_shapes_that_only_decode_is_of_the_largest() -> None:
     outputs = OutputMemory([StepShape(5, 1), StepShape(3, 3)])
-    kept = [outputs.keep(torch.ones(1, rows, 8), shape) for rows, shape in ((9, StepShape(3, 3)), (5, StepShape(5, 1)))]
+    kept = [
+        outputs.keep(torch.ones(1, requests, 8), shape)
+        for requests, shape in ((9, StepShape(3, 3)), (5, StepShape(5, 1)))
+    ]
     assert outputs.num_bytes == 9 * 8 * 4 and kept[0].data_ptr() == kept[1].data_ptr()

@@ -20,7 +20,7 @@ from megatron_mamba_cache.step.run_ahead import may_launch_drafts, may_run_ahead
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
 from tests.policy.small_cache import small_cache
-from tests.step.test_batch import BLOCK, decoding, lay_out, row_of
+from tests.step.test_batch import BLOCK, decoding, lay_out, running_request
 
 TOKENS = [7, 8]
 
@@ -35,11 +35,11 @@ class Graph:
         self._can_launch = can_launch
         self.asked: list[tuple[Sequence[RunningRequest], Sequence[int] | None]] = []
 
-    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        self.asked.append((rows, tokens))
+    def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        self.asked.append((requests, tokens))
         return self._can_launch
 
-    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+    def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         raise NotImplementedError
 
     def forward(self) -> Tensor:
@@ -48,13 +48,13 @@ class Graph:
     def verify(self, draws: Draws) -> Tensor:
         raise NotImplementedError
 
-    def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:
+    def launch_next(self, requests: Sequence[RunningRequest]) -> EarlyStep:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """All that the answer depends on, in a step of two rows; by default all of it is in favour."""
+    """All that the answer depends on, in a step of two requests; by default all of it is in favour."""
 
     is_wanted: bool = True
     is_captured: bool = True
@@ -64,7 +64,7 @@ class Conditions:
     num_running: int = 2
     drafts_rest: bool = True
     can_launch: bool = True
-    tokens_in_block: int = 3  # of a row, before the step
+    tokens_in_block: int = 3  # of a request, before the step
     num_blocks: int = 2  # that are available
     block_size: int = BLOCK
     grammar: str = ""
@@ -75,12 +75,12 @@ HOLDING = {
     "tokens unknown": ALL_HOLD,
     "tokens known": replace(ALL_HOLD, tokens=TOKENS),
     "tokens known, a request waits": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True),
-    "a row begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1),
-    "a row completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2),
-    "a row has completed a block": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True, tokens_in_block=0),
-    "a row has a grammar": replace(ALL_HOLD, grammar="{}"),
-    "a row with a grammar begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1, grammar="{}"),
-    "a row with a grammar completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2, grammar="{}"),
+    "a request begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1),
+    "a request completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2),
+    "a request has completed a block": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True, tokens_in_block=0),
+    "a request has a grammar": replace(ALL_HOLD, grammar="{}"),
+    "a request with a grammar begins a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 1, grammar="{}"),
+    "a request with a grammar completes a block": replace(ALL_HOLD, tokens_in_block=BLOCK - 2, grammar="{}"),
 }
 FAILING = {
     "not wanted": {"is_wanted": False},
@@ -89,18 +89,26 @@ FAILING = {
     "a running request is not in the step": {"num_running": 3},
     "drafts do not rest": {"drafts_rest": False},
     "the graph cannot feed it": {"can_launch": False},
-    "no block for a row": {"tokens_in_block": BLOCK - 1, "num_blocks": 0},
+    "no block for a request": {"tokens_in_block": BLOCK - 1, "num_blocks": 0},
     "blocks of one token": {"block_size": 1},
-    "a request waits, and a row begins a block": {"tokens_in_block": BLOCK - 1, "tokens": TOKENS, "has_waiting": True},
-    "a request waits, and a row completes one": {"tokens_in_block": BLOCK - 2, "tokens": TOKENS, "has_waiting": True},
+    "a request waits, and a request begins a block": {
+        "tokens_in_block": BLOCK - 1,
+        "tokens": TOKENS,
+        "has_waiting": True,
+    },
+    "a request waits, and a request completes one": {
+        "tokens_in_block": BLOCK - 2,
+        "tokens": TOKENS,
+        "has_waiting": True,
+    },
 }
 
 
 def answer(conditions: Conditions) -> tuple[bool, Graph]:
     graph = Graph(conditions.can_launch)
     sampling = SamplingSettings(top_k=1, grammar=conditions.grammar)
-    rows = [decoding(0), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block, sampling=sampling)]
-    batch = lay_out(rows, "cpu")
+    requests = [decoding(0), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block, sampling=sampling)]
+    batch = lay_out(requests, "cpu")
     cache = small_cache(num_blocks=2, block_size=conditions.block_size)
     cache.kv.allocate(2 - conditions.num_blocks)
     step = Step(batch, graph=graph if conditions.is_captured else None)
@@ -123,8 +131,8 @@ def test_a_step_may_run_ahead_if_every_condition_holds(name: str) -> None:
     conditions = HOLDING[name]
     is_allowed, graph = answer(conditions)
     assert is_allowed
-    [(rows, tokens)] = graph.asked
-    assert [row.request_id for row in rows] == [0, 1] and tokens is conditions.tokens
+    [(requests, tokens)] = graph.asked
+    assert [request.request_id for request in requests] == [0, 1] and tokens is conditions.tokens
 
 
 @pytest.mark.parametrize("holding", HOLDING)
@@ -139,7 +147,7 @@ def test_no_step_runs_ahead_of_a_waiting_request_while_tokens_are_unknown() -> N
 
 @dataclass(frozen=True, slots=True)
 class DraftConditions:
-    """All that a step with drafts depends on, behind one of two rows; by default all of it is in favour."""
+    """All that a step with drafts depends on, behind one of two requests; by default all of it is in favour."""
 
     is_wanted: bool = True
     has_drafter: bool = True
@@ -150,7 +158,7 @@ class DraftConditions:
     num_others: int = 0
     is_paused: bool = False
     prefills: bool = False
-    tokens_in_block: int = BLOCK - 5  # of a row; with one more and 3 drafts it is a token short of the block's end
+    tokens_in_block: int = BLOCK - 5  # of a request; with one more and 3 drafts it is a token short of the block's end
 
 
 FAILING_DRAFTS = {
@@ -158,28 +166,28 @@ FAILING_DRAFTS = {
     "no drafter": {"has_drafter": False},
     "eager": {"is_captured": False},
     "queue not settled": {"is_settled": False},
-    "a row has ended": {"num_left": 1},
+    "a request has ended": {"num_left": 1},
     "a running request is not in the step": {"num_others": 1},
-    "a row has ended, and a running request is not in the step": {"num_left": 1, "num_others": 1},
-    "a row is paused": {"is_paused": True},
-    "a row prefilled": {"prefills": True},
+    "a request has ended, and a running request is not in the step": {"num_left": 1, "num_others": 1},
+    "a request is paused": {"is_paused": True},
+    "a request prefilled": {"prefills": True},
     "a request waits, and a boundary is within reach": {"tokens_in_block": BLOCK - 4},
-    "a request waits, and a row is at the end of its block": {"tokens_in_block": BLOCK - 1},
+    "a request waits, and a request is at the end of its block": {"tokens_in_block": BLOCK - 1},
     "a request waits, and a boundary was reached": {"tokens_in_block": 0},
 }
 
 
 def may_draft(conditions: DraftConditions) -> bool:
-    rows = [decoding(0, prompt_len=2), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block)]
+    requests = [decoding(0, prompt_len=2), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block)]
     if conditions.prefills:
-        rows[1] = row_of(1, prompt_len=4, computed=0, scheduled=4)
-    step = Step(lay_out(rows, "cpu"), graph=Graph(can_launch=True) if conditions.is_captured else None)
-    for row in rows:  # it lands
-        row.scheduled = 0
-    rows[1].computed, rows[1].is_paused = BLOCK + conditions.tokens_in_block, conditions.is_paused
+        requests[1] = running_request(1, prompt_len=4, computed=0, scheduled=4)
+    step = Step(lay_out(requests, "cpu"), graph=Graph(can_launch=True) if conditions.is_captured else None)
+    for request in requests:  # it lands
+        request.scheduled = 0
+    requests[1].computed, requests[1].is_paused = BLOCK + conditions.tokens_in_block, conditions.is_paused
     return may_launch_drafts(
         step,
-        [*rows[: conditions.num_left], *(decoding(2, prompt_len=2) for _ in range(conditions.num_others))],
+        [*requests[: conditions.num_left], *(decoding(2, prompt_len=2) for _ in range(conditions.num_others))],
         QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
         DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts()) if conditions.has_drafter else NoDrafts(),
         BLOCK,

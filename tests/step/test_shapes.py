@@ -1,4 +1,4 @@
-"""Steps that are padded to a shape: what the rows are given, what padding is given, and which shape is taken."""
+"""Steps that are padded to a shape: what the requests are given, what padding is given, and which shape is taken."""
 
 import random
 from itertools import accumulate
@@ -13,7 +13,7 @@ from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import (
     StepShape,
 )
-from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, row_of
+from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, running_request
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
 OF_64_BITS = ("token_ids", "token_positions")
@@ -23,15 +23,17 @@ PER_DECODE_ROW = ("num_drafts", "accepted", "align_slots")
 PER_PREFILL_ROW = ("initial_slots", "final_slots")
 
 
-def some_rows(draw: random.Random, shape: StepShape) -> list[RunningRequest]:
+def some_requests(draw: random.Random, shape: StepShape) -> list[RunningRequest]:
     decoding = draw.randrange(shape.num_decode_requests + 1)
-    rows = [random_decode(index, draw, shape.width - 1) for index in range(decoding)]
+    requests = [random_decode(index, draw, shape.width - 1) for index in range(decoding)]
     left = shape.num_prefill_tokens
     for index in range(draw.randrange(1, shape.num_prefill_requests + 1) if shape.num_prefill_requests else 0):
         computed, scheduled = draw.randrange(20), draw.randrange(1, left // (shape.num_prefill_requests - index) + 1)
         left -= scheduled
-        rows.append(row_of(decoding + index, prompt_len=computed + scheduled, computed=computed, scheduled=scheduled))
-    return rows
+        requests.append(
+            running_request(decoding + index, prompt_len=computed + scheduled, computed=computed, scheduled=scheduled)
+        )
+    return requests
 
 
 def filled_with_junk(device: str) -> StepBuffers:
@@ -39,7 +41,7 @@ def filled_with_junk(device: str) -> StepBuffers:
     buffers = StepBuffers(LIMITS, device)
     for name in StepBuffers.SECTIONS:
         buffers.host(name)[:] = 7
-    buffers.send(LIMITS.max_rows)
+    buffers.send(LIMITS.max_requests)
     return buffers
 
 
@@ -47,51 +49,51 @@ def section(buffers: StepBuffers, name: str) -> np.ndarray:
     return (buffers.device_int64 if name in OF_64_BITS else buffers.device)(name).cpu().numpy()
 
 
-def send(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
-    send_padded_step(shape.pad(rows, GEOMETRY.dummy_block), buffers, GEOMETRY, shape)
+def send(requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
+    send_padded_step(shape.pad(requests, GEOMETRY.dummy_block), buffers, GEOMETRY, shape)
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_row_has_more_query_tokens_than_a_shape_says(shape: StepShape, seed: int) -> None:
     draw = random.Random(seed)
-    rows = some_rows(draw, shape)
+    requests = some_requests(draw, shape)
     most = shape.most_queries
-    assert len(most) == shape.num_rows and sum(most) == shape.num_tokens
-    assert max((row.scheduled for row in rows), default=0) <= max(most)
+    assert len(most) == shape.num_requests and sum(most) == shape.num_tokens
+    assert max((request.scheduled for request in requests), default=0) <= max(most)
     if shape.num_prefill_requests:
-        alone = row_of(0, prompt_len=shape.num_prefill_tokens, computed=0, scheduled=shape.num_prefill_tokens)
+        alone = running_request(0, prompt_len=shape.num_prefill_tokens, computed=0, scheduled=shape.num_prefill_tokens)
         assert shape.holds(StepShape.of([alone])) and alone.scheduled == most[shape.num_decode_requests]
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, seed: int) -> None:
-    rows = some_rows(random.Random(seed), shape)
+    requests = some_requests(random.Random(seed), shape)
     plain, padded = StepBuffers(LIMITS, device), filled_with_junk(device)
-    lay_out_step(rows, plain, GEOMETRY)
-    send(rows, padded, shape)
-    places, num_decode = list(shape.places(rows)), sum(not row.is_prefilling for row in rows)
+    lay_out_step(requests, plain, GEOMETRY)
+    send(requests, padded, shape)
+    places, num_decode = list(shape.places(requests)), sum(not request.is_prefilling for request in requests)
     for name in PER_ROW:
-        assert np.array_equal(section(plain, name)[: len(rows)], section(padded, name)[places]), name
+        assert np.array_equal(section(plain, name)[: len(requests)], section(padded, name)[places]), name
     for name in PER_DECODE_ROW:
         assert np.array_equal(section(plain, name)[:num_decode], section(padded, name)[:num_decode]), name
     for name in PER_PREFILL_ROW:
-        count = len(rows) - num_decode
+        count = len(requests) - num_decode
         assert np.array_equal(section(plain, name)[:count], section(padded, name)[:count]), name
     columns = [buffers.device_columns().cpu().numpy()[:num_decode] for buffers in (plain, padded)]
     assert np.array_equal(*columns)
     begins = [section(buffers, "cu_query") for buffers in (plain, padded)]
-    for index, (row, place) in enumerate(zip(rows, places, strict=True)):
-        here, there = (slice(b[i], b[i] + row.scheduled) for b, i in zip(begins, (index, place), strict=True))
+    for index, (request, place) in enumerate(zip(requests, places, strict=True)):
+        here, there = (slice(b[i], b[i] + request.scheduled) for b, i in zip(begins, (index, place), strict=True))
         for name in PER_TOKEN:
             assert np.array_equal(section(plain, name)[here], section(padded, name)[there]), name
         wanted = section(padded, "logit_tokens")[slice(*section(padded, "cu_logits")[place : place + 2])]
-        assert wanted.tolist() == list(range(there.stop - 1 - len(row.drafts), there.stop))
-    if num_decode < len(rows):  # SSM chunks count from the first prefill token
+        assert wanted.tolist() == list(range(there.stop - 1 - len(request.drafts), there.stop))
+    if num_decode < len(requests):  # SSM chunks count from the first prefill token
         first = shape.num_decode_requests
         assert begins[1][first] == shape.num_decode_requests
-        num_chunks = section(plain, "cu_request_chunks")[len(rows) - num_decode]
+        num_chunks = section(plain, "cu_request_chunks")[len(requests) - num_decode]
         assert np.array_equal(
             section(plain, "cu_chunks")[: num_chunks + 1], section(padded, "cu_chunks")[: num_chunks + 1]
         )
@@ -101,15 +103,15 @@ def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, see
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
-    rows = some_rows(random.Random(seed), shape)
+    requests = some_requests(random.Random(seed), shape)
     buffers = filled_with_junk(device)
-    send(rows, buffers, shape)
-    places = set(shape.places(rows))
-    begins = section(buffers, "cu_query")[: shape.num_rows + 1]
-    of_rows = {token for place in places for token in range(begins[place], begins[place + 1])}
+    send(requests, buffers, shape)
+    places = set(shape.places(requests))
+    begins = section(buffers, "cu_query")[: shape.num_requests + 1]
+    of_requests = {token for place in places for token in range(begins[place], begins[place + 1])}
     blocks = section(buffers, "token_blocks")
-    assert all(blocks[token] == GEOMETRY.dummy_block for token in range(shape.num_tokens) if token not in of_rows)
-    padding = [place for place in range(shape.num_rows) if place not in places]
+    assert all(blocks[token] == GEOMETRY.dummy_block for token in range(shape.num_tokens) if token not in of_requests)
+    padding = [place for place in range(shape.num_requests) if place not in places]
     decoding = [place for place in padding if place < shape.num_decode_requests]
     assert (buffers.device_columns().cpu().numpy()[decoding] == PAD_SLOT).all()
     assert (section(buffers, "align_slots")[decoding] == PAD_SLOT).all()
@@ -131,15 +133,15 @@ def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
 def test_views_of_a_shape_are_of_its_size_and_read_what_is_sent_later(device: str, shape: StepShape) -> None:
     buffers = StepBuffers(LIMITS, device)
     send([], buffers, shape)
-    fullest, num_chunks = shape.fullest_rows(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.grain)
+    fullest, num_chunks = shape.fullest_requests(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.grain)
     views = view_step(fullest, buffers, num_chunks)
     assert views.num_tokens == len(views.token_ids) == len(views.token_blocks) == shape.num_tokens
-    assert len(views.attention.kv_lengths) == shape.num_rows and views.logits.tokens.shape == (shape.num_logits,)
+    assert len(views.attention.kv_lengths) == shape.num_requests and views.logits.tokens.shape == (shape.num_logits,)
     assert (views.decode is not None) == (views.align is not None) == bool(shape.num_decode_requests)
     assert views.decode is None or views.decode.max_len == shape.width
     assert (views.prefill is not None) == bool(shape.num_prefill_requests)
     assert views.prefill is None or views.prefill.chunk_slots.shape == (num_chunks,)
-    rows = some_rows(random.Random(3), shape)
-    send(rows, buffers, shape)
-    lengths = [row.scheduled for row in shape.pad(rows, GEOMETRY.dummy_block)]
+    requests = some_requests(random.Random(3), shape)
+    send(requests, buffers, shape)
+    lengths = [request.scheduled for request in shape.pad(requests, GEOMETRY.dummy_block)]
     assert views.attention.cu_query.tolist() == [0, *accumulate(lengths)]

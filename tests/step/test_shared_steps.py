@@ -18,7 +18,7 @@ from megatron_mamba_cache.ranks.agreement import settings_of_peers
 from megatron_mamba_cache.speculation.draft_planner import NoDrafts
 from megatron_mamba_cache.step import padding_steps
 from megatron_mamba_cache.step.shapes import StepShape
-from megatron_mamba_cache.step.shared_steps import NO_ROWS, Part, SharedSteps
+from megatron_mamba_cache.step.shared_steps import NO_REQUESTS, Part, SharedSteps
 
 SHAPES = (StepShape(1), StepShape(4), StepShape(8), StepShape(0, 1, 2, 32), StepShape(8, 1, 2, 32))
 SURE, UNSURE = QueueState(is_settled=True), QueueState()
@@ -47,7 +47,7 @@ class Meeting:
 
 
 class Rows:
-    """Running requests: as many decode rows, and the tokens of prompts that are scheduled."""
+    """Running requests: as many decode requests, and the tokens of prompts that are scheduled."""
 
     def __init__(self, decoding: int, prompts: Sequence[int] = ()) -> None:
         spec = SimpleNamespace(prompt_len=1000)
@@ -58,12 +58,12 @@ class Rows:
         return len(self.decoding) + len(self.prefilling)
 
 
-def ranks_with(rows: Sequence[Rows], captured: list[int] | None = None) -> list[SharedSteps]:
-    meeting = Meeting(len(rows))
+def ranks_with(requests: Sequence[Rows], captured: list[int] | None = None) -> list[SharedSteps]:
+    meeting = Meeting(len(requests))
     noted = [] if captured is None else captured
     return [
         SharedSteps(meeting, mine, NoDrafts(), lambda: SHAPES, lambda rank=rank: noted.append(rank))
-        for rank, mine in enumerate(rows)
+        for rank, mine in enumerate(requests)
     ]
 
 
@@ -73,7 +73,7 @@ def on_each(ranks: Sequence[SharedSteps], ask: Callable[[int, SharedSteps], obje
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape"),
+    ("requests", "shape"),
     [
         ((Rows(3), Rows(1)), StepShape(4)),
         ((Rows(0), Rows(0)), StepShape(1)),
@@ -84,9 +84,9 @@ def on_each(ranks: Sequence[SharedSteps], ask: Callable[[int, SharedSteps], obje
     ],
 )
 def test_all_compute_in_the_smallest_shape_that_holds_the_rows_of_each(
-    rows: tuple[Rows, Rows], shape: StepShape
+    requests: tuple[Rows, Rows], shape: StepShape
 ) -> None:
-    ranks = ranks_with(rows)
+    ranks = ranks_with(requests)
     assert on_each(ranks, lambda _, rank: rank.next_shape()) == [shape, shape]
 
 
@@ -94,7 +94,7 @@ def test_all_compute_in_the_smallest_shape_that_holds_the_rows_of_each(
 class Ahead:
     """What a rank says when it looks ahead."""
 
-    rows: int
+    requests: int
     queue: QueueState
     wants_early: bool
 
@@ -111,11 +111,11 @@ def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it_in_t
     owed = on_each(
         ranks,
         lambda index, rank: rank.look_ahead(
-            StepShape(said[index].rows), said[index].queue, wants_early=said[index].wants_early
+            StepShape(said[index].requests), said[index].queue, wants_early=said[index].wants_early
         ),
     )
     all_sure = all(one.queue is SURE for one in said)
-    most = max(one.rows for one in said)
+    most = max(one.requests for one in said)
     fixed = next((shape for shape in SHAPES[:3] if shape.num_decode_requests >= most), StepShape(most))
     is_owed = all_sure and any(one.wants_early for one in said) and fixed == ranks[0].present
     assert owed == [is_owed] * len(said) == [rank.is_owed for rank in ranks]
@@ -134,7 +134,7 @@ def test_all_capture_before_a_step_if_one_wants_to_which_makes_the_next_step_uns
     captured: list[int] = []
     ranks = ranks_with([Rows(1), Rows(0)], captured)
     ranks[1].wants_capture = True
-    assert on_each(ranks, lambda _, rank: rank.look_ahead(NO_ROWS, SURE, wants_early=True)) == [False, False]
+    assert on_each(ranks, lambda _, rank: rank.look_ahead(NO_REQUESTS, SURE, wants_early=True)) == [False, False]
     on_each(ranks, lambda _, rank: rank.next_shape())
     assert sorted(captured) == [0, 1] and not ranks[1].wants_capture
 
@@ -142,7 +142,7 @@ def test_all_capture_before_a_step_if_one_wants_to_which_makes_the_next_step_uns
 def test_a_rank_in_mid_prefill_makes_the_next_step_unsure() -> None:
     ranks = ranks_with([Rows(1), Rows(0, [32])])
     on_each(ranks, lambda _, rank: rank.next_shape())
-    assert not any(on_each(ranks, lambda _, rank: rank.look_ahead(NO_ROWS, SURE, wants_early=True)))
+    assert not any(on_each(ranks, lambda _, rank: rank.look_ahead(NO_REQUESTS, SURE, wants_early=True)))
     assert not ranks[0].is_fixed and not ranks[1].is_fixed
 
 

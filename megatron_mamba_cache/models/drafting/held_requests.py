@@ -190,7 +190,7 @@ class HeldRequests:
             RequestSpec(target.request_id, text[:length], max_len, target.spec.sampling, target.spec.tenant)
         )
         running = context.admit(candidate, budget)
-        while running in (Refusal.NO_ROW, Refusal.NO_BLOCKS, Refusal.NO_SLOT) and self._drop_idle():
+        while running in (Refusal.TOO_MANY_REQUESTS, Refusal.NO_BLOCKS, Refusal.NO_SLOT) and self._drop_idle():
             running = context.admit(candidate, budget)
         if isinstance(running, Refusal):
             return None
