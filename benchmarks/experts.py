@@ -30,14 +30,12 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.activations import gated_silu, squared_relu
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
-from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS
 from megatron_mamba_cache.kernels.experts.grouped_gemm import Activation, grouped_gemm
-from megatron_mamba_cache.kernels.experts.overlapped_expert import OverlappedExpert
-from megatron_mamba_cache.kernels.experts.pair_gemms import pair_gemm
+from megatron_mamba_cache.kernels.experts.overlapped_expert import OverlappedExpert, shared_gemm, takes_shared_gemm
+from megatron_mamba_cache.kernels.experts.pair_gemms import FEW_TOKENS, pair_gemm
 from megatron_mamba_cache.kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route
-from megatron_mamba_cache.kernels.experts.shared_gemm import shared_gemm, takes_shared_gemm
 from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
 

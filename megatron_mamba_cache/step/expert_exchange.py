@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.experts.sum_of_ranks import sum_of_ranks
+from ..kernels.experts.weighted_sum import sum_of_ranks
 from .batch import StepBatch
 
 

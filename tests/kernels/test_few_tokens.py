@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.experts import few_tokens, pair_gemms, summed_gemms
+from megatron_mamba_cache.kernels.experts import pair_gemms, summed_gemms
 from megatron_mamba_cache.kernels.experts.pair_gemms import pair_gemm, pair_gemm_ref
 from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm, summed_gemm_ref
 from tests.kernels.kernel_stand_ins import launches_expected
@@ -97,7 +97,7 @@ def test_the_shared_expert_is_added(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(few_tokens, "_WIDEST", widest)
+    monkeypatch.setattr(pair_gemms, "_WIDEST", widest)
     layer, shared = (Layer(*sizes, activation, dtype).to(device) for sizes in ((5, 72, 40), (1, 72, inside)))
     torch.manual_seed(7)
     x = torch.randn(num_tokens, 72).to(dtype).to(device)
@@ -157,7 +157,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, devic
 
 
 def test_inputs_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_tokens, "_WIDEST", 32)
+    monkeypatch.setattr(pair_gemms, "_WIDEST", 32)
     layer = Layer(3, 80, 48, "gated_silu", torch.float32).to(device)
     torch.manual_seed(4)
     x, ids, weights = torch.randn(2, 80).to(device), choice(2, 2, 3, "random").to(device), torch.rand(2, 2).to(device)

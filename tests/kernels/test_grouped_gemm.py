@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.experts import gemm_variants, grouped_gemm_hopper
+from megatron_mamba_cache.kernels.experts import gemm_tiles, grouped_gemm_hopper
 from megatron_mamba_cache.kernels.experts import grouped_gemm as grouped_gemm_module
 from megatron_mamba_cache.kernels.experts import weighted_sum as weighted_sum_module
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_ref
-from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
+from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum, weighted_sum_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_batches import same_bits
@@ -235,10 +235,10 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
 def test_gated_weights_are_loaded_by_eights_and_few_weights_in_short_tiles(
     outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(gemm_variants, "has_tested_gluon", lambda: True)
+    monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(gemm_tiles, "has_tested_gluon", lambda: True)
     x, weight = torch.zeros(64, 128).bfloat16(), torch.zeros(2, outputs, 128).bfloat16()
-    assert gemm_variants.takes_long_tiles(x, weight, 64, is_gathered=True, is_gated=is_gated) == takes
+    assert gemm_tiles.takes_long_tiles(x, weight, 64, is_gathered=True, is_gated=is_gated) == takes
 
 
 def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
@@ -276,8 +276,8 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: loads_boxes)
-    monkeypatch.setattr(gemm_variants, "has_tested_gluon", lambda: False)  # else long tiles take over
+    monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: loads_boxes)
+    monkeypatch.setattr(gemm_tiles, "has_tested_gluon", lambda: False)  # else long tiles take over
     products = compile_for_hopper(grouped_gemm_module, "_grouped_gemm_kernel")
     sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
@@ -307,7 +307,7 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 4)  # wide tiles of weights
     products = compile_for_hopper(grouped_gemm_hopper, "_product_kernel")
     monkeypatch.setattr(grouped_gemm_module, "launches_kernel", lambda tensor: True)

@@ -21,7 +21,7 @@ from megatron_mamba_cache.kernels.experts import (
     summed_gemms,
     weighted_sum,
 )
-from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
+from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate, residual_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, verification

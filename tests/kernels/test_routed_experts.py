@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.activations import Activation, squared_relu
-from megatron_mamba_cache.kernels.experts import gemm_variants
+from megatron_mamba_cache.kernels.experts import gemm_tiles
 from megatron_mamba_cache.kernels.experts import routed_experts as routed_experts_module
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_ref
-from megatron_mamba_cache.kernels.experts.overlapped_expert import OverlappedExpert
+from megatron_mamba_cache.kernels.experts.overlapped_expert import OverlappedExpert, shared_gemm, takes_shared_gemm
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
-from megatron_mamba_cache.kernels.experts.shared_gemm import shared_gemm, takes_shared_gemm
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 TOP_K = 2
@@ -61,8 +60,8 @@ def test_weights_are_read_ahead_only_behind_a_product_that_waited(
         events.append(("product", settings.get("follows_first", False)))
         return grouped_gemm(*args, **settings)
 
-    monkeypatch.setattr(gemm_variants, "can_load_boxes", lambda weight: True)
-    monkeypatch.setattr(gemm_variants, "has_tested_gluon", lambda: True)
+    monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(gemm_tiles, "has_tested_gluon", lambda: True)
     monkeypatch.setattr(routed_experts_module, "grouped_gemm", noting_product)
     beside = NotesLaunch(lambda: lambda: torch.zeros(0), torch.device("cpu"))
     assert layer_of(num_tokens, num_experts, hidden, apart, beside).shape == (num_tokens, hidden)

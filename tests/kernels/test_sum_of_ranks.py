@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.experts import sum_of_ranks as sum_of_ranks_module
-from megatron_mamba_cache.kernels.experts.sum_of_ranks import sum_of_ranks, sum_of_ranks_ref
+from megatron_mamba_cache.kernels.experts import weighted_sum as sum_of_ranks_module
+from megatron_mamba_cache.kernels.experts.weighted_sum import sum_of_ranks, sum_of_ranks_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_batches import same_bits
 

@@ -12,7 +12,6 @@ from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, 
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     gemm_tiles,
-    gemm_variants,
     grouped_gemm,
     grouped_gemm_hopper,
     pair_gemms,
@@ -135,6 +134,6 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(tiling, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
-        patch.setattr(gemm_variants, "can_load_boxes", lambda weight: on_hopper)
+        patch.setattr(gemm_tiles, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record

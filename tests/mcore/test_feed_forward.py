@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_mamba_cache.kernels import one_token
 from megatron_mamba_cache.kernels.activations import gated_silu_ref, squared_relu
-from megatron_mamba_cache.kernels.experts import shared_gemm
+from megatron_mamba_cache.kernels.experts import overlapped_expert
 from megatron_mamba_cache.mcore import expert_layer, feed_forward
 from megatron_mamba_cache.mcore.feed_forward import FeedForward, SharedFeedForward, fused_activation
 from megatron_mamba_cache.models.architecture import FeedForwardSizes
@@ -88,11 +88,11 @@ def test_a_layer_whose_shared_expert_begins_beside_the_routing_computes_the_same
 
     def noted_product(*args: Any) -> torch.Tensor:
         taken.append(args)
-        return shared_gemm.shared_gemm(*args)
+        return overlapped_expert.shared_gemm(*args)
 
     with torch.inference_mode():
         expected = layer(x)
-        monkeypatch.setattr(shared_gemm, "takes_long_tiles", lambda *args, **settings: True)
+        monkeypatch.setattr(overlapped_expert, "takes_long_tiles", lambda *args, **settings: True)
         monkeypatch.setattr(expert_layer, "shared_gemm", noted_product)
         found = layer(x)
     assert len(taken) == (256 < num_tokens <= 1024)

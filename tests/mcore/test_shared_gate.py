@@ -10,7 +10,7 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.experts import routed_experts, shared_gemm
+from megatron_mamba_cache.kernels.experts import overlapped_expert, routed_experts
 from megatron_mamba_cache.mcore import expert_layer, stacked_experts
 from megatron_mamba_cache.mcore.expert_layer import MixtureOfExperts
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
@@ -106,11 +106,11 @@ def test_the_gate_is_applied_to_a_shared_expert_that_begins_with_the_routing(
 
     def noted_product(*args: Any) -> Tensor:
         taken.append(args)
-        return shared_gemm.shared_gemm(*args)
+        return overlapped_expert.shared_gemm(*args)
 
     with torch.inference_mode():
         expected = routed_and_gated(layer, x)
-        monkeypatch.setattr(shared_gemm, "takes_long_tiles", lambda *args, **settings: True)
+        monkeypatch.setattr(overlapped_expert, "takes_long_tiles", lambda *args, **settings: True)
         monkeypatch.setattr(expert_layer, "shared_gemm", noted_product)
         found = layer(x)
     assert len(taken) == 1
@@ -120,7 +120,7 @@ def test_the_gate_is_applied_to_a_shared_expert_that_begins_with_the_routing(
 @pytest.mark.parametrize("num_tokens", [1, 5, 257])
 def test_the_gate_is_applied_before_what_is_added_elsewhere(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With latent projections, or experts on other ranks, the weighted sum does not have the shared expert."""
-    monkeypatch.setattr(shared_gemm, "takes_long_tiles", lambda *args, **settings: True)
+    monkeypatch.setattr(overlapped_expert, "takes_long_tiles", lambda *args, **settings: True)
     latent, exchanged = gated_layer(moe_latent_size=32), gated_layer()
     x = tokens(latent, num_tokens)
     with torch.inference_mode():

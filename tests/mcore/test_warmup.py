@@ -13,7 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
 from megatron_mamba_cache.kernels.experts.gemm_tiles import tile_rows_ref
-from megatron_mamba_cache.kernels.experts.shared_gemm import _order_of_one
+from megatron_mamba_cache.kernels.experts.overlapped_expert import _order_of_one
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.mcore import suspendable_engine
 from megatron_mamba_cache.metrics import CacheSnapshot

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
-from .reference_routing import ExpertOrder, order_by_expert_ref
+from .reference_experts import ExpertOrder, order_by_expert_ref
 
 __all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
 

@@ -21,10 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..activations import Activation
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, overlapping
-from .gemm_variants import GemmVariant, choose_variant, takes_long_tiles
+from .gemm_tiles import GemmVariant, choose_variant, takes_long_tiles
 from .grouped_gemm_hopper import multiply_on_hopper
-from .reference_experts import grouped_gemm_ref
-from .reference_routing import ExpertOrder
+from .reference_experts import ExpertOrder, grouped_gemm_ref
 
 __all__ = ["grouped_gemm", "grouped_gemm_ref"]
 

@@ -35,7 +35,7 @@ from .gemm_pipeline import (
     gather,
     places_of_stage,
 )
-from .reference_routing import ExpertOrder
+from .reference_experts import ExpertOrder
 from .wgmma import LINE, ROW_STEP, await_products, begin_products, no_sums
 
 _STAGES = 4

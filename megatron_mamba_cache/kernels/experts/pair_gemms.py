@@ -13,8 +13,61 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_then_release, overlapping
-from .few_tokens import check_few, tile_width
 from .reference_experts import pair_gemm_ref
+
+FEW_TOKENS = 4
+"""Up to as many tokens take less time so than in the order of experts; see `benchmarks/results/experts.md`."""
+
+_WIDEST = 4096
+"""Inputs of a tile at most."""
+
+
+def tile_width(x: Tensor) -> int:
+    """Return the inputs of a tile."""
+    return min(_WIDEST, triton.next_power_of_2(x.shape[1]))
+
+
+def check_few(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    rows_of_token: int,
+    shared_weight: Tensor | None,
+    shared_x: Tensor | None = None,
+) -> None:
+    """Raise `ValueError` if shapes, dtypes or strides disagree; see `pair_gemm` and `summed_gemm`.
+
+    Args:
+        x: [tokens * rows_of_token, inputs].
+        shared_x: What the shared expert's weights multiply; None: x.
+    """
+    if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
+        raise ValueError(
+            "need weight [experts, outputs, inputs], ids [tokens, top_k] and their rows [rows, inputs], found "
+            f"{tuple(weight.shape)}, {tuple(ids.shape)} and {tuple(x.shape)}"
+        )
+    if x.dtype != weight.dtype or ids.dtype != torch.int32 or not x.device == weight.device == ids.device:
+        raise ValueError(f"need one dtype and device and int32 ids, found {x.dtype}, {weight.dtype} and {ids.dtype}")
+    if not weight.is_contiguous() or not ids.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
+        raise ValueError(f"need contiguous weights, ids and inputs, found strides {weight.stride()} and {x.stride()}")
+    if shared_weight is None:
+        return
+    given = x if shared_x is None else shared_x
+    if shared_weight.shape[1:] != given.shape[1:] or len(given) != len(ids) * (
+        rows_of_token if shared_x is None else 1
+    ):
+        raise ValueError(
+            f"need weights [outputs, inputs] of the shared expert and inputs of each token, found "
+            f"{tuple(shared_weight.shape)} and {tuple(given.shape)}"
+        )
+    if not shared_weight.dtype == given.dtype == x.dtype or not (
+        shared_weight.is_contiguous() and given.is_contiguous()
+    ):
+        raise ValueError(
+            f"need contiguous weights and inputs of the shared expert in one dtype, found {shared_weight.dtype} and "
+            f"{given.dtype}, strides {shared_weight.stride()} and {given.stride()}"
+        )
+
 
 __all__ = ["pair_gemm", "pair_gemm_ref"]
 

@@ -8,12 +8,10 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from .expert_order import order_by_expert
-from .few_tokens import FEW_TOKENS
-from .gemm_variants import takes_long_tiles
+from .gemm_tiles import takes_long_tiles
 from .grouped_gemm import grouped_gemm
-from .overlapped_expert import OverlappedExpert
-from .pair_gemms import pair_gemm
-from .shared_gemm import MOST_TOKENS_OVERLAPPING_ROUTING
+from .overlapped_expert import MOST_TOKENS_OVERLAPPING_ROUTING, OverlappedExpert
+from .pair_gemms import FEW_TOKENS, pair_gemm
 from .summed_gemms import summed_gemm
 from .weighted_sum import weighted_sum
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
 from ..one_token import can_multiply_one_token, multiply_one_token
 from ..overlap import await_inputs, overlapping
-from .reference_routing import router_logits_ref
+from .reference_experts import router_logits_ref
 
 __all__ = ["router_logits", "router_logits_ref"]
 

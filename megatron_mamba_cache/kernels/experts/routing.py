@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
-from .reference_routing import route_ref
+from .reference_experts import route_ref
 from .routing_rule import RoutingRule, SharedGate
 
 __all__ = ["RoutingRule", "SharedGate", "route", "route_ref"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernel_language import appended, only_if
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, await_launcher, overlapping, release
-from .few_tokens import check_few, tile_width
+from .pair_gemms import check_few, tile_width
 from .reference_experts import check_weights, summed_gemm_ref
 
 __all__ = ["summed_gemm", "summed_gemm_ref"]

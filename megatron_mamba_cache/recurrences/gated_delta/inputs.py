@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...kernels.kernel_language import softplus, softplus_ref
 from ...kernels.reference import compute_dtype
-from ...kernels.softplus import softplus, softplus_ref
 
 EPS = 1e-6
 """Added to the squared length of a query or key before normalization."""

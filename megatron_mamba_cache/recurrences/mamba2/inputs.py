@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.softplus import softplus, softplus_ref
+from ...kernels.kernel_language import softplus, softplus_ref
 
 NO_LIMIT = (0.0, math.inf)
 """Time-step limits that change nothing."""
