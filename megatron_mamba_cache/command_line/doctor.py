@@ -34,7 +34,7 @@ class KernelChoice:
 
 KERNELS = (
     KernelChoice(
-        "attention", "step.memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
+        "attention", "step.memory", ("choose_attention",), "selects a backend that supports the KV blocks; see below"
     ),
     KernelChoice("KV append", "mcore.context", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice("conv", _RECURRENCE, ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
@@ -42,21 +42,21 @@ KERNELS = (
         "norm",
         "mcore.gated_norm",
         ("gated_group_norm", "norm_and_gate"),
-        "gated, in the mixers: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
-        "torch's in models that the command loads",
+        "gated norms of the mixers: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's "
+        "spec (torch's in models that the command loads)",
     ),
     KernelChoice(
         "scan",
         _RECURRENCE,
         ("ssd_scan",),
-        "Gluon on Hopper GPUs for bf16, else Triton on CUDA; its torch twin on the CPU and for odd sizes",
+        "Gluon on Hopper GPUs for bf16, otherwise Triton on CUDA; its torch twin on the CPU and for odd sizes",
     ),
     KernelChoice("decode update", _RECURRENCE, ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",
         "recurrences.cached_form",
         ("align_copy",),
-        "keeps the states at block boundaries that decoding reaches: Triton on CUDA, its torch twin on the CPU",
+        "caches states at block boundaries reached in decode: Triton on CUDA, its torch twin on the CPU",
     ),
     KernelChoice(
         "quantized states",
@@ -69,7 +69,7 @@ KERNELS = (
 _UNUSED = {
     "mamba_ssm": "the scan and decoding run this package's kernels",
     "causal_conv1d": "the convolution runs this package's kernels",
-    "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
+    "transformer_engine": "by models that the command loads; your own spec may use its layers",
 }
 
 _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
@@ -125,13 +125,13 @@ def _diagnosis(obstacle: str | None) -> Iterator[str]:
         yield f"{name:<18} {installed_version(name) or 'not installed'}"
     yield f"this package       {'ready' if obstacle is None else f'cannot be used: {obstacle}'}"
     yield f"default model      {_default_model()}"
-    yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
+    yield "\nkernels in use (all other operations are plain torch)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
     yield f"\ncache memory       {_cache_memory()}"
     yield f"tiers              {_tiers()}"
     yield f"compiled kernels   {_compiled_kernels()}"
-    yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
+    yield f"\nattention backends for {_USUAL_MODEL}; --attention-backend selects one, by default the first available"
     yield from _attention_backends()
     yield "\nextras"
     for name, purpose in EXTRAS.items():
@@ -182,13 +182,13 @@ def _compiled_kernels() -> str:
         directory = import_module("triton").knobs.cache.dir
     except Exception as error:  # a broken installation raises anything
         return f"unknown: Triton cannot be imported ({_one_line(error)})"
-    return f"Triton compiles each at its first use, or in engine.warmup(), and keeps it in {directory}"
+    return f"Triton compiles each at its first use or in engine.warmup(), and stores it in {directory}"
 
 
 def _cache_memory() -> str:
     budget = (
-        "--cache-gb G gives KV blocks, running, draft and cached states one memory of G GiB; --kv-gb and --state-gb "
-        "add up to it. --cached-state-dtype int8 stores cached states with 8 bits a value: about a quarter of "
+        "--cache-gb G gives KV blocks and live, draft and cached states one budget of G GiB; --kv-gb and "
+        "--state-gb add up to it. --cached-state-dtype int8 quantizes cached states to 8 bits, about a quarter of "
         "float32's bytes. A running server shows its use in /metrics (mamba_cache_cache_bytes) and at /dashboard"
     )
     try:
@@ -204,12 +204,12 @@ def _cache_memory() -> str:
 
 def _tiers() -> str:
     flags = (
-        "--host-cache-gb G, beside --cache-gb, keeps prefixes in G GiB of it, and --disk-cache-dir DIR, with "
-        "--disk-cache-gb G, in files below that"
+        "--host-cache-gb G offloads prefixes to G GiB of it, and --disk-cache-dir DIR, with --disk-cache-gb G, to "
+        "files in DIR"
     )
     try:
         available = import_module("..tiers.host_budget", __package__).available_bytes() / 2**30
-        return f"{available:.1f} GiB of the host's memory can be had now, {_pinning()}. {flags}"
+        return f"{available:.1f} GiB of host memory are available now, {_pinning()}. {flags}"
     except Exception as error:  # a broken installation raises anything
         return f"unknown: {_one_line(error)}. {flags}"
 
@@ -245,7 +245,7 @@ def _attention_backends() -> Iterator[str]:
 def _default_model() -> str:
     if has_shipped_model():
         return "the small model of Python source that ships; --random-model builds one with random weights"
-    return "random weights, built when needed; the trained model is not part of this installation"
+    return "random weights; the trained model is not part of this installation"
 
 
 def _package_state(name: str, reason: str) -> str:
@@ -266,7 +266,7 @@ def _apex_state() -> str:
         return f"{found}, not used: norms are torch's"
     return (
         f"{found}, but not NVIDIA's: it has no apex.normalization.FusedRMSNorm. megatron-core takes any `apex` for "
-        "NVIDIA's; the one on PyPI is another project: pip uninstall apex"
+        "NVIDIA's, but the one on PyPI is another project: pip uninstall apex"
     )
 
 
