@@ -12,6 +12,7 @@ from ..mcore.engine import MambaCacheEngine
 from ..mcore.request_states import tokens_after
 from ..mcore.step_report import failure_reason
 from ..models.tokenizers.image_tokens import image_fault
+from ..policy.request_rules import unfit_token
 from ..server.text_stream import text_after
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult
@@ -124,7 +125,7 @@ class RequestRunner:
         tokens = self._tokenizer.tokenize(line.prompt) if isinstance(line.prompt, str) else list(line.prompt)
         record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
         record.error = image_fault(self._tokenizer, tokens)
-        unfit = next((token for token in tokens if not -(2**63) <= token < 2**63), None)
+        unfit = unfit_token(tokens)
         if unfit is not None:  # a tensor cannot hold it, so the engine cannot be asked
             record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"
         return record
