@@ -49,8 +49,7 @@ from measuring.load_reports import append, command, document
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
 from megatron_mamba_cache.planning.plan import unlimited_space
 from megatron_mamba_cache.planning.recorded_load import read_load
-from megatron_mamba_cache.policy.tiers.copies import Lane
-from megatron_mamba_cache.policy.tiers.times import CopyTimes
+from megatron_mamba_cache.policy.tiers.copies import CopyTimes, Lane
 
 SCRIPT = "benchmarks/simulated_tiers.py"
 GB = 10**9

@@ -38,7 +38,6 @@ BANNED_VERBS = ("do_", "maybe_")
 
 WITHOUT_MEGATRON = {
     "mcore": "checks the installed release",
-    "mcore.mixers.caching_mixer": "is a base class next to Megatron's modules",
 }
 """Modules of mcore that import nothing of Megatron, and why they are there."""
 OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}

@@ -1,18 +1,121 @@
 """Parse a command, run it, and end. torch and megatron are imported only once the flags are known to be good."""
 
 import atexit
+import gc
 import os
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
-from .arguments import as_typed, command_parser
-from .commands import print_completion
+from ..installation import MissingExtraError, require_extra
+from .arguments import (
+    as_typed,
+    check_engine_arguments,
+    check_generate_arguments,
+    check_tiers,
+    command_parser,
+    select_device,
+    with_sampling,
+)
+from .built_in_prompts import built_in_lines, editing_lines
+from .commands import EDITING, GREEDY, print_completion
 from .flag_parser import FlagParser, flags_of, placed
 from .flag_sources import SetFlag, UsageError, misspelled_variables
 from .launch import Launch
-from .quiet import quiet_libraries
+from .model_choice import chosen_directory, require_token_ids
+from .prompts import read_prompts
+from .quiet import hide_stacks_of_signals, quiet_libraries
+from .results import check_writable
+from .server_arguments import api_keys_of, check_server_arguments, routing_settings
+
+
+def serve(arguments: Namespace) -> int:
+    """Serve until a signal ends it; return the exit status.
+
+    Raises:
+        UsageError: On a bad flag, model, device or port, or if a package is missing.
+    """
+    try:
+        require_extra("server", "serve")
+    except MissingExtraError as error:
+        raise UsageError(str(error)) from error
+    launch = Launch.of_environment()
+    launch.num_replicas(arguments)
+    check_engine_arguments(arguments)
+    check_tiers(arguments)
+    check_server_arguments(arguments)
+    keys = api_keys_of(arguments)
+    routing = routing_settings(arguments, launch)
+    directory = chosen_directory(arguments)
+    listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
+    with quiet_libraries(arguments.log_level):
+        device = select_device(arguments.device)
+        # These import torch, which fixes the device.
+        hide_stacks_of_signals()
+        from .processes import joined_processes
+        from .serving import Serving
+
+        with joined_processes(launch, arguments, device) as replicas:
+            serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
+            gc.freeze()  # modules and weights stay; no later collection, the one in `close` included, has to scan them
+            with closing(replicas.make(serving.engine)) as engine:
+                if launch.num_processes == 1 and listener is not None:
+                    return serving.run(engine, listener)
+                return serving.run_replica(engine, listener, routing)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Bind a port without listening yet.
+
+    Raises:
+        UsageError: If it cannot be bound.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from error
+    return listener
+
+
+def generate(arguments: Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        UsageError: On a bad flag, file, line or device.
+    """
+    launch = Launch.of_environment()
+    launch.num_replicas(arguments)
+    directory = chosen_directory(arguments)
+    has_file = arguments.prompts is not None
+    edits = directory is not None and not has_file
+    arguments = with_sampling(arguments, EDITING if edits else GREEDY)
+    check_generate_arguments(arguments)
+    check_tiers(arguments)
+    lines = read_prompts(arguments.prompts) if has_file else editing_lines() if edits else built_in_lines()
+    if directory is not None:
+        directory.check_prompts(lines, arguments.prompts)
+    if arguments.output_path is not None and launch.is_first:
+        check_writable(arguments.output_path)
+    if launch.is_first and arguments.top_k == 1 and (arguments.temperature != 1 or arguments.top_p):
+        print("note: --top-k 1 is greedy, so --temperature and --top-p change nothing; try --top-k 0", file=sys.stderr)
+    with quiet_libraries(arguments.log_level):
+        device = select_device(arguments.device)
+        # These import torch, which fixes the device.
+        hide_stacks_of_signals()
+        from .generation import Generation
+        from .processes import joined_processes
+
+        with joined_processes(launch, arguments, device) as replicas:
+            generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
+            if directory is not None and not generation.reads_text:  # a hub model, which was not on disk before
+                require_token_ids(lines, arguments.prompts, directory.path)
+            return generation.run(lines) if has_file else generation.run_and_compare(lines)
+
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -102,9 +205,9 @@ def _run(arguments: Namespace) -> int:
     with quiet_libraries():
         match arguments.command:
             case "generate":
-                from .generate import generate as run
+                run = generate
             case "serve":
-                from .serve import serve as run
+                run = serve
             case "chat":
                 from .chat import chat as run
             case "plan":

@@ -19,7 +19,7 @@ from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from ..models.tokenizers.image_tokens import image_tokens_of
+from ..models.tokenizers.token_reader import image_tokens_of
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import PromptLookupDrafter
 from .expected_memory import DTYPES, Settings, dtype_of_weights, errors_of_settings

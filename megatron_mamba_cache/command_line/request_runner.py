@@ -11,7 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.request_states import tokens_after
 from ..mcore.step_report import failure_reason
-from ..models.tokenizers.image_tokens import image_fault
+from ..models.tokenizers.token_reader import image_fault
 from ..policy.request_rules import unfit_token
 from ..server.text_stream import text_after
 from .prompts import PromptLine

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from ..kernels.activations import squared_relu
 from ..kernels.experts.routing_rule import RoutingRule
 from ..mcore.specs import check_layer_pattern
+from .checkpoints.checkpoint_config import CheckpointConfig
 
 ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
 """Names of activations in a checkpoint's configuration."""
@@ -217,3 +218,34 @@ def _check_experts(architecture: HybridArchitecture) -> None:
     experts.rule.check(experts.num_experts)
     if experts.has_shared_gate and experts.shared_hidden_size is None:
         raise ValueError("has_shared_gate needs a shared expert, but shared_hidden_size is None")
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFields:
+    """What a configuration calls the numbers of `ExpertsSizes`; without groups, the names of theirs are empty."""
+
+    num_experts: str
+    top_k: str
+    num_groups: str = ""
+    top_groups: str = ""
+
+
+def checked_choice(config: CheckpointConfig, experts: ExpertsSizes, fields: ChoiceFields) -> ExpertsSizes:
+    """Return the sizes that were read from a configuration.
+
+    Raises:
+        ValueError: If they do not fit each other.
+    """
+    num_groups = experts.num_groups
+    all_experts = config.shown(fields.num_experts, experts.num_experts)
+    all_groups = config.shown(fields.num_groups, num_groups)
+    if experts.num_experts % num_groups:
+        raise config.error(f"{all_groups} is not supported, only divisors of {all_experts}")
+    chosen_groups = config.shown(fields.top_groups, experts.top_groups)
+    if experts.top_groups > num_groups:
+        raise config.error(f"{chosen_groups} is not supported, only up to {all_groups}")
+    in_reach = experts.top_groups * (experts.num_experts // num_groups)
+    if experts.top_k > in_reach:
+        limit = all_experts if num_groups == 1 else f"the {in_reach} experts of {chosen_groups}"
+        raise config.error(f"{config.shown(fields.top_k, experts.top_k)} is not supported, only up to {limit}")
+    return experts

@@ -14,8 +14,7 @@ from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.slabs import SlabSpace
 from ..policy.tiers.cache_tiers import HostTier, Tiers
-from ..policy.tiers.copies import Copies
-from ..policy.tiers.times import CopyTimes
+from ..policy.tiers.copies import Copies, CopyTimes
 from ..recurrences.slab_shape import SlabShape, UnitBytes
 
 _DEFAULTS = CacheConfig()

@@ -18,8 +18,7 @@ from ..policy.request_settings import RequestSpec, SamplingSettings
 from ..policy.requests import Candidate, RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.slabs import SlabSpace
-from ..policy.tiers.copies import CopyOrder, CopyStatus
-from ..policy.tiers.times import CopyTimes
+from ..policy.tiers.copies import CopyOrder, CopyStatus, CopyTimes
 from .caches import CacheSizes, empty_cache, tiered_cache
 from .recorded_load import ContentId, RecordedLoad, RecordedRequest
 

@@ -20,8 +20,7 @@ from .anthropic.routes import messages_routes
 from .backend import Backend
 from .bodies import Bodies
 from .dashboard import History, dashboard_routes
-from .documentation import add_documentation
-from .endpoints import TokenizingRoutes, openai_routes
+from .endpoints import TokenizingRoutes, add_documentation, openai_routes
 from .errors import ApiError, bad_request, schema_error, unexpected
 from .exchange import AccessLog, Exchange, exchange_of
 from .fair_threads import FairThreads

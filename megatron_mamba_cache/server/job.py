@@ -13,13 +13,12 @@ from .backend import Backend, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
-from .job_progress import JobTimes, Mail, TokenTimes
+from .job_progress import JobTimes, Mail, TokenTimes, Usage, prompt_usage
 from .limits import Places, QueueGate
 from .orders import Order
 from .prompt_scores import Entries
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyPrompt
-from .usage import Usage, prompt_usage
 
 
 @dataclass(slots=True)

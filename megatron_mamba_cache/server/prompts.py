@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..models.tokenizers.image_tokens import image_fault
+from ..models.tokenizers.token_reader import image_fault
 from ..policy.request_settings import PromptBreakpoint
 from .begun_reply import BegunReply, begun_reply
 from .conversation import MARKING_TOOL, Breakpoint, Conversation

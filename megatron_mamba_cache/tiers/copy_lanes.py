@@ -11,8 +11,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ..policy.tiers.copies import CopyOrder, CopyStatus, IndexPairs, Lane
-from ..policy.tiers.times import CopyTimes
+from ..policy.tiers.copies import CopyOrder, CopyStatus, CopyTimes, IndexPairs, Lane
 
 _LEAST_BYTES = 2**22
 _LEAST_TOKENS = 256

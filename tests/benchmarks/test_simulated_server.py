@@ -10,8 +10,7 @@ from megatron_mamba_cache.planning.caches import CacheSizes, TieredCache, empty_
 from megatron_mamba_cache.planning.plan import BlockText
 from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.slabs import SlabSpace
-from megatron_mamba_cache.policy.tiers.copies import Lane
-from megatron_mamba_cache.policy.tiers.times import CopyTimes
+from megatron_mamba_cache.policy.tiers.copies import CopyTimes, Lane
 from tests.policy.split_space import SplitSpace
 
 BLOCK = 64

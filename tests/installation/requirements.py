@@ -25,7 +25,7 @@ THROUGH_MEGATRON = {
 }
 """What megatron-core imports in a file of what this package uses, fails without, and does not declare."""
 
-BY_NAME = {"fastapi_offline": f"{PACKAGE}/server/documentation.py"}
+BY_NAME = {"fastapi_offline": f"{PACKAGE}/server/endpoints.py"}
 """Packages of the server that a file finds by their name, without an import."""
 
 NAMED_EXTRAS = {

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from megatron_mamba_cache.models.tokenizers.image_tokens import image_fault, image_tokens_of
+from megatron_mamba_cache.models.tokenizers.token_reader import image_fault, image_tokens_of
 from tests.command_line.tiny_directories import END_OF_TEXT, VOCABULARY, save_tokenizer
 from tests.models.tokenizer_kinds import NOT_SPECIAL, THREE_KINDS, TURN_END, save_kind
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
 from megatron_mamba_cache.planning.plan import CopiesAtOnce, block_texts, plan, replay
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
-from megatron_mamba_cache.policy.tiers.times import CopyTimes
+from megatron_mamba_cache.policy.tiers.copies import CopyTimes
 from tests.policy.split_space import SplitSpace
 
 GIB = 2**30

@@ -29,8 +29,7 @@ from megatron_mamba_cache.policy.running_requests import RunningRequests
 from megatron_mamba_cache.policy.scheduler import StepScheduler
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
-from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from megatron_mamba_cache.policy.tiers.times import CopyTimes
+from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, CopyTimes, Lane
 from tests.policy.small_cache import BLOCK, new_spec
 from tests.policy.split_space import SplitSpace
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_mamba_cache.policy.tiers.copies import Lane
-from megatron_mamba_cache.policy.tiers.times import COPIES_TAKE_NOTHING, AgreedTimes, CopyTimes
+from megatron_mamba_cache.policy.tiers.copies import COPIES_TAKE_NOTHING, AgreedTimes, CopyTimes, Lane
 from megatron_mamba_cache.tiers.copy_lanes import MeasuredTimes
 
 MEBIBYTE = 2**20

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from megatron_mamba_cache.command_line.serve import bound_socket
+from megatron_mamba_cache.command_line.main import bound_socket
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.exchange import AccessLog

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mamba_cache.server.documentation import GROUPS, OPERATIONS
+from megatron_mamba_cache.server.endpoints import GROUPS, OPERATIONS
 from tests.server.browser import CHROMIUM, chromium_page
 from tests.server.front_end import RED, front_end
 from tests.server.running_server import bearer
@@ -41,7 +41,7 @@ def test_documentation_page_needs_a_key_if_the_server_has_keys() -> None:
 
 
 def test_page_without_its_files_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_mamba_cache.server.documentation._asset_folder", lambda: None)
+    monkeypatch.setattr("megatron_mamba_cache.server.endpoints._asset_folder", lambda: None)
     with front_end() as server, server.client() as http:
         reply = http.get("/docs")
         assert reply.status_code == 501 and "pip install" in reply.json()["error"]["message"]

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from megatron_mamba_cache.command_line.arguments import command_parser
-from megatron_mamba_cache.command_line.serve import bound_socket
+from megatron_mamba_cache.command_line.main import bound_socket
 from megatron_mamba_cache.command_line.serving import Serving
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.limits import ServerLimits

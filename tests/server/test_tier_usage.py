@@ -12,7 +12,7 @@ import pytest
 
 from megatron_mamba_cache.policy.request_settings import RequestSpec, SamplingSettings
 from megatron_mamba_cache.server.backend import Progress
-from megatron_mamba_cache.server.usage import prompt_usage
+from megatron_mamba_cache.server.job_progress import prompt_usage
 from tests.server.front_end import FrontEnd, wait_until
 from tests.server.running_server import RunningServer, running_server
 from tests.server.scripted_agent import TEMPLATES, agent_of

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.tiers import weights_digest as module
-from megatron_mamba_cache.tiers.weights_digest import weights_digest
+from megatron_mamba_cache import build as module
+from megatron_mamba_cache.build import weights_digest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -18,8 +18,7 @@ from ...recurrences.batches import PrefillBatch
 from ...recurrences.gated_delta.recurrence import GatedDelta, GatedDeltaWeights
 from ...recurrences.interface import LayerStates
 from ...step.batch import StepBatch
-from ..gated_norm import GatedHeadRMSNorm
-from .caching_mixer import CachingMixer
+from .caching_mixer import CachingMixer, GatedHeadRMSNorm
 
 _PROJECTED = ("query", "key", "value", "z", "beta", "alpha")
 """Names of the rows of `in_proj` in checkpoints, in their order; the first three are convolved."""

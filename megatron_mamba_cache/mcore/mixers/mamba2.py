@@ -15,8 +15,7 @@ from ...recurrences.interface import LayerStates
 from ...recurrences.mamba2.inputs import NO_LIMIT, SSMWeights
 from ...recurrences.mamba2.recurrence import Mamba2, Mamba2Weights
 from ...step.batch import StepBatch
-from ..gated_norm import GatedGroupRMSNorm
-from .caching_mixer import CachingMixer
+from .caching_mixer import CachingMixer, GatedGroupRMSNorm
 
 
 class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):

@@ -13,8 +13,7 @@ from ..architecture import (
     HybridArchitecture,
     MambaSizes,
 )
-from .checkpoint_config import MOST_EXPERTS, CheckpointConfig
-from .json_file import read_json_object
+from .checkpoint_config import MOST_EXPERTS, CheckpointConfig, read_json_object
 
 ARCHITECTURE_FILE = "hybrid_architecture.json"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .json_file import read_json_object
+from .checkpoint_config import read_json_object
 from .quantization_config import QuantizationConfig
 from .quantized_weights import QuantizedWeight, Shape, WeightFormat
 

@@ -4,9 +4,16 @@ from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
-from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
+from ..architecture import (
+    AttentionSizes,
+    ChoiceFields,
+    ExpertsSizes,
+    FeedForwardSizes,
+    HybridArchitecture,
+    MambaSizes,
+    checked_choice,
+)
 from .checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
-from .choice_of_experts import ChoiceFields, checked_choice
 
 _GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
 _SSM_CHUNK_SIZE = 128  # likewise

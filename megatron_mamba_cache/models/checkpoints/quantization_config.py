@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
-from .json_file import read_json_object
+from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig, read_json_object
 from .quantized_weights import MXFP4, MXFP8, NVFP4, WeightFormat, fp8
 
 _TOOLS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "FP8", "fbgemm_fp8": "FP8"}

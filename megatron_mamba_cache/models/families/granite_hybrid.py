@@ -1,8 +1,14 @@
 """GraniteMoeHybrid (Granite 4) checkpoints: a mixer, then experts and a shared MLP, with multipliers in between."""
 
-from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture
+from ..architecture import (
+    AttentionSizes,
+    ChoiceFields,
+    ExpertsSizes,
+    FeedForwardSizes,
+    HybridArchitecture,
+    checked_choice,
+)
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
-from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split, stacked
 from .bamba import mamba_shape, rotary_base

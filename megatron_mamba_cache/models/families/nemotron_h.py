@@ -1,8 +1,16 @@
 """NemotronH checkpoints: each layer is one mixer: Mamba, attention, MLP or mixture of experts."""
 
-from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
+from ..architecture import (
+    ACTIVATIONS,
+    AttentionSizes,
+    ChoiceFields,
+    ExpertsSizes,
+    FeedForwardSizes,
+    HybridArchitecture,
+    MambaSizes,
+    checked_choice,
+)
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
-from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .layer_placements import Placements, attention_placements, ends_placements, mamba_placements, mlp_norm_placement

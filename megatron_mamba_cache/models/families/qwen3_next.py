@@ -4,9 +4,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, GatedDeltaSizes, HybridArchitecture
+from ..architecture import (
+    AttentionSizes,
+    ChoiceFields,
+    ExpertsSizes,
+    FeedForwardSizes,
+    GatedDeltaSizes,
+    HybridArchitecture,
+    checked_choice,
+)
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
-from ..checkpoints.choice_of_experts import ChoiceFields, checked_choice
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .bamba import rotary_base

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.checkpoint_config import TEXT_CONFIGS
-from ..checkpoints.json_file import read_json_object
+from ..checkpoints.checkpoint_config import TEXT_CONFIGS, read_json_object
 
 _FIELD = "eos_token_id"
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..checkpoints.json_file import read_json_object
+from ..checkpoints.checkpoint_config import read_json_object
 from .chat_templates import ChatTemplates, end_ids_of
-from .image_tokens import image_tokens_of
 from .text_codec import JsonCodec, Span, TextCodec, TransformersCodec, auto_tokenizer
-from .token_reader import token_bytes
+from .token_reader import image_tokens_of, token_bytes
 
 _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")

@@ -9,12 +9,11 @@ from ...metrics import CacheCounters
 from ..identifiers import BlockId, SlotId
 from ..pools import CachePools
 from ..slot_owners import SlotOwner
-from .copies import Agree, Copies, CopyLedger, Lane, TierPair
+from .copies import Agree, AgreedTimes, Copies, CopyLedger, CopyTimes, Lane, TierPair
 from .disk_index import DiskIndex
 from .disk_moves import DiskMoves
 from .host_writes import HostWrites
 from .restores import Restores, WaitingPrompt
-from .times import AgreedTimes, CopyTimes
 
 LOOK_AHEAD = 16
 """The waiting requests for which boundaries are restored ahead."""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from ...errors import CacheCapacityError
 from ..identifiers import BlockId, BlockKey
 from .arrivals import Arrival, cancel, expect, publish
-from .copies import EntryName, Lane, TierPair
+from .copies import AgreedTimes, EntryName, Lane, TierPair
 from .disk_index import DiskIndex
 from .restores import WaitingPrompt
-from .times import AgreedTimes
 
 MOST_STORES = 64
 """The most boundaries on their way to the disk; more than that wait."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from ...errors import CacheCapacityError
 from ..identifiers import BlockId, BlockKey
 from .arrivals import Arrival, cancel, expect, publish
-from .copies import Lane, TierPair
-from .times import AgreedTimes
+from .copies import AgreedTimes, Lane, TierPair
 
 
 @dataclass(frozen=True, slots=True)
