@@ -20,7 +20,7 @@ _LEAST_LIKENESS = 0.65
 
 VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
     {
-        "--gpu-memory-utilization": "use --memory-fraction, a share of the memory that the weights leave free",
+        "--gpu-memory-utilization": "use --memory-fraction, a fraction of the memory that the weights leave free",
         "--kv-cache-memory-bytes": "use --cache-gb, in GiB, for KV blocks and states together",
         "--max-num-seqs": "use --max-running-requests",
         "--max-num-batched-tokens": "use --max-tokens-per-step",
@@ -28,15 +28,15 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--pipeline-parallel-size": "use torchrun --nproc-per-node N, and --pipeline-model-parallel-size N",
         "--data-parallel-size": "use torchrun --nproc-per-node N; processes that do not share a model are replicas",
         "--enable-expert-parallel": "use --expert-model-parallel-size N",
-        "--enable-prefix-caching": "prefixes are cached by default, and --no-prefix-caching turns it off",
+        "--enable-prefix-caching": "prefixes are cached by default; --no-prefix-caching turns it off",
         "--no-enable-prefix-caching": "use --no-prefix-caching",
         "--enable-chunked-prefill": "long prompts are always computed in chunks of --max-tokens-per-step",
         "--enforce-eager": "use --cuda-graphs 0",
-        "--cpu-offload-gb": "weights stay on the GPU; --host-cache-gb keeps cached prefixes in the host's memory",
+        "--cpu-offload-gb": "weights stay on the GPU; --host-cache-gb offloads cached prefixes to host memory",
         "--swap-space": "use --host-cache-gb, in GiB",
         "--kv-offloading-size": "use --host-cache-gb, in GiB",
-        "--mamba-cache-dtype": "live SSM states are fp32, and --cached-state-dtype says how cached ones are stored",
-        "--mamba-ssm-cache-dtype": "live SSM states are fp32, and --cached-state-dtype says how cached ones are stored",
+        "--mamba-cache-dtype": "live states are fp32; --cached-state-dtype sets the format of cached ones",
+        "--mamba-ssm-cache-dtype": "live states are fp32; --cached-state-dtype sets the format of cached ones",
         "--mamba-block-size": "use --block-size, for KV blocks and states",
         "--mamba-cache-mode": "states are always cached, at block boundaries that later prompts are likely to share",
         "--speculative-config": "use --num-speculative-tokens and --drafter",
@@ -49,10 +49,10 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--trust-remote-code": "code in a checkpoint's directory is never run",
         "--chat-template": "put the template into the model's directory as chat_template.jinja",
         "--tokenizer": "put the tokenizer's files into the model's directory",
-        "--quantization": "a checkpoint's own configuration says how it is quantized",
+        "--quantization": "the checkpoint's own configuration selects the quantization",
         "--load-format": "use --hf-model, or --load for a checkpoint of Megatron",
-        "--ssl-keyfile": "let a proxy in front of the server end TLS",
-        "--ssl-certfile": "let a proxy in front of the server end TLS",
+        "--ssl-keyfile": "terminate TLS in a proxy before the server",
+        "--ssl-certfile": "terminate TLS in a proxy before the server",
     }
 )
 """Flags of `vllm serve`, and what to do instead."""
