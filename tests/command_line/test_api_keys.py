@@ -6,7 +6,7 @@ import pytest
 
 from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.command_line.flag_sources import UsageError
-from megatron_mamba_cache.command_line.mainr_arguments import api_keys_of
+from megatron_mamba_cache.command_line.server_arguments import api_keys_of
 from megatron_mamba_cache.server.tenants import ApiKeys
 
 

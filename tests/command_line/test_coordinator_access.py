@@ -8,7 +8,7 @@ from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.command_line.flag_sources import UsageError
 from megatron_mamba_cache.command_line.launch import Launch
 from megatron_mamba_cache.command_line.main import EXIT_USAGE, main
-from megatron_mamba_cache.command_line.mainr_arguments import routing_settings
+from megatron_mamba_cache.command_line.server_arguments import routing_settings
 from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 

@@ -5,7 +5,7 @@ import shlex
 from argparse import Namespace
 
 from megatron_mamba_cache.command_line.arguments import check_engine_arguments, check_generate_arguments, command_parser
-from megatron_mamba_cache.command_line.mainr_arguments import check_server_arguments
+from megatron_mamba_cache.command_line.server_arguments import check_server_arguments
 
 _IMAGE = "mamba-cache-server"  # of deploy/Dockerfile; its entry point is the command
 _ENDS = {"|", "||", "&", "&&", ";", ">", ">>", "<"}

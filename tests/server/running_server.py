@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import httpx
 
 from megatron_mamba_cache.command_line.arguments import command_parser, select_device
-from megatron_mamba_cache.command_line.mainr_arguments import api_keys_of
 from megatron_mamba_cache.command_line.model_choice import chosen_directory
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
+from megatron_mamba_cache.command_line.server_arguments import api_keys_of
 from megatron_mamba_cache.command_line.serving import Serving
 from megatron_mamba_cache.server.app import Server
 from megatron_mamba_cache.server.engine_thread import EngineThread

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.command_line.flag_sources import UsageError
-from megatron_mamba_cache.command_line.mainr_arguments import check_server_arguments
+from megatron_mamba_cache.command_line.server_arguments import check_server_arguments
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.tenants import ApiKeys

@@ -175,6 +175,6 @@ def test_missing_extra_is_named_before_loading(
     def missing(extra: str, purpose: str) -> None:
         raise MissingExtraError(f"{purpose} needs what [{extra}] brings")
 
-    monkeypatch.setattr("megatron_mamba_cache.command_line.mainr_arguments.require_extra", missing)
+    monkeypatch.setattr("megatron_mamba_cache.command_line.server_arguments.require_extra", missing)
     assert main(["serve", "--random-model", "--port", "0", "--otlp-traces-endpoint", "http://a/v1/traces"]) == 2
     assert "--otlp-traces-endpoint needs what [otel] brings" in capsys.readouterr().err
