@@ -68,12 +68,12 @@ class CacheCounters:
         self.decode_rows += 1
         self.draft_tokens += num_drafts
         self.accepted_tokens += num_accepted
-        for place in range(num_drafts):
-            if place == len(self.drafts_at):
+        for index in range(num_drafts):
+            if index == len(self.drafts_at):
                 self.drafts_at.append(0)
                 self.accepted_at.append(0)
-            self.drafts_at[place] += 1
-            self.accepted_at[place] += place < num_accepted
+            self.drafts_at[index] += 1
+            self.accepted_at[index] += index < num_accepted
 
     def count_without_hit(self, reason: str | None) -> None:
         """Count a request that skipped none of its prompt; None: it skipped some, and nothing is counted."""
@@ -140,7 +140,7 @@ class CacheSnapshot:
 def _sum(values: Sequence[Any]) -> Any:
     """Add numbers, lists element by element, or dicts key by key."""
     if isinstance(values[0], list):
-        return [sum(place) for place in zip_longest(*values, fillvalue=0)]
+        return [sum(index) for index in zip_longest(*values, fillvalue=0)]
     if isinstance(values[0], dict):
         total: Counter[str] = Counter()
         for value in values:

@@ -141,8 +141,8 @@ def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
     Flags after the first semicolon are advice.
     """
     named = set(_FLAG.findall(message.split(";", 1)[0]))
-    places = [one.place for one in set_flags if named.intersection(one.names) and one.place not in message]
-    return f"{' and '.join(places)}: {message}" if places else message
+    sources = [one.source for one in set_flags if named.intersection(one.names) and one.source not in message]
+    return f"{' and '.join(sources)}: {message}" if sources else message
 
 
 def _as_text(value: Value) -> str:

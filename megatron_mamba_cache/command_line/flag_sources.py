@@ -98,13 +98,13 @@ class SetFlag:
     Args:
         flag: As it is spelled there, such as "--block-size".
         value: As argparse reads it; "true" or "false" of a flag without a value.
-        place: Names the variable, or the file, line and key.
+        source: Names the variable, or the file, line and key.
     """
 
     flag: str
     names: tuple[str, ...]
     value: Value
-    place: str
+    source: str
 
 
 class SettableFlags:
@@ -137,16 +137,16 @@ class SettableFlags:
 
     def _in_file(self, path: Path) -> Iterator[SetFlag]:
         for key, node in _entries(path):
-            place = f"{path}, line {key.start_mark.line + 1}"
+            source = f"{path}, line {key.start_mark.line + 1}"
             if not isinstance(key, yaml.ScalarNode):
-                raise UsageError(f"{place}: a key must be a flag, found a {key.id}")
+                raise UsageError(f"{source}: a key must be a flag, found a {key.id}")
             name = str(key.value).removeprefix("--").replace("_", "-")
             if name not in self._actions:
                 advice = _advice_on(name, self._actions.keys())
-                raise UsageError(f"{place}: unknown key {key.value!r}" + (f": {advice}" if advice else ""))
-            value = _value_of(node, f"{place}: {key.value}")
+                raise UsageError(f"{source}: unknown key {key.value!r}" + (f": {advice}" if advice else ""))
+            value = _value_of(node, f"{source}: {key.value}")
             if value is not None:
-                yield self._checked(name, value, f"{place} ({key.value})")
+                yield self._checked(name, value, f"{source} ({key.value})")
 
     def _in_environment(self, environment: Mapping[str, str]) -> Iterator[SetFlag]:
         for name, action in self._actions.items():
@@ -155,27 +155,27 @@ class SettableFlags:
             if text and not (variable.endswith("_PORT") and _ADDRESS.match(text)):
                 yield self._checked(name, _listed(text, variable) if _takes_list(action) else text, variable)
 
-    def _checked(self, name: str, value: Value, place: str) -> SetFlag:
+    def _checked(self, name: str, value: Value, source: str) -> SetFlag:
         action = self._actions[name]
         flag = f"--{name}"
         if isinstance(value, list):
             if not _takes_list(action):
-                raise UsageError(f"{place}: {flag} takes one value, found a list of {len(value)}")
+                raise UsageError(f"{source}: {flag} takes one value, found a list of {len(value)}")
             for item in value:
                 if item.startswith("--"):
-                    raise UsageError(f"{place}: {item!r} is a flag, not a value of {flag}")
+                    raise UsageError(f"{source}: {item!r} is a flag, not a value of {flag}")
         elif action.nargs == 0:
-            value = _truth(value, place)
+            value = _truth(value, source)
             if isinstance(action, BooleanOptionalAction) and name.startswith("no-"):
                 value = "false" if value == "true" else "true"
-        return SetFlag(flag, tuple(action.option_strings), value, place)
+        return SetFlag(flag, tuple(action.option_strings), value, source)
 
     def _collected(self, found: Iterable[SetFlag]) -> dict[str, SetFlag]:
         collected: dict[str, SetFlag] = {}
         for one in found:
             first = first_name(self._actions[one.flag.removeprefix("--")])
             if first in collected:
-                raise UsageError(f"{one.place} and {collected[first].place} set the same flag; keep one")
+                raise UsageError(f"{one.source} and {collected[first].source} set the same flag; keep one")
             collected[first] = one
         return collected
 
@@ -246,13 +246,13 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     return root.value
 
 
-def _value_of(node: yaml.Node, place: str) -> Value | None:
+def _value_of(node: yaml.Node, source: str) -> Value | None:
     """Return the text of a value, or of each item of a list; None if it is empty."""
     if isinstance(node, yaml.ScalarNode):
         return None if _is_null(node) else str(node.value)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [str(item.value) for item in node.value]
-    raise UsageError(f"{place} must be a value or a list of values, found a {node.id}")
+    raise UsageError(f"{source} must be a value or a list of values, found a {node.id}")
 
 
 def _is_null(node: yaml.ScalarNode) -> bool:
@@ -272,7 +272,7 @@ def _listed(text: str, variable: str) -> list[str]:
     return value
 
 
-def _truth(text: str, place: str) -> str:
+def _truth(text: str, source: str) -> str:
     if text.lower() not in (*_TRUE, *_FALSE):
-        raise UsageError(f"{place} is {text!r}; it must be true or false")
+        raise UsageError(f"{source} is {text!r}; it must be true or false")
     return "true" if text.lower() in _TRUE else "false"

@@ -107,10 +107,10 @@ def drafts_line(result: RunResult) -> str:
     counters = result.cache.counters
     if not counters.draft_tokens:
         return f"nothing was drafted in {counters.decode_rows} decode steps of requests"
-    places = ", ".join(f"{100 * share:.0f}" for share in counters.acceptance_at)
+    shares = ", ".join(f"{100 * share:.0f}" for share in counters.acceptance_at)
     return (
         f"accepted {counters.accepted_tokens} of {counters.draft_tokens} drafts ({100 * counters.acceptance_rate:.1f} "
-        f"%; by position {places} %): {counters.tokens_per_decode_row:.2f} tokens a decode step of a request"
+        f"%; by position {shares} %): {counters.tokens_per_decode_row:.2f} tokens a decode step of a request"
     )
 
 

@@ -11,7 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.request_states import tokens_after
 from ..mcore.step_report import failure_reason
-from ..models.tokenizers.token_reader import image_fault
+from ..models.tokenizers.token_reader import image_error
 from ..policy.request_rules import unfit_token
 from ..server.text_stream import text_after
 from .prompts import PromptLine
@@ -124,7 +124,7 @@ class RequestRunner:
     def _open_record(self, line: PromptLine) -> RequestRecord:
         tokens = self._tokenizer.tokenize(line.prompt) if isinstance(line.prompt, str) else list(line.prompt)
         record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
-        record.error = image_fault(self._tokenizer, tokens)
+        record.error = image_error(self._tokenizer, tokens)
         unfit = unfit_token(tokens)
         if unfit is not None:  # a tensor cannot hold it, so the engine cannot be asked
             record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"

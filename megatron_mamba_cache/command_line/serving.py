@@ -87,7 +87,7 @@ class Serving:
             syntax=_syntax_of(tokenizer, arguments),
             load_record=_load_record_of(arguments, self._config),
             traces=_traces_of(arguments, name),
-            tells_tokenizer=arguments.enable_tokenizer_info_endpoint,
+            describes_tokenizer=arguments.enable_tokenizer_info_endpoint,
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 

@@ -210,8 +210,8 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
-    beside_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
-    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - beside_bytes, unit)])
+    other_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
+    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - other_bytes, unit)])
     return max(slab.blocks_of_request(num_slabs, config.num_request_slots), 1) * config.block_size_tokens
 
 

@@ -58,7 +58,7 @@ class Grammars:
         with suppress(GrammarError):
             self._read_vocabulary()
 
-    def fault_of(self, grammar: str) -> str | None:
+    def error_of(self, grammar: str) -> str | None:
         """Return why a grammar cannot be used, None if it can; compiles it if it is new, which may take a while."""
         try:
             self.matcher(grammar)
@@ -109,7 +109,7 @@ class Grammars:
         except GrammarError:
             for place, schema in schemas:
                 with at_location(place):
-                    explained(schema, library.schema_fault)
+                    explained(schema, library.schema_error)
             raise
         return matcher
 
@@ -182,7 +182,7 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
         place = _place(part)
         if isinstance(part, dict) and isinstance(part.get("json_schema"), dict):
             with at_location(place):
-                part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_fault)
+                part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_error)
                 _check_expanded(part["json_schema"])
             schemas.append((place, part["json_schema"]))
             part.pop(PLACE, None)

@@ -170,7 +170,7 @@ def _can_begin(matcher: LLMatcher, mask: bytes) -> bool:
     return matcher.is_accepting() or any(matcher.validate_tokens([token]) for token in islice(allowed, 1))
 
 
-def schema_fault(schema: dict[str, Any]) -> str | None:
+def schema_error(schema: dict[str, Any]) -> str | None:
     """Return llguidance's reason why it cannot follow a JSON schema, None if it can; whatever the vocabulary."""
     matcher = _byte_matcher(schema)
     return matcher.get_error() if matcher.is_error() else None

@@ -27,7 +27,7 @@ from .controller import MambaCacheController
 from .cpu import WallClockEvent
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
-from .request_spec import SpecParams, check_identity, ended_by, fault_of_end, prompt_ids, spec_of
+from .request_spec import SpecParams, check_identity, ended_by, error_of_end, prompt_ids, spec_of
 from .request_states import DraftCounts, RequestState, RequestStates, TierTokens, complete_parts
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
@@ -107,7 +107,7 @@ class MambaCacheEngine(SuspendableEngine):
             )
         except ValueError as error:
             return self._refuse(request, str(error))
-        fault = self.context.request_rules.fault_of(spec)
+        fault = self.context.request_rules.error_of(spec)
         if fault is not None:
             return self._refuse(request, fault)
         return self._enter(request, ended_by(spec, self.controller.tokenizer))
@@ -125,8 +125,8 @@ class MambaCacheEngine(SuspendableEngine):
     def _enter(self, request: DynamicInferenceRequest, spec: RequestSpec) -> asyncio.Future:
         """Queue a request that can run, unless its grammar cannot be followed."""
         grammar, params = spec.sampling.grammar, request.sampling_params
-        fault = self.context.grammars.fault_of(grammar) if grammar else None
-        fault = fault or fault_of_end(spec, self.controller.tokenizer)
+        fault = self.context.grammars.error_of(grammar) if grammar else None
+        fault = fault or error_of_end(spec, self.controller.tokenizer)
         if fault is not None:
             return self._refuse(request, fault)
         params.num_tokens_to_generate, params.num_tokens_total = spec.max_tokens, None

@@ -103,7 +103,7 @@ def checked_spec_of(request: Any, rules: RequestRules) -> RequestSpec:
     check_identity(request.request_id, None, "")
     try:
         spec = spec_of(request, stop_words=request.stop_word_ids or ())
-        fault = rules.fault_of(spec)
+        fault = rules.error_of(spec)
     except ValueError as error:
         fault = str(error)
     if fault is not None:
@@ -130,7 +130,7 @@ def check_identity(request_id: object, seed: object, tenant: object) -> None:
         raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
 
 
-def fault_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
+def error_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
     """Return which end token of a grammar's text would not end its request; None if all do, or it has no grammar."""
     if not spec.sampling.grammar:
         return None

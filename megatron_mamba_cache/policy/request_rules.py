@@ -32,7 +32,7 @@ class RequestRules:
         """The most prompt and generated tokens of a request; the last one needs no KV block."""
         return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
 
-    def fault_of(self, spec: RequestSpec) -> str | None:
+    def error_of(self, spec: RequestSpec) -> str | None:
         """Return why a request can never run, with value, limit and setting; None if it can."""
         sampling = spec.sampling
         fault = self._fault_of_prompt(spec.prompt) or self._fault_of_length(spec)

@@ -25,7 +25,7 @@ class CacheReports:
         """Watch newly allocated memory."""
         self._context.cache.slots.observe(self._journal)
 
-    def void(self) -> None:
+    def note_freed(self) -> None:
         """Note that the memory was freed, with everything cached in it."""
         self._journal.flushed()
 
@@ -52,12 +52,12 @@ class CacheReports:
 
 
 class NoReports:
-    """Takes the place of `CacheReports` and `ProgressReports` where no coordinator listens."""
+    """Stand-in for `CacheReports` and `ProgressReports` without a coordinator."""
 
     def send(self, *_: object) -> None:
         """Do nothing."""
 
-    def void(self) -> None:
+    def note_freed(self) -> None:
         """Do nothing."""
 
     def watch(self) -> None:

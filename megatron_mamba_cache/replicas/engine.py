@@ -18,7 +18,7 @@ from ..mcore.context import MambaCacheContext
 from ..mcore.controller import MambaCacheController
 from ..mcore.engine import MambaCacheEngine
 from .cache_reports import CacheReports, NoReports
-from .place import ReplicaPlace, address_on_this_host, agree_on_place, check_ranks, starts_coordinator
+from .identity import ReplicaIdentity, address_on_this_host, agree_on_identity, check_ranks, starts_coordinator
 from .rank_sockets import Standing, all_step
 from .settings import RoutingSettings
 
@@ -93,14 +93,14 @@ class ReplicaEngine(MambaCacheEngine):
         elif not launches and coordinator_address is None:
             coordinator_address = address_on_this_host(inference_coordinator_port, access.host)
         try:
-            place = agree_on_place(groups, coordinator_address)
-            await self._take_part(place, routing, loop)
+            identity = agree_on_identity(groups, coordinator_address)
+            await self._take_part(identity, routing, loop)
         except BaseException:
             self._leave_coordinator()
             raise
         if launched is not None:
             await await_process_call(launched.ready.wait, launched.process)
-        return place.address
+        return identity.address
 
     @property
     def zmq_context(self) -> Any:
@@ -113,30 +113,30 @@ class ReplicaEngine(MambaCacheEngine):
         self._zmq_context = self._zmq_context or found
 
     async def _take_part(
-        self, place: ReplicaPlace, routing: RoutingSettings, loop: asyncio.AbstractEventLoop | None
+        self, identity: ReplicaIdentity, routing: RoutingSettings, loop: asyncio.AbstractEventLoop | None
     ) -> None:
         """Open the sockets between ranks, and join."""
         from .access import port_of
         from .rank_sockets import RankContext
 
         access = routing.access()
-        access.check_address(place.address)
-        port = port_of(place.address)
+        access.check_address(identity.address)
+        port = port_of(identity.address)
         joining = access.joining(port)
         self._zmq_context = RankContext(access.host, joining.channel, routing.max_message_bytes)
         await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
-        self._zmq_context.wait_for_ranks(place.num_members, self.ep_world_size, routing.join_timeout_s)
-        await self._join(place, joining.proof, access.channel, routing)
+        self._zmq_context.wait_for_ranks(identity.num_members, self.ep_world_size, routing.join_timeout_s)
+        await self._join(identity, joining.proof, access.channel, routing)
 
-    async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
+    async def _join(self, identity: ReplicaIdentity, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
         """Replace Megatron's socket by a link to the coordinator, before the engine's loop uses it."""
         from .progress_reports import ProgressReports
         from .replica_link import ReplicaLink
         from .wire import Hello
 
-        self._replica_name = place.replica
-        hello = Hello(place.replica, place.member, place.num_members, place.domain, proof)
-        self._link = ReplicaLink(self.zmq_context, place.address, hello, routing.max_message_bytes, channel)
+        self._replica_name = identity.replica
+        hello = Hello(identity.replica, identity.member, identity.num_members, identity.domain, proof)
+        self._link = ReplicaLink(self.zmq_context, identity.address, hello, routing.max_message_bytes, channel)
         self.zmq_sockets.append(self._link)
         if self.is_mp_coordinator:
             # Its name is the data-parallel rank, which a replica of another launch may share.
@@ -247,7 +247,7 @@ class ReplicaEngine(MambaCacheEngine):
         had_memory = self.context.is_tensor_state_allocated
         super().suspend()
         if had_memory and not self.context.is_tensor_state_allocated:
-            self._reports.void()
+            self._reports.note_freed()
 
     @override
     def resume(self, weights_version: str | None = None) -> None:
@@ -286,13 +286,13 @@ class ReplicaEngine(MambaCacheEngine):
             return Standing.STOPPED
         if self.is_suspended:
             return Standing.SUSPENDED
-        return Standing.WORKING if local_work and not self._is_told_to_rest() else Standing.RESTING
+        return Standing.WORKING if local_work and not self._is_pausing() else Standing.RESTING
 
-    def _is_told_to_rest(self) -> bool:
+    def _is_pausing(self) -> bool:
         return bool(self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal)
 
     def _is_at_rest(self) -> bool:
-        return super()._is_at_rest() and not self._is_told_to_rest()
+        return super()._is_at_rest() and not self._is_pausing()
 
     async def _highest_standing(self, mine: Standing) -> int:
         if self.ep_world_size == 1:

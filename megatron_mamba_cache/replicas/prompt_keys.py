@@ -53,7 +53,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
     bos = tokenizer.bos
     if add_bos and bos is None:
         raise ValueError("add_BOS is set, but the tokenizer has no token that begins a text; leave it out")
-    first = next((place for place, token in enumerate(tokens) if token != bos), len(tokens))
+    first = next((index for index, token in enumerate(tokens) if token != bos), len(tokens))
     return [*([bos] if add_bos else []), *tokens[first:]]
 
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from ..grammars.forms import Grammar, choice_grammar, json_grammar, lark_grammar, regex_grammar
 from .field_types import Flag, JsonObject, Name, PartlySupported, Text
 from .strict_json import strict_value
-from .unsupported import STRUCTURED_OUTPUTS, schema_fault
+from .unsupported import STRUCTURED_OUTPUTS, schema_error
 
 _MOST_CHOICES = 10_000
 _ANY_OBJECT = {"type": "object"}
@@ -20,9 +20,9 @@ def _schema(found: Any) -> Any:
         try:
             found = strict_value(found)
         except ValueError as error:
-            raise schema_fault("no_schema", f"it is no JSON text: {error}") from error
+            raise schema_error("no_schema", f"it is no JSON text: {error}") from error
     if not isinstance(found, dict | bool):
-        raise schema_fault("no_schema", "a JSON schema is an object, true or false")
+        raise schema_error("no_schema", "a JSON schema is an object, true or false")
     return found
 
 
@@ -125,5 +125,5 @@ class AnswerFields(PartlySupported):
         names = list(self._answers)
         if len(names) > 1:
             sentence = f"an answer follows one form only, and {' and '.join(names)} each ask for one; send one of them"
-            raise schema_fault("several_forms", sentence, names[1])
+            raise schema_error("several_forms", sentence, names[1])
         return self

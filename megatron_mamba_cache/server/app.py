@@ -58,7 +58,7 @@ class ServerSettings:
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
         syntax: How the model writes replies to messages.
-        tells_tokenizer: Whether `/tokenizer_info` is served.
+        describes_tokenizer: Whether `/tokenizer_info` is served.
     """
 
     model_name: str
@@ -71,7 +71,7 @@ class ServerSettings:
     versions: Mapping[str, str] = field(default_factory=dict)
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
     load_record: LoadRecord = field(default_factory=LoadRecord)
-    tells_tokenizer: bool = False
+    describes_tokenizer: bool = False
     traces: Traces = field(default_factory=Traces)
     other_names: tuple[str, ...] = ()
 
@@ -152,7 +152,7 @@ class Server:
         app.include_router(responses_routes(model, self.rules, orders, stored))
         longest = self.backend.max_sequence_length
         tokenizing = TokenizingRoutes(
-            model, settings.tokenizer, self.rules.threads, longest, tells_tokenizer=settings.tells_tokenizer
+            model, settings.tokenizer, self.rules.threads, longest, describes_tokenizer=settings.describes_tokenizer
         )
         app.include_router(tokenizing.router())
         app.include_router(dashboard_routes(self.history, settings.model_name))
@@ -238,8 +238,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        told = _UNREADABLE if error.detail == _UNREADABLE_TO_FASTAPI else ApiError(error.status_code, str(error.detail))
-        response = error_response(told, request.scope)
+        shown = (
+            _UNREADABLE if error.detail == _UNREADABLE_TO_FASTAPI else ApiError(error.status_code, str(error.detail))
+        )
+        response = error_response(shown, request.scope)
         response.headers.update(error.headers or {})
         return response
 

@@ -83,7 +83,7 @@ class Backend(Protocol):
     def state(self) -> BackendState:
         """The latest state."""
 
-    def fault_of(self, spec: RequestSpec) -> str | None:
+    def error_of(self, spec: RequestSpec) -> str | None:
         """Return why a request can never run; None if it can."""
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:

@@ -53,8 +53,8 @@ class Bodies:
         """
         headers = Headers(scope=scope)
         _check_coding(headers.get("content-encoding", ""))
-        told = headers.get("content-length", "")
-        self._check_size(int(told[:20]) if told.isascii() and told.isdigit() else 0)
+        declared = headers.get("content-length", "")
+        self._check_size(int(declared[:20]) if declared.isascii() and declared.isdigit() else 0)
         body = bytearray()
         try:
             await self._read(owner, receive, body)
@@ -99,10 +99,10 @@ class Bodies:
             raise ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", "body_too_large")
 
 
-def _check_coding(told: str) -> None:
-    if told.lower() not in ("", "identity"):
+def _check_coding(declared: str) -> None:
+    if declared.lower() not in ("", "identity"):
         raise ApiError(
             415,
-            f"Content-Encoding is {told}; send the body as it is, without compression",
+            f"Content-Encoding is {declared}; send the body as it is, without compression",
             "unsupported_encoding",
         )

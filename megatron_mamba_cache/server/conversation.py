@@ -70,7 +70,7 @@ class Conversation:
         if not (count and self.tools):
             return ()
         ends = (Breakpoint(), Breakpoint(count - 1, len(self.messages[count - 1]["content"])))
-        keep_s = [place.keep_s for place in self.breakpoints if replace(place, keep_s=0) in ends]
+        keep_s = [mark.keep_s for mark in self.breakpoints if replace(mark, keep_s=0) in ends]
         return tuple(replace(end, keep_s=max(keep_s)) for end in ends) if keep_s else ()
 
     def text(self, tokenizer: Any) -> str:
@@ -85,21 +85,21 @@ class Conversation:
             )
         )
 
-    def marked(self, place: Breakpoint) -> Self:
+    def marked(self, mark: Breakpoint) -> Self:
         """Return a conversation that parts from this one at a breakpoint: up to there, both have the same text."""
-        if place.message is None:
+        if mark.message is None:
             return replace(self, tools=(*self.tools, MARKING_TOOL))
-        message = self.messages[place.message]
+        message = self.messages[mark.message]
         messages = [*self.messages]
-        if place.call is None:
-            marked = message["content"][: place.end] + _MARK + message["content"][place.end :]
-            messages[place.message] = {**message, "content": marked}
+        if mark.call is None:
+            marked = message["content"][: mark.end] + _MARK + message["content"][mark.end :]
+            messages[mark.message] = {**message, "content": marked}
         else:
-            calls = message["tool_calls"][: place.call + 1]
+            calls = message["tool_calls"][: mark.call + 1]
             is_last = len(calls) == len(message["tool_calls"])
             # A call that follows begins like this one; some templates want ids of nine characters.
             marking = [called(_MARK, "{}", _MARK * 9)] if is_last else []
-            messages[place.message] = {**message, "tool_calls": [*calls, *marking]}
+            messages[mark.message] = {**message, "tool_calls": [*calls, *marking]}
         return replace(self, messages=messages)
 
     def answered(self, reply: ParsedReply) -> Self:

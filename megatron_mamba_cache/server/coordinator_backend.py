@@ -95,8 +95,8 @@ class CoordinatorBackend:
     def state(self) -> BackendState:
         return self._state
 
-    def fault_of(self, spec: RequestSpec) -> str | None:
-        return self._rules.fault_of(spec)
+    def error_of(self, spec: RequestSpec) -> str | None:
+        return self._rules.error_of(spec)
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         ticket = Ticket(next(self._tickets))
@@ -174,15 +174,15 @@ class CoordinatorBackend:
         listener = self._listeners.pop(ticket, None)
         if listener is None:
             return
-        told = record[0].sampling_params
-        news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
-        counts = {name: getattr(told, name, 0) for name in _COUNTS}
+        params = record[0].sampling_params
+        news = progress_since(0, record.requests, getattr(params, "cached_tokens", 0))
+        counts = {name: getattr(params, name, 0) for name in _COUNTS}
         listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
         """Return the progress that is new to a listener; a restarted request reports its first tokens again."""
         known = max(listener.num_tokens - news["start"], 0)
-        tells_prompt = not listener.num_tokens
+        is_first = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
         listener.num_tokens += len(tokens)
         self._generated += len(tokens)
@@ -190,9 +190,9 @@ class CoordinatorBackend:
             tokens=tokens,
             log_probs=tuple(news["log_probs"][known:]),
             alternatives=by_id(news["alternatives"][known:]),
-            prompt_log_probs=tuple(news["prompt_log_probs"]) if tells_prompt else (),
-            prompt_alternatives=by_id(news["prompt_alternatives"]) if tells_prompt else (),
-            prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
+            prompt_log_probs=tuple(news["prompt_log_probs"]) if is_first else (),
+            prompt_alternatives=by_id(news["prompt_alternatives"]) if is_first else (),
+            prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if is_first else (),
             cached_tokens=news["cached_tokens"],
             **{name: news[name] for name in _COUNTS},
         )

@@ -145,14 +145,14 @@ class TokenizingRoutes:
     """The routes and what they need.
 
     Args:
-        tells_tokenizer: Whether clients may read the tokenizer's settings and chat template.
+        describes_tokenizer: Whether clients may read the tokenizer's settings and chat template.
     """
 
     model: ServedModel
     tokenizer: Any
     threads: FairThreads
     max_model_len: int
-    tells_tokenizer: bool = False
+    describes_tokenizer: bool = False
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -168,7 +168,7 @@ class TokenizingRoutes:
             self.model.check_name(body.model)
             return await self.threads.run(request.scope.get("owner", ""), partial(self._text_of, body.tokens))
 
-        if self.tells_tokenizer:
+        if self.describes_tokenizer:
 
             @router.get("/tokenizer_info")
             async def tokenizer_info() -> dict[str, Any]:
@@ -236,8 +236,8 @@ def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> AP
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         order = orders.chat(body, tenant_of(request, body))
-        tells_reasoning = body.include_reasoning is not False
-        form = ChatFormat(model.name, _stream_settings(body), tells_reasoning=tells_reasoning)
+        includes_reasoning = body.include_reasoning is not False
+        form = ChatFormat(model.name, _stream_settings(body), includes_reasoning=includes_reasoning)
         return reply_to(rules, order, form, streams=bool(body.stream))
 
     return router
@@ -246,7 +246,7 @@ def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> AP
 def _stream_settings(body: GenerationFields) -> StreamSettings:
     return StreamSettings(
         includes_usage=body.includes_usage,
-        tells_usage_always=body.tells_usage_always,
+        usage_in_every_event=body.usage_in_every_event,
         returns_token_ids=bool(body.return_token_ids),
         request_id=body.request_id,
     )

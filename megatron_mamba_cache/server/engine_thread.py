@@ -69,8 +69,8 @@ class EngineThread:
     def state(self) -> BackendState:
         return self._state
 
-    def fault_of(self, spec: RequestSpec) -> str | None:
-        return self._rules.fault_of(spec)
+    def error_of(self, spec: RequestSpec) -> str | None:
+        return self._rules.error_of(spec)
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         ticket = Ticket(next(self._tickets))

@@ -75,12 +75,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, code, param)
 
 
-def too_long(fault: str, max_tokens: int) -> ApiError:
+def too_long(reason: str, max_tokens: int) -> ApiError:
     """Return the error of a prompt and reply that do not fit.
 
     LangChain recognizes it by the code or by "prompt is too long", litellm by the first words of OpenAI's own message.
     """
-    message = f"This model's maximum context length is {max_tokens} tokens, and the prompt is too long: {fault}"
+    message = f"This model's maximum context length is {max_tokens} tokens, and the prompt is too long: {reason}"
     return bad_request(message, "prompt", "context_length_exceeded")
 
 
@@ -113,25 +113,25 @@ def _body_error(found: Any, content_type: str | None) -> ApiError | None:
     """Return the error of a body as a whole; None if a field is wrong."""
     kind = found["type"]
     if kind == "json_invalid":
-        place, reason = found["loc"][-1], found["ctx"]["error"]
-        return bad_request(f"the body is not valid JSON: {reason} at character {place}", code="invalid_json")
+        position, reason = found["loc"][-1], found["ctx"]["error"]
+        return bad_request(f"the body is not valid JSON: {reason} at character {position}", code="invalid_json")
     if found["loc"] != ("body",):
         return None
     if kind == "missing":
         return bad_request("the body is empty; send a JSON object", code="missing")
     if kind in _NO_OBJECT and not _is_json(content_type):
-        told = "missing" if content_type is None else repr(content_type)
-        return bad_request(f"the Content-Type is {told}; send application/json", "Content-Type", "content_type")
+        found_type = "missing" if content_type is None else repr(content_type)
+        return bad_request(f"the Content-Type is {found_type}; send application/json", "Content-Type", "content_type")
     return bad_request("the body is not a JSON object", code=kind) if kind in _NO_OBJECT else None
 
 
 def _field_error(found: Any) -> ApiError:
-    place = [part for part in found["loc"] if part != "body" and not _is_form(part)]
+    path = [part for part in found["loc"] if part != "body" and not _is_form(part)]
     context = found.get("ctx", {})
-    names = [*map(str, place), *([context["field"]] if "field" in context else [])]
+    names = [*map(str, path), *([context["field"]] if "field" in context else [])]
     param = ".".join(names) if names else None
     if "sentence" in context:
-        message = context["sentence"] if len(place) == 0 else f"{param}: {context['sentence']}"
+        message = context["sentence"] if len(path) == 0 else f"{param}: {context['sentence']}"
     elif found["type"] == "extra_forbidden":
         message = f"`{param}` is not a known field; leave it out"
     else:
@@ -146,8 +146,8 @@ def _is_json(content_type: str | None) -> bool:
 
 def _reach(error: Any) -> tuple[int, int, bool]:
     """Return how far a form matches: its depth, the item where it fails, and whether the error is not just a type."""
-    place = error["loc"]
-    return len(place), place[-1] if isinstance(place[-1], int) else -1, error["type"] not in _OTHER_FORM
+    path = error["loc"]
+    return len(path), path[-1] if isinstance(path[-1], int) else -1, error["type"] not in _OTHER_FORM
 
 
 def _is_form(part: str | int) -> bool:

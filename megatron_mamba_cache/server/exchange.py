@@ -158,14 +158,14 @@ def _text(fields: dict[str, Any]) -> str:
         "error": "error",
         "request_id": "id",
     }
-    told = [f"{short}={fields[name]}" for name, short in names.items() if fields[name] is not None]
-    return " ".join([head, *told])
+    given = [f"{short}={fields[name]}" for name, short in names.items() if fields[name] is not None]
+    return " ".join([head, *given])
 
 
 def _request_id(scope: Scope) -> str:
     """Return the client's `X-Request-Id` if it is safe in headers and log lines, else a new one."""
-    told = Headers(scope=scope).get("x-request-id", "")
-    return told if _SANE_ID.fullmatch(told) else uuid.uuid4().hex
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _printable(path: bytes) -> str:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import Strict
 
-from .strict_json import fault_of
-from .unsupported import Table, schema_fault, schema_with, without_labels, without_unsupported
+from .strict_json import error_of
+from .unsupported import Table, schema_error, schema_with, without_labels, without_unsupported
 
 INT32_MAX = 2**31 - 1
 _MOST_STOPS = 16
@@ -24,14 +24,14 @@ Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS
 Metadata = dict[Name, Annotated[Text, Field(max_length=512)]]
 
 
-def _without_fault(value: dict[str, Any]) -> dict[str, Any]:
-    fault = fault_of(value)
-    if fault is not None:
-        raise schema_fault("not_json", f"the object {fault}")
+def _strict(value: dict[str, Any]) -> dict[str, Any]:
+    reason = error_of(value)
+    if reason is not None:
+        raise schema_error("not_json", f"the object {reason}")
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_without_fault)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_strict)]
 """An object of the client's that may be repeated, kept or shown to a template: any JSON, but no NaN or Infinity."""
 
 

@@ -46,12 +46,12 @@ class StreamSettings:
 
     Args:
         includes_usage: Whether a stream's last chunk has the usage.
-        tells_usage_always: Whether all others have the usage so far.
+        usage_in_every_event: Whether all others have the usage so far.
         request_id: The end of the reply's id; None generates one.
     """
 
     includes_usage: bool = False
-    tells_usage_always: bool = False
+    usage_in_every_event: bool = False
     returns_token_ids: bool = False
     request_id: str | None = None
 
@@ -71,7 +71,7 @@ class _Envelope:
 
     def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
         chunk = self.chunk(choice, piece)
-        return [Event(chunk | {"usage": job.usage().body()} if self._settings.tells_usage_always else chunk)]
+        return [Event(chunk | {"usage": job.usage().body()} if self._settings.usage_in_every_event else chunk)]
 
     def closing(self, job: Job) -> list[Event]:
         usage = {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
@@ -134,8 +134,8 @@ class CompletionFormat(_Envelope):
 class _ChatDeltas:
     """The deltas of one reply; together they are its message."""
 
-    def __init__(self, *, tells_reasoning: bool) -> None:
-        self._tells_reasoning = tells_reasoning
+    def __init__(self, *, includes_reasoning: bool) -> None:
+        self._includes_reasoning = includes_reasoning
         self._has_begun = False
         self._num_calls = 0
 
@@ -148,7 +148,7 @@ class _ChatDeltas:
             match part:
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text
-                case Reasoning(text) if self._tells_reasoning:
+                case Reasoning(text) if self._includes_reasoning:
                     delta["reasoning_content"] = delta.get("reasoning_content", "") + text
                 case CallBegin(name):
                     function = {"name": name, "arguments": ""}
@@ -168,15 +168,15 @@ class ChatFormat(_Envelope):
     """`/v1/chat/completions`; see `Format`.
 
     Args:
-        tells_reasoning: Whether replies include their reasoning, where the server separates it.
+        includes_reasoning: Whether replies include their reasoning, where the server separates it.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, settings: StreamSettings, *, tells_reasoning: bool = True) -> None:
+    def __init__(self, model: str, settings: StreamSettings, *, includes_reasoning: bool = True) -> None:
         super().__init__(model, settings)
-        self._deltas: dict[int, _ChatDeltas] = defaultdict(lambda: _ChatDeltas(tells_reasoning=tells_reasoning))
-        self._tells_reasoning = tells_reasoning
+        self._deltas: dict[int, _ChatDeltas] = defaultdict(lambda: _ChatDeltas(includes_reasoning=includes_reasoning))
+        self._includes_reasoning = includes_reasoning
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         described = {
@@ -191,7 +191,7 @@ class ChatFormat(_Envelope):
         choices = [
             {
                 "index": choice.index,
-                "message": _chat_message(choice.reply.parsed(), tells_reasoning=self._tells_reasoning),
+                "message": _chat_message(choice.reply.parsed(), includes_reasoning=self._includes_reasoning),
                 "logprobs": _chat_log_probs(choice, _tokens(pieces[choice.index])),
                 "finish_reason": choice.reply.finish_reason,
             }
@@ -201,11 +201,11 @@ class ChatFormat(_Envelope):
         return body | {"prompt_logprobs": job.prompt_log_probs()[0]} if job.scores_prompts else body
 
 
-def _chat_message(reply: ParsedReply, *, tells_reasoning: bool) -> dict[str, Any]:
+def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, Any]:
     """Return a reply as a message."""
     content = None if reply.calls and not reply.content else reply.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reply.reasoning and tells_reasoning:
+    if reply.reasoning and includes_reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
         message["tool_calls"] = [

@@ -14,7 +14,7 @@ from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
 from .job_progress import JobTimes, Mail, TokenTimes, Usage, prompt_usage
-from .limits import Places, QueueGate
+from .limits import QueueGate, QueuePermits
 from .orders import Order
 from .prompt_scores import Entries
 from .prompts import Prompt
@@ -80,12 +80,12 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
     arrived = time.monotonic()
-    with rules.gate.enter(len(order.readings) * order.num_choices) as places:
+    with rules.gate.enter(len(order.readings) * order.num_choices) as permits:
         prompts = [await rules.threads.run(order.tenant.owner, reading) for reading in order.readings]
         if order.form is not None:
             check = partial(order.form.check, rules.backend.grammars, prompts)
             await rules.threads.run(order.tenant.owner, check)
-        with Job(rules, order, prompts, places, arrived) as job:
+        with Job(rules, order, prompts, permits, arrived) as job:
             yield job
 
 
@@ -94,14 +94,16 @@ class Job:
 
     Args:
         prompts: Results of the order's readings.
-        places: One for each choice, released when the engine is done with it.
+        permits: One for each choice, released when the engine is done with it.
         arrived: When its request reached the gate.
 
     Raises:
         ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
     """
 
-    def __init__(self, rules: JobRules, order: Order, prompts: list[Prompt], places: Places, arrived: float) -> None:
+    def __init__(
+        self, rules: JobRules, order: Order, prompts: list[Prompt], permits: QueuePermits, arrived: float
+    ) -> None:
         self.tenant = order.tenant
         self.prompts = prompts
         self.choices = [
@@ -117,7 +119,7 @@ class Job:
             for number, spec in enumerate(order.specs(prompt, rules.backend.max_sequence_length))
         ]
         self._rules = rules
-        self._places = places
+        self._permits = permits
         self._scoring = order.scoring
         self._mail = Mail()
         self.times = JobTimes(arrived, rules.token_times)
@@ -200,11 +202,11 @@ class Job:
         if self._scoring is not None:
             self._scoring.check([len(prompt.token_ids) for prompt in self.prompts])
         for choice in self.choices:
-            fault = self._rules.backend.fault_of(choice.spec)
-            if fault is not None:
-                if "max_sequence_length" in fault:
-                    raise too_long(fault, self._rules.backend.max_sequence_length)
-                raise bad_request(fault, "logit_bias" if fault.startswith("logit_bias") else "prompt")
+            reason = self._rules.backend.error_of(choice.spec)
+            if reason is not None:
+                if "max_sequence_length" in reason:
+                    raise too_long(reason, self._rules.backend.max_sequence_length)
+                raise bad_request(reason, "logit_bias" if reason.startswith("logit_bias") else "prompt")
 
     def _listener(self, choice: Choice) -> Callable[[Progress], None]:
         def hear(progress: Progress) -> None:
@@ -225,7 +227,7 @@ class Job:
         """Record that the engine no longer has a choice, whether or not its client has read all of it."""
         if choice.ticket is not None:
             choice.ticket = None
-            self._places.leave()
+            self._permits.leave()
 
 
 def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:

@@ -77,7 +77,7 @@ class PromptUsage:
 def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
     """Return the counts of a request's prompt, each token counted once however often it was computed."""
     written = min(latest.written_tokens, spec.prompt_len - latest.cached_tokens)
-    ends = [place.position for place in spec.breakpoints if place.keep_s >= _HOUR_S]
+    ends = [mark.position for mark in spec.breakpoints if mark.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
     return PromptUsage(
         cached_tokens=latest.cached_tokens,

@@ -68,7 +68,7 @@ class QueueGate:
         self.num_inside = 0
         self.num_refused = 0
 
-    def enter(self, count: int) -> "Places":
+    def enter(self, count: int) -> "QueuePermits":
         """Let `count` requests in.
 
         Raises:
@@ -90,7 +90,7 @@ class QueueGate:
                 retry_after_s=self.retry_after_s(),
             )
         self.num_inside += count
-        return Places(self, count)
+        return QueuePermits(self, count)
 
     def leave(self) -> None:
         """Let one request out."""
@@ -109,19 +109,19 @@ class QueueGate:
         return {"inside": self.num_inside, "refused": self.num_refused}
 
 
-class Places:
-    """The places that one HTTP request has taken; a context manager that releases the rest on exit."""
+class QueuePermits:
+    """The queue permits of one HTTP request; a context manager that releases them on exit."""
 
     def __init__(self, gate: QueueGate, count: int) -> None:
         self._gate = gate
         self._count = count
 
     def leave(self) -> None:
-        """Release one place."""
+        """Release one permit."""
         self._count -= 1
         self._gate.leave()
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "QueuePermits":
         return self
 
     def __exit__(

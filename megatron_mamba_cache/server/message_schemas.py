@@ -10,7 +10,7 @@ from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Mark, Name, PartlySupported, PromptCacheBreakpoint, Text
 from .shown_text import text_instead
 from .tool_schemas import Calls, Tools, own_tools
-from .unsupported import MESSAGE, REFUSED, schema_fault
+from .unsupported import MESSAGE, REFUSED, schema_error
 
 _MOST_BREAKPOINTS = 4  # as in both APIs: Anthropic's refuses more, and OpenAI's uses the last ones
 _LINE_END = "\n"  # between the text parts of a message
@@ -19,7 +19,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def _text_only(kind: str) -> str:
     if kind != "text":
-        raise schema_fault(REFUSED, f"a part of type {kind!r:.50} is not supported by this server; send text")
+        raise schema_error(REFUSED, f"a part of type {kind!r:.50} is not supported by this server; send text")
     return kind
 
 
@@ -45,9 +45,9 @@ def _refusal_as_text(part: Any) -> Any:
 def _known(role: str) -> str:
     if role == "function":
         sentence = "a message of role function is not supported by this server; send one of role tool"
-        raise schema_fault(REFUSED, sentence)
+        raise schema_error(REFUSED, sentence)
     if role not in _ROLES:
-        raise schema_fault("role", f"the role is one of {', '.join(_ROLES)}")
+        raise schema_error("role", f"the role is one of {', '.join(_ROLES)}")
     return role
 
 
@@ -86,10 +86,10 @@ class Message(PartlySupported):
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             sentence = f"the content of a message of role {self.role} is missing or null; send text"
-            raise schema_fault("no_content", sentence, "content")
+            raise schema_error("no_content", sentence, "content")
         if self.tool_calls and self.role != "assistant":
             sentence = f"a message of role {self.role} cannot call tools; only one of role assistant can"
-            raise schema_fault("no_caller", sentence, "tool_calls")
+            raise schema_error("no_caller", sentence, "tool_calls")
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
@@ -138,7 +138,7 @@ class Templated(BaseModel):
     def _ends_once(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             sentence = "continue_final_message needs add_generation_prompt to be false"
-            raise schema_fault("two_ends", sentence, "continue_final_message")
+            raise schema_error("two_ends", sentence, "continue_final_message")
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:
@@ -171,4 +171,4 @@ class Templated(BaseModel):
                 f"the request has {count} parts with cache_control; at most {_MOST_BREAKPOINTS} are allowed",
                 "cache_control",
             )
-        return tuple(place for _, place in marked[-_MOST_BREAKPOINTS:])
+        return tuple(mark for _, mark in marked[-_MOST_BREAKPOINTS:])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..models.tokenizers.token_reader import image_fault
+from ..models.tokenizers.token_reader import image_error
 from ..policy.request_settings import PromptBreakpoint
 from .begun_reply import BegunReply, begun_reply
 from .conversation import MARKING_TOOL, Breakpoint, Conversation
@@ -113,13 +113,13 @@ class PromptReader:
         conversation = fit.efforts.fitted(conversation)
         fit.note_unread_values(conversation)
         count = len(conversation.breakpoints)
-        places = (*conversation.breakpoints, *conversation.marked_head)
-        conversation = fit.fitted(replace(conversation, breakpoints=places))
+        marks = (*conversation.breakpoints, *conversation.marked_head)
+        conversation = fit.fitted(replace(conversation, breakpoints=marks))
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn, add_special_tokens)
-        places = conversation.breakpoints
-        ends = {replace(place, keep_s=0) for place in places}  # one of the head is marked already
+        marks = conversation.breakpoints
+        ends = {replace(mark, keep_s=0) for mark in marks}  # one of the head is marked already
         counts = {end: self._tokens_before(end, tenant, conversation, prompt) for end in ends}
-        breakpoints, head = _placed(places[:count], counts), _placed(places[count:], counts)
+        breakpoints, head = _placed(marks[:count], counts), _placed(marks[count:], counts)
         if head and max(head) not in breakpoints:
             breakpoints.append(max(head))
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
@@ -132,7 +132,7 @@ class PromptReader:
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, as the client has it, unless that is empty or not text."""
         add = prompt.add_special_tokens
-        if image_fault(self._tokenizer, reply_ids) is not None:
+        if image_error(self._tokenizer, reply_ids) is not None:
             return
         if prompt.text is None or not reply or not self._knows_continuations or self._ends_text(add):
             return
@@ -157,12 +157,12 @@ class PromptReader:
         return text[len(prompt.text) : len(text) - len(self._turn_end)]
 
     def _tokens_before(
-        self, place: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
+        self, mark: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
         """Return how many of a prompt's tokens are certainly before a breakpoint; None if that cannot be told."""
         assert prompt.text is not None
         try:
-            marked = self._rendered(conversation.marked(place))
+            marked = self._rendered(conversation.marked(mark))
         except ApiError:
             return None
         if marked == prompt.text:
@@ -200,9 +200,9 @@ class PromptReader:
 
     def _text_only(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return a prompt's tokens; raise `ApiError` 400 if one of them is not text."""
-        fault = image_fault(self._tokenizer, token_ids)
-        if fault is not None:
-            raise bad_request(fault, "prompt", "not_text")
+        reason = image_error(self._tokenizer, token_ids)
+        if reason is not None:
+            raise bad_request(reason, "prompt", "not_text")
         return token_ids
 
     def _token_ids(self, tenant: Tenant, text: str, tokens_after: _TokensAfter, add: bool | None) -> Sequence[int]:
@@ -253,9 +253,9 @@ def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
     }
 
 
-def _placed(places: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
+def _placed(marks: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
     """Return the breakpoints whose place in a prompt can be told, by the tokens before it."""
-    counted = [(counts[replace(place, keep_s=0)], place.keep_s) for place in places]
+    counted = [(counts[replace(mark, keep_s=0)], mark.keep_s) for mark in marks]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
 
 

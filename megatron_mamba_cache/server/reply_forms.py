@@ -53,9 +53,9 @@ class ReplyForm:
             ApiError: 400 that says why one of them cannot be used.
         """
         for text in dict.fromkeys(map(self.grammar_after, prompts)):
-            fault = grammars.fault_of(text)
-            if fault is not None:
-                raise bad_request(f"{self.field}: {fault}", self.field, "unsupported_form")
+            reason = grammars.error_of(text)
+            if reason is not None:
+                raise bad_request(f"{self.field}: {reason}", self.field, "unsupported_form")
 
 
 class FormMaker:

@@ -14,7 +14,7 @@ from .conversation import DEVELOPER, INSTRUCTING, Breakpoint, Conversation
 from .shown_text import shown_call, shown_result
 
 _JOINT = "\n\n"
-_SAID = "[Said with the call]\n"
+_TEXT = "[Said with the call]\n"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -23,11 +23,11 @@ class Turn:
     """A message with the breakpoints in it.
 
     Args:
-        places: Each breakpoint with its index among those of the conversation.
+        breakpoints: Each breakpoint with its index among those of the conversation.
     """
 
     message: dict[str, Any]
-    places: tuple[tuple[int, Breakpoint], ...] = ()
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()
 
     @property
     def role(self) -> str:
@@ -62,8 +62,8 @@ class Turn:
 
     def after(self, text: str) -> Self:
         """Return the turn with a text before its own."""
-        places = tuple((index, replace(place, end=place.end + len(text))) for index, place in self.places)
-        return replace(self, message={**self.message, "content": text + self.content}, places=places)
+        breakpoints = tuple((index, replace(mark, end=mark.end + len(text))) for index, mark in self.breakpoints)
+        return replace(self, message={**self.message, "content": text + self.content}, breakpoints=breakpoints)
 
     def joined(self, other: Self) -> Self:
         """Return the turn with the text, the calls and the breakpoints of the next one."""
@@ -75,7 +75,7 @@ class Turn:
         reasoning = [turn.message["reasoning_content"] for turn in (self, other) if "reasoning_content" in turn.message]
         if reasoning:
             message["reasoning_content"] = _JOINT.join(reasoning)
-        return replace(self, message=message, places=(*self.places, *moved.places))
+        return replace(self, message=message, breakpoints=(*self.breakpoints, *moved.breakpoints))
 
 
 Rewrite = Callable[[Sequence[Turn]], list[Turn]]
@@ -85,18 +85,18 @@ def turns_of(conversation: Conversation) -> list[Turn]:
     """Return the messages of a conversation, each with its breakpoints."""
     numbered = [*enumerate(conversation.breakpoints)]
     return [
-        Turn(message, tuple((number, place) for number, place in numbered if place.message == index))
+        Turn(message, tuple((number, mark) for number, mark in numbered if mark.message == index))
         for index, message in enumerate(conversation.messages)
     ]
 
 
 def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversation:
     """Return a conversation with other turns, and its breakpoints where they are in them."""
-    places = [*conversation.breakpoints]
+    breakpoints = [*conversation.breakpoints]
     for index, turn in enumerate(turns):
-        for number, place in turn.places:
-            places[number] = replace(place, message=index)
-    return replace(conversation, messages=[turn.message for turn in turns], breakpoints=tuple(places))
+        for number, mark in turn.breakpoints:
+            breakpoints[number] = replace(mark, message=index)
+    return replace(conversation, messages=[turn.message for turn in turns], breakpoints=tuple(breakpoints))
 
 
 def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
@@ -149,8 +149,8 @@ def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
         if found and turn.role == "tool" and found[-1].calls and found[-1].content:
             texts, calls = _text_and_calls(found[-1])
             found[-1] = replace(calls, message={**found[-1].message, "content": ""})
-            said = texts.after(_SAID)
-            turn = replace(said, message={**turn.message, "content": said.content}).joined(turn)
+            earlier = texts.after(_TEXT)
+            turn = replace(earlier, message={**turn.message, "content": earlier.content}).joined(turn)
         found.append(turn)
     return found
 
@@ -243,19 +243,21 @@ def _short(call_id: str) -> str:
 def _text_and_calls(turn: Turn) -> Iterator[Turn]:
     text = {key: value for key, value in turn.message.items() if key != "tool_calls"}
     calls = {key: value for key, value in turn.message.items() if key != "reasoning_content"} | {"content": ""}
-    yield Turn(text, tuple((number, place) for number, place in turn.places if place.call is None))
-    yield Turn(calls, tuple((number, replace(place, end=0)) for number, place in turn.places if place.call is not None))
+    yield Turn(text, tuple((number, mark) for number, mark in turn.breakpoints if mark.call is None))
+    yield Turn(
+        calls, tuple((number, replace(mark, end=0)) for number, mark in turn.breakpoints if mark.call is not None)
+    )
 
 
 def _calls_with_results(turn: Turn, results: list[Turn]) -> Iterator[Turn]:
     for index, call in enumerate(turn.calls):
         kept = {"role": turn.role, "content": ""} if index else turn.message
-        places = [
-            (number, place if place.call is None else replace(place, call=0, end=0 if index else place.end))
-            for number, place in turn.places
-            if place.call == index or (place.call is None and not index)
+        breakpoints = [
+            (number, mark if mark.call is None else replace(mark, call=0, end=0 if index else mark.end))
+            for number, mark in turn.breakpoints
+            if mark.call == index or (mark.call is None and not index)
         ]
-        yield Turn({**kept, "tool_calls": [call]}, tuple(places))
+        yield Turn({**kept, "tool_calls": [call]}, tuple(breakpoints))
         own = next((result for result in results if result.message.get("tool_call_id") == call.get("id")), None)
         if own is not None:
             results.remove(own)
@@ -270,8 +272,8 @@ def _with_written_calls(turn: Turn) -> Turn:
         text += _JOINT * bool(text) + shown_call(call["function"]["name"], call["function"]["arguments"])
         ends.append(len(text))
     message = {key: value for key, value in turn.message.items() if key != "tool_calls"} | {"content": text}
-    places = [
-        (number, place if place.call is None else replace(place, call=None, end=ends[place.call]))
-        for number, place in turn.places
+    breakpoints = [
+        (number, mark if mark.call is None else replace(mark, call=None, end=ends[mark.call]))
+        for number, mark in turn.breakpoints
     ]
-    return Turn(message, tuple(places))
+    return Turn(message, tuple(breakpoints))

@@ -25,7 +25,7 @@ from .field_types import (
 )
 from .message_schemas import Messages, Templated
 from .tool_schemas import ToolChoice
-from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING, schema_fault
+from .unsupported import CHAT, COMMON, COMPLETION, LABELS, STREAM_OPTIONS, TEMPLATING, schema_error
 
 _MOST_STOP_TOKENS = 256
 _MOST_CHOICES = 2**16  # the limit of the server is lower
@@ -117,7 +117,7 @@ class GenerationFields(AnswerFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def tells_usage_always(self) -> bool:
+    def usage_in_every_event(self) -> bool:
         """True when each event of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
@@ -126,16 +126,16 @@ class GenerationFields(AnswerFields):
         for name in ("ignore_eos", "min_tokens"):
             if self.answer is not None and getattr(self, name):
                 sentence = f"{self.answer[0]} says where an answer ends; leave out {name}"
-                raise schema_fault("no_end", sentence, name)
+                raise schema_error("no_end", sentence, name)
         return self
 
     @model_validator(mode="after")
     def _options_belong_to_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise schema_fault("no_stream", "stream_options needs stream to be true", "stream_options")
+            raise schema_error("no_stream", "stream_options needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             sentence = "prompt_logprobs comes with whole replies only; leave out stream, or send it as false"
-            raise schema_fault("whole_only", sentence, "prompt_logprobs")
+            raise schema_error("whole_only", sentence, "prompt_logprobs")
         return self
 
 

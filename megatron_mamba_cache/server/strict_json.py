@@ -35,7 +35,7 @@ def strict_text(value: Any) -> str:
     return _SURROGATE.sub(_REPLACEMENT, json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-def fault_of(value: Any) -> str | None:
+def error_of(value: Any) -> str | None:
     """Return why a value cannot be JSON for every client; None if it can."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

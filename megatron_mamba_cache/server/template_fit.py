@@ -56,8 +56,8 @@ class Efforts:
             return replace(conversation, values={_SWITCH: False, **values})
         if effort not in _LEVELS or _EFFORT not in self._source or self._takes(effort):
             return conversation
-        place = _LEVELS.index(effort)
-        nearest = next(filter(self._takes, (*_LEVELS[place + 1 :], *reversed(_LEVELS[:place]))), effort)
+        index = _LEVELS.index(effort)
+        nearest = next(filter(self._takes, (*_LEVELS[index + 1 :], *reversed(_LEVELS[:index]))), effort)
         return replace(conversation, values={**values, _EFFORT: nearest})
 
     def _rendered(self, effort: str) -> bool:

@@ -243,9 +243,11 @@ class StopStrings:
         if self.found is not None:
             return ""
         self._held += text
-        places = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            stop_end, end = min(places)  # the one that is complete first, however the text was split
+        positions = [
+            (position + len(stop), position) for stop in self._stops if (position := self._held.find(stop)) >= 0
+        ]
+        if positions:
+            stop_end, end = min(positions)  # the one that is complete first, however the text was split
             self.found = self._held[end:stop_end]
         else:
             end = len(self._held) - self._begun()

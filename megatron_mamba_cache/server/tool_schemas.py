@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 from .conversation import called
 from .errors import bad_request
 from .field_types import CacheControl, Flag, JsonObject, Name, Text
-from .unsupported import REFUSED, note_ignored, schema_fault
+from .unsupported import REFUSED, note_ignored, schema_error
 
 MOST_TOOLS = 1024
 _MOST_CALLS = 1024
@@ -20,7 +20,7 @@ FunctionName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
 
 def _function_only(kind: str) -> str:
     if kind != "function":
-        raise schema_fault(REFUSED, f"a tool of type {kind!r:.50} is not supported by this server; send functions")
+        raise schema_error(REFUSED, f"a tool of type {kind!r:.50} is not supported by this server; send functions")
     return kind
 
 
@@ -119,7 +119,7 @@ def _distinct(tools: list[Tool | ForeignTool]) -> list[Tool | ForeignTool]:
     names = [tool.function.name for tool in own_tools(tools)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise schema_fault("repeated_name", f"two tools are called {repeated}; give each a name of its own")
+        raise schema_error("repeated_name", f"two tools are called {repeated}; give each a name of its own")
     return tools
 
 

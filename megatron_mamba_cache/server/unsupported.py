@@ -46,7 +46,7 @@ REFUSED = "unsupported_field"
 """The type of a refusal among pydantic's errors; its context names the field."""
 
 
-def schema_fault(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
+def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
     """Return an error that `errors.schema_error` reports with this sentence, for a field below its place if given."""
     named = {} if field is None else {"field": field}
     return PydanticCustomError(kind, "{sentence}", {**named, "sentence": sentence})
@@ -202,7 +202,7 @@ def without_unsupported(table: Table, fields: Any) -> Any:
         return fields
     for name, value in fields.items():
         if name in table and not table[name].takes(value):
-            raise schema_fault(REFUSED, table[name].refusal(name), name)
+            raise schema_error(REFUSED, table[name].refusal(name), name)
     return {name: value for name, value in fields.items() if name not in table}
 
 

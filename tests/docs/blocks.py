@@ -67,7 +67,7 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
-def fault_of(blocks: list[Block], index: int) -> str | None:
+def error_of(blocks: list[Block], index: int) -> str | None:
     """Return what is wrong with the mark of a page's block; None if nothing is."""
     block = blocks[index]
     before = blocks[index - 1] if index else None

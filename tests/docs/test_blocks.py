@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.blocks import REPOSITORY, Block, blocks_of, fault_of, matches, pages, pip_lines, without_pip
+from tests.docs.blocks import REPOSITORY, Block, blocks_of, error_of, matches, pages, pip_lines, without_pip
 from tests.docs.command_lines import arguments_in, parsed
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
@@ -21,7 +21,7 @@ def test_every_fence_has_a_marked_block(page: Path) -> None:
     blocks = blocks_of(page)
     num_fences = len(re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert num_fences == 2 * len(blocks), "a fence is not closed, is indented, or is not made of three backticks"
-    assert [fault for index in range(len(blocks)) if (fault := fault_of(blocks, index))] == []
+    assert [fault for index in range(len(blocks)) if (fault := error_of(blocks, index))] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -65,10 +65,10 @@ def imported_modules(tree: ast.Module) -> set[str]:
 def test_block_without_a_mark_is_an_error(tmp_path: Path) -> None:
     page = REPOSITORY / "docs" / "page.md"
     bare = Block(page, 1, "bash", "true\n", "", ())
-    assert fault_of([bare], 0) is not None
-    assert fault_of([Block(page, 1, "bash", "true\n", "run", ("elsewhere",))], 0) is not None
-    assert fault_of([Block(page, 1, "text", "so\n", "prints", ())], 0) is not None
-    assert fault_of([Block(page, 1, "bash", "true\n", "needs", ("luck",))], 0) is not None
+    assert error_of([bare], 0) is not None
+    assert error_of([Block(page, 1, "bash", "true\n", "run", ("elsewhere",))], 0) is not None
+    assert error_of([Block(page, 1, "text", "so\n", "prints", ())], 0) is not None
+    assert error_of([Block(page, 1, "bash", "true\n", "needs", ("luck",))], 0) is not None
 
 
 def test_command_lines_are_found_after_launchers_and_pipes() -> None:

@@ -35,7 +35,7 @@ def grammars() -> Grammars:
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
     """Check that a schema is held in 3 replies, or refused by name; return whether it is held."""
     grammar = forms.json_grammar(schema).text
-    fault = grammars.fault_of(grammar)
+    fault = grammars.error_of(grammar)
     if fault is not None:
         assert any(reason in fault for reason in REASONS) and not any(word in fault for word in LIBRARY_WORDS), fault
         return False
@@ -110,7 +110,7 @@ def test_replies_end_and_are_valid_whatever_tokens_come(name: str, grammars: Gra
     schema = {**DEAD_ENDS, **LIFTED}[name]
     validator = jsonschema_rs.validator_for(schema)
     grammar = forms.json_grammar(schema).text
-    assert grammars.fault_of(grammar) is None
+    assert grammars.error_of(grammar) is None
     for seed in range(12):
         random = Random(seed)
         validator.validate(json.loads(random_reply(grammars.matcher(grammar), random, TOKENIZER, seed * 3)))
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_the_place_and_no_setting_of_a_library(name: str, grammars: Grammars) -> None:
     schema, words = REFUSED[name]
-    fault = grammars.fault_of(forms.json_grammar(schema).text)
+    fault = grammars.error_of(forms.json_grammar(schema).text)
     assert fault is not None and words in fault and not any(word in fault for word in LIBRARY_WORDS), fault
 
 

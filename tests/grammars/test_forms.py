@@ -49,7 +49,7 @@ def test_white_space_between_json_tokens_is_bounded(text: str, is_allowed: bool,
 
 @pytest.mark.parametrize("pattern", ["a/b", r"a\/b", "[/]{2}", r"\d+\.\d", "x\ny"])
 def test_an_expression_is_kept_whole(pattern: str, grammars: Grammars) -> None:
-    assert grammars.fault_of(forms.regex_grammar(pattern).text) is None
+    assert grammars.error_of(forms.regex_grammar(pattern).text) is None
     example = {"a/b": "a/b", r"a\/b": "a/b", "[/]{2}": "//", r"\d+\.\d": "12.3", "x\ny": "x\ny"}[pattern]
     assert re.fullmatch(pattern, example)
     assert accepts(grammars, forms.regex_grammar(pattern), TOKENIZER.tokenize(example))
@@ -177,7 +177,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
     schema, reason = REFUSED[name]
-    fault = grammars.fault_of(forms.json_grammar(schema).text)
+    fault = grammars.error_of(forms.json_grammar(schema).text)
     assert fault is not None and reason in fault and len(fault) < 600 and "\n" not in fault, fault
 
 
@@ -201,7 +201,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_large_schema_is_compiled_in_a_moment(name: str, grammars: Grammars) -> None:
-    assert grammars.fault_of(forms.json_grammar(TAKEN[name]).text) is None
+    assert grammars.error_of(forms.json_grammar(TAKEN[name]).text) is None
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_large_schema_is_compiled_in_a_moment(name: str, grammars: Grammars) -
     [("", "no JSON text"), ("[" * 5000, "nested too deeply"), ("{}", "grammars"), ("7", ""), ('{"grammars": []}', "")],
 )
 def test_text_that_is_no_grammar_is_refused(text: str, reason: str, grammars: Grammars) -> None:
-    fault = grammars.fault_of(text)
+    fault = grammars.error_of(text)
     assert fault is not None and reason in fault
 
 

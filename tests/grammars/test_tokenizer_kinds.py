@@ -77,7 +77,7 @@ def replies(tokenizer: HuggingFaceTokenizer, grammar: forms.Grammar | str, count
     """Return the texts of replies that follow a grammar, by seeds from 0 up."""
     grammars = grammars_of(tokenizer)
     text = grammar if isinstance(grammar, str) else grammar.text
-    assert grammars.fault_of(text) is None
+    assert grammars.error_of(text) is None
     return [reply_of(tokenizer, grammars, text, seed) for seed in range(count)]
 
 
@@ -172,7 +172,7 @@ def test_a_text_that_the_vocabulary_cannot_write_is_refused_before_a_reply(kind:
     described = {"type": "string", "enum": ["größe"], "description": "日", "title": "🙂"}
     refused = [forms.choice_grammar(["ab", "a日"]), *map(forms.json_grammar, ({"enum": ["a", ["日"]]}, named))]
     for grammar in refused:
-        fault = grammars_of(tokenizer).fault_of(grammar.text)
+        fault = grammars_of(tokenizer).error_of(grammar.text)
         if KINDS[kind].covers_all:
             assert fault is None and "日" in "".join(replies(tokenizer, grammar, 8))
         else:
@@ -199,7 +199,7 @@ def test_a_mark_that_the_vocabulary_lacks_is_refused_before_a_reply(
 ) -> None:
     tokenizer = saved_without(tmp_path, missing)
     for grammar in refused:
-        fault = grammars_of(tokenizer).fault_of(grammar.text)
+        fault = grammars_of(tokenizer).error_of(grammar.text)
         assert fault is not None and f"the model has no token for {missing!r}" in fault and len(fault.splitlines()) == 1
     assert set(replies(tokenizer, forms.choice_grammar(["a", "lazy dog"]), 8)) == {"a", "lazy dog"}
     expression = forms.regex_grammar('("[^]{:\n4]|a)b')  # says what may be missing, but needs none of it
@@ -222,7 +222,7 @@ def saved_without(directory: Path, missing: str, *added: str) -> HuggingFaceToke
 def test_a_form_that_no_token_begins_is_refused_before_a_reply(piece: str, tmp_path: Path) -> None:
     tokenizer = saved_without(tmp_path, "{", piece)
     for grammar in (forms.json_grammar(OBJECT), forms.choice_grammar(["{a", "{b"])):
-        fault = grammars_of(tokenizer).fault_of(grammar.text)
+        fault = grammars_of(tokenizer).error_of(grammar.text)
         assert fault == "the model has no token that begins a reply of this form"
     assert set(replies(tokenizer, forms.choice_grammar(["a", ""]), 8)) == {"a", ""}
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from megatron_mamba_cache.models.tokenizers.token_reader import image_fault, image_tokens_of
+from megatron_mamba_cache.models.tokenizers.token_reader import image_error, image_tokens_of
 from tests.command_line.tiny_directories import END_OF_TEXT, VOCABULARY, save_tokenizer
 from tests.models.tokenizer_kinds import NOT_SPECIAL, THREE_KINDS, TURN_END, save_kind
 
@@ -136,9 +136,9 @@ def test_a_prompt_with_a_token_of_an_image_is_at_fault(tmp_path: Path) -> None:
     change_json(tmp_path / "config.json", image_token_id=5)
     words = "the prompt has token 5 (image_token_id) at position 2, which is for images"
     for tokenizer in (loaded(tmp_path), TokenIdTokenizer(8, image_tokens_of(tmp_path))):
-        assert (image_fault(tokenizer, (1, 4, 5, 5)) or "").startswith(words)
-        assert image_fault(tokenizer, (1, 4)) is None
-    assert image_fault(TokenIdTokenizer(8), (5,)) is None
+        assert (image_error(tokenizer, (1, 4, 5, 5)) or "").startswith(words)
+        assert image_error(tokenizer, (1, 4)) is None
+    assert image_error(TokenIdTokenizer(8), (5,)) is None
 
 
 def test_a_tokenizer_without_special_tokens_has_no_bos_and_eod(tmp_path: Path) -> None:

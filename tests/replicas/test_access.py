@@ -16,7 +16,7 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_client import InferenceClient
 
 from megatron_mamba_cache.replicas import channels
-from megatron_mamba_cache.replicas import place as replica_place
+from megatron_mamba_cache.replicas import identity as replica_identity
 from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess, port_of
 from megatron_mamba_cache.replicas.channels import CurveChannel, PlainChannel
 from megatron_mamba_cache.replicas.coordinator_secrets import JoiningSecret
@@ -286,19 +286,19 @@ def test_ranks_on_several_hosts_without_a_shared_key_are_refused(monkeypatch: py
     groups = type("Groups", (), {"mp": None, "dp": None})
 
     def others(*ranks: tuple[str, str]) -> None:
-        monkeypatch.setattr(replica_place, "_gathered", lambda found, _group: [found, set(ranks)])
+        monkeypatch.setattr(replica_identity, "_gathered", lambda found, _group: [found, set(ranks)])
 
     key, other_key = KeyedAccess(b"a" * 32), KeyedAccess(b"b" * 32)
     others(("elsewhere", "loopback"))
     with pytest.raises(ValueError, match=r"the ranks run on 2 hosts.*RoutingSettings\(key_file=...\).*insecure=True"):
-        replica_place.check_ranks(groups, LoopbackAccess())
+        replica_identity.check_ranks(groups, LoopbackAccess())
     others(("elsewhere", key.fingerprint))
-    replica_place.check_ranks(groups, key)
+    replica_identity.check_ranks(groups, key)
     for access in (other_key, LoopbackAccess(), InsecureAccess()):
         with pytest.raises(ValueError, match="give all of them the same key file or none"):
-            replica_place.check_ranks(groups, access)
+            replica_identity.check_ranks(groups, access)
     others(("elsewhere", "insecure"))
-    replica_place.check_ranks(groups, InsecureAccess())
+    replica_identity.check_ranks(groups, InsecureAccess())
 
 
 def test_sockets_between_ranks_refuse_unauthenticated_peers() -> None:

@@ -112,7 +112,7 @@ def scripted_server(
     backend: ScriptedBackend | None = None,
     access_log: AccessLog | None = None,
     load_record: LoadRecord | None = None,
-    tells_tokenizer: bool = False,
+    describes_tokenizer: bool = False,
     traces: Traces | None = None,
     **limits: Any,
 ) -> Server:
@@ -121,7 +121,7 @@ def scripted_server(
     Args:
         tokenizer: None: of bytes.
         access_log, load_record, traces: None: off.
-        tells_tokenizer: See `ServerSettings`.
+        describes_tokenizer: See `ServerSettings`.
         limits: Of `ServerLimits`.
     """
     tokenizer = tokenizer or ByteTokenizer()
@@ -131,7 +131,7 @@ def scripted_server(
     settings = replace(
         settings,
         load_record=load_record or LoadRecord(),
-        tells_tokenizer=tells_tokenizer,
+        describes_tokenizer=describes_tokenizer,
         traces=traces or Traces(),
     )
     return Server(backend or ScriptedBackend(), settings)

@@ -33,7 +33,7 @@ class ScriptedBackend:
         """Remember the event loop."""
         self._loop = asyncio.get_running_loop()
 
-    def fault_of(self, request: RequestSpec) -> str | None:
+    def error_of(self, request: RequestSpec) -> str | None:
         """Find no fault but that of length."""
         total = len(request.prompt) + request.max_tokens
         return None if total <= self.max_sequence_length else f"{total} tokens are more than max_sequence_length"

@@ -48,7 +48,7 @@ def test_page_without_its_files_names_the_install_command(monkeypatch: pytest.Mo
 
 
 def test_every_operation_has_a_summary_and_a_group() -> None:
-    with front_end(tells_tokenizer=True) as server, server.client() as http:
+    with front_end(describes_tokenizer=True) as server, server.client() as http:
         schema = http.get("/openapi.json").json()
     found = {
         (method, path): (*operation.get("tags", ()), operation["summary"])

@@ -141,7 +141,7 @@ def test_model_description_has_vllms_shape(server: RunningServer) -> None:
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
 def test_tokenizer_is_described_if_enabled(name: str, tmp_path: Path) -> None:
     tokenizer = agent_tokenizer(tmp_path / name, TEMPLATES[name])
-    with front_end(tokenizer=tokenizer, tells_tokenizer=True) as server, server.client() as http:
+    with front_end(tokenizer=tokenizer, describes_tokenizer=True) as server, server.client() as http:
         found = http.get("/tokenizer_info").json()
         assert httpx.get(f"{server.listening.url}/tokenizer_info").status_code == 401
     written = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
@@ -153,7 +153,7 @@ def test_tokenizer_is_described_if_enabled(name: str, tmp_path: Path) -> None:
 
 
 def test_tokenizer_without_files_is_described_by_its_class() -> None:
-    with front_end(tells_tokenizer=True) as server, server.client() as http:
+    with front_end(describes_tokenizer=True) as server, server.client() as http:
         assert http.get("/tokenizer_info").json() == {"tokenizer_class": "ByteTokenizer", "chat_template": None}
 
 

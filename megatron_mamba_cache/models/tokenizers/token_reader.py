@@ -31,7 +31,7 @@ def image_tokens_of(directory: Path, added: Mapping[str, int] = MappingProxyType
     return dict(_named_in(directory / "config.json")) | {added[name]: name for name in _NAMES if name in added}
 
 
-def image_fault(tokenizer: Any, tokens: Sequence[int]) -> str | None:
+def image_error(tokenizer: Any, tokens: Sequence[int]) -> str | None:
     """Return why a prompt cannot be read as text; None if it can."""
     others: Mapping[int, str] = getattr(tokenizer, "image_tokens", {})
     if not others or others.keys().isdisjoint(tokens):

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Tag
 from ..field_types import CacheControl, Flag, JsonObject, Name, Text
 from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
 from ..tool_schemas import MOST_TOOLS, ForeignTool, FunctionName, counted_foreign, own_or_foreign
-from ..unsupported import REFUSED, schema_fault
+from ..unsupported import REFUSED, schema_error
 
 _MOST_BLOCKS = 4096
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -60,7 +60,7 @@ def _only(*kinds: str) -> BeforeValidator:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if isinstance(kind, str) and kind not in kinds:
             sentence = f"a block of type {kind!r:.50} is not supported by this server here; send {' or '.join(kinds)}"
-            raise schema_fault(REFUSED, sentence, "type")
+            raise schema_error(REFUSED, sentence, "type")
         return block
 
     return BeforeValidator(check)
@@ -107,8 +107,8 @@ class MessagesTool(BaseModel):
 
     def as_function(self) -> dict[str, Any]:
         """Return the tool as chat completions have it."""
-        told = {"description": self.description, "strict": self.strict}
-        described = {key: value for key, value in told.items() if value is not None}
+        fields = {"description": self.description, "strict": self.strict}
+        described = {key: value for key, value in fields.items() if value is not None}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 

@@ -31,7 +31,7 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
     async def messages(body: MessagesRequest, request: Request) -> Response:
         chat = body.as_chat()
         order = orders.chat(chat, tenant_of(request, chat), "output_config.format")
-        form = MessagesFormat(model.name, body.max_tokens, tells_thinking=body.tells_thinking)
+        form = MessagesFormat(model.name, body.max_tokens, includes_thinking=body.includes_thinking)
         return reply_to(rules, replace(order, fits_room=True), form, streams=bool(body.stream))
 
     @router.post("/count_tokens")
@@ -50,13 +50,13 @@ class MessagesFormat:
 
     Args:
         max_tokens: What the client asked for; fewer may fit after the prompt.
-        tells_thinking: Whether blocks of reasoning have their text.
+        includes_thinking: Whether blocks of reasoning have their text.
     """
 
-    def __init__(self, model: str, max_tokens: int, *, tells_thinking: bool = True) -> None:
+    def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool = True) -> None:
         self._common = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
-        self._tells_thinking = tells_thinking
+        self._includes_thinking = includes_thinking
         self._blocks = _BlockEvents()
         self._has_started = False
 
@@ -65,7 +65,7 @@ class MessagesFormat:
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
-        return [*self._start(job), *(event for part in self._told(piece.parts) for event in self._blocks.of(part))]
+        return [*self._start(job), *(event for part in self._shown(piece.parts) for event in self._blocks.of(part))]
 
     def closing(self, job: Job) -> list[Event]:
         delta = _event("message_delta", delta=self._end(job), usage=_usage(job))
@@ -76,12 +76,12 @@ class MessagesFormat:
 
     def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         (choice,) = job.choices
-        content = _content(self._told(merged(choice.reply.parts)))
+        content = _content(self._shown(merged(choice.reply.parts)))
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
 
-    def _told(self, parts: Sequence[Part]) -> Sequence[Part]:
+    def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Return the parts as the client wants them."""
-        if self._tells_thinking:
+        if self._includes_thinking:
             return parts
         return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
 

@@ -21,7 +21,7 @@ from ..field_types import (
 )
 from ..schemas import ChatRequest
 from ..tool_schemas import own_tools
-from ..unsupported import LABELS, Table, Unsupported, note_ignored, schema_fault
+from ..unsupported import LABELS, Table, Unsupported, note_ignored, schema_error
 from .message_parts import (
     Blocks,
     MessagesToolChoice,
@@ -69,7 +69,7 @@ class Turn(PartlySupported):
         for index, block in enumerate(() if isinstance(self.content, str) else self.content):
             if block.type in foreign:
                 sentence = f"a block of type {block.type!r} cannot be in a message of role {self.role}"
-                raise schema_fault("foreign_block", sentence, f"content.{index}.type")
+                raise schema_error("foreign_block", sentence, f"content.{index}.type")
         return self
 
     @property
@@ -152,7 +152,7 @@ class CountTokensRequest(PartlySupported):
         last = self.messages[-1]
         if self.continues and (last.has_calls or not last.has_text):
             sentence = "the reply continues the last message, which needs text and no tool_use; send a user's message"
-            raise schema_fault("not_continued", sentence, "messages")
+            raise schema_error("not_continued", sentence, "messages")
         return self
 
     def as_chat(self) -> ChatRequest:
@@ -193,7 +193,7 @@ class CountTokensRequest(PartlySupported):
             if turn.role == "system":
                 yield {"role": "system", "content": parts_of(blocks)}
             else:
-                yield from _replied(blocks) if turn.role == "assistant" else _told(blocks)
+                yield from _replied(blocks) if turn.role == "assistant" else _user_messages(blocks)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -212,7 +212,7 @@ class MessagesRequest(CountTokensRequest):
     diagnostics: JsonObject | None = None
 
     @property
-    def tells_thinking(self) -> bool:
+    def includes_thinking(self) -> bool:
         """True when the reply has the text of reasoning."""
         return self.thinking is None or self.thinking.display != "omitted"
 
@@ -226,7 +226,7 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-def _told(blocks: list[Any]) -> Iterator[dict[str, Any]]:
+def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield a user's blocks as messages: results of calls, and the text between them."""
     texts: list[Any] = []
     for block in [*blocks, None]:

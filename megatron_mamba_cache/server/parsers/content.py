@@ -17,12 +17,12 @@ class TagPositions:
 
     def __init__(self, tokens: Mapping[int, str]) -> None:
         self._tokens = tokens
-        self._places: dict[str, set[int]] = {tag: set() for tag in tokens.values()}
+        self._positions: dict[str, set[int]] = {tag: set() for tag in tokens.values()}
 
     @property
     def texts(self) -> Collection[str]:
         """The texts of the tags."""
-        return self._places.keys()
+        return self._positions.keys()
 
     def find(self, token: int, text: str, start: int) -> int | None:
         """Return the position of a token's tag, and keep it; None if the token is not a tag.
@@ -35,16 +35,16 @@ class TagPositions:
         at = -1 if tag is None else text.rfind(tag)
         if tag is None or at < 0:
             return None
-        self._places[tag].add(start + at)
+        self._positions[tag].add(start + at)
         return start + at
 
     def joined(self, found: Sequence[tuple[str, int]]) -> Self:
         """Return these positions and those of tags that a parser has found."""
         joined = type(self)(self._tokens)
-        for tag, places in self._places.items():
-            joined._places[tag] = {*places}
-        for tag, place in found:
-            joined._places.setdefault(tag, set()).add(place)
+        for tag, positions in self._positions.items():
+            joined._positions[tag] = {*positions}
+        for tag, position in found:
+            joined._positions.setdefault(tag, set()).add(position)
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
@@ -55,9 +55,9 @@ class TagPositions:
         Args:
             text: The reply's.
         """
-        for tag, places in self._places.items():
+        for tag, positions in self._positions.items():
             own, others = _mentions(tag, text), _mentions(tag, rewritten)
-            counts = [at in places for at in own] if len(own) == len(others) else [True] * len(others)
+            counts = [at in positions for at in own] if len(own) == len(others) else [True] * len(others)
             yield from (at for at, does_count in zip(others, counts, strict=True) if does_count)
 
 

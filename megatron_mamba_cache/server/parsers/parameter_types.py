@@ -97,15 +97,15 @@ def _types(schema: Schema, root: Schema) -> set[str]:
                 followed.add(reference)
                 left.append(target_of(reference, root))
             continue
-        told, choices = _told_types(current), _choices(current)
-        if not told and not choices:
+        named, choices = _named_types(current), _choices(current)
+        if not named and not choices:
             return set()
-        found |= told
-        left += [] if told else choices
+        found |= named
+        left += [] if named else choices
     return set()
 
 
-def _told_types(schema: Any) -> set[str]:
+def _named_types(schema: Any) -> set[str]:
     """Return the types that a schema itself names, or those of the values that it allows."""
     if not isinstance(schema, Mapping):
         return set()

@@ -123,9 +123,9 @@ class TextFeed:
     def until(self, markers: Sequence[str]) -> Generator[str | None, None, str]:
         """Yield the text before the marker that is complete first, and consume both; return it, "" at the end."""
         while True:
-            places = [(at + len(marker), at) for marker in markers if (at := self._find(marker)) >= 0]
-            if places:
-                end, start = min(places)
+            positions = [(at + len(marker), at) for marker in markers if (at := self._find(marker)) >= 0]
+            if positions:
+                end, start = min(positions)
                 if start > self._at:
                     yield self._take(start)
                 return self._take(end)

@@ -68,8 +68,8 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
         return sequence(opening, anything, Grammar(literal("</tool_call>", special_id)))
     with at_location(f"the parameters of {tool.name}"):
         calls = [
-            sequence(*_parameters(alternative, f"value{number}_{place}", tool), closing)
-            for place, alternative in enumerate(object_alternatives(tool.parameters))
+            sequence(*_parameters(alternative, f"value{number}_{index}", tool), closing)
+            for index, alternative in enumerate(object_alternatives(tool.parameters))
         ]
     return sequence(opening, any_of(*calls))
 
@@ -77,19 +77,19 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
 def _parameters(alternative: Mapping[str, Any], name: str, tool: CallableTool) -> list[Grammar]:
     """Return the grammar of each parameter of an object, in the order of its properties."""
     return [
-        _parameter(key, schema, f"{name}_{place}", tool, is_required=key in alternative["required"])
-        for place, (key, schema) in enumerate(alternative["properties"].items())
+        _parameter(key, schema, f"{name}_{index}", tool, is_required=key in alternative["required"])
+        for index, (key, schema) in enumerate(alternative["properties"].items())
     ]
 
 
 def _parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_required: bool) -> Grammar:
     opening, closing = Grammar(quoted(f"<parameter={key}>\n")), "\n</parameter>\n"
     root: Mapping[str, Any] = tool.parameters or {}
-    told = resolved(schema, root)
-    is_missing = not told and isinstance(schema, Mapping) and "$ref" in schema
-    if _is_text(key, told, root) and not is_missing:
+    target = resolved(schema, root)
+    is_missing = not target and isinstance(schema, Mapping) and "$ref" in schema
+    if _is_text(key, target, root) and not is_missing:
         with at_location(f"properties.{key}"):
-            value = _value([told], name, root)
+            value = _value([target], name, root)
     else:
         value = json_grammar(with_root(schema, root), name, f"the parameter {key} of {tool.name}")
         value = sequence(value, Grammar(quoted(closing)))
@@ -108,8 +108,8 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
             branches = [branch for branch in part[word] if branch not in _NOTHING]
             return any_of(
                 *(
-                    _value([*others, resolved(branch, root)], f"{name}_{place}", root)
-                    for place, branch in enumerate(branches)
+                    _value([*others, resolved(branch, root)], f"{name}_{index}", root)
+                    for index, branch in enumerate(branches)
                 )
             )
     unheld = sorted(UNHELD & set[str]().union(*parts))
@@ -168,12 +168,12 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
     return Grammar(" | ".join(rule.removesuffix("[lazy]") for rule in rules if rule.endswith("[lazy]")), rules)
 
 
-def _is_text(key: str, told: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+def _is_text(key: str, target: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     """Return whether a parameter is written as it is, not as JSON: as `XmlCalls` reads it, whatever else it may be."""
     types = types_of_parameter(root, key)
-    return types == {"string"} or not (types or told.keys() & _COMBINED) or "string" in _named_types(told)
+    return types == {"string"} or not (types or target.keys() & _COMBINED) or "string" in _named_types(target)
 
 
-def _named_types(told: Mapping[str, Any]) -> list[Any]:
-    named = told.get("type")
+def _named_types(target: Mapping[str, Any]) -> list[Any]:
+    named = target.get("type")
     return named if isinstance(named, list) else [named]

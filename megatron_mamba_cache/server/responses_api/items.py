@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from ..field_types import CacheControl, JsonObject, Name, PromptCacheBreakpoint, Text
 from ..shown_text import foreign_call, foreign_result, is_foreign_call, is_foreign_result, text_instead, tool_of
-from ..unsupported import REFUSED, note_ignored, schema_fault
+from ..unsupported import REFUSED, note_ignored, schema_error
 
 _MOST_ITEMS = 8192
 _MOST_PARTS = 4096
@@ -33,7 +33,7 @@ def _with_known_type(names: Sequence[str], what: str) -> BeforeValidator:
 
 def _unsupported(what: str, kind: str, names: Sequence[str]) -> PydanticCustomError:
     sentence = f"{what} of type {kind!r:.50} is not supported by this server; send one of {', '.join(names)}"
-    return schema_fault(REFUSED, sentence, "type")
+    return schema_error(REFUSED, sentence, "type")
 
 
 class TextItemPart(BaseModel):

@@ -64,19 +64,22 @@ class ResponseOutput:
         if item is None:
             return []
         item["status"] = status
-        place = self._place(item)
+        position = self._position(item)
         if item["type"] == "function_call":
-            done = [self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])]
+            done = [self._event("response.function_call_arguments.done", **position, arguments=item["arguments"])]
         else:
             (content,) = item["content"]
             name = _NAMES[item["type"]]
             text = {"text": content["text"], **_log_probs(item)}
             done = [
                 *self._end_summary(item),
-                self._event(f"response.{name}.done", **place, content_index=0, **text),
-                self._event("response.content_part.done", **place, content_index=0, part=dict(content)),
+                self._event(f"response.{name}.done", **position, content_index=0, **text),
+                self._event("response.content_part.done", **position, content_index=0, part=dict(content)),
             ]
-        return [*done, self._event("response.output_item.done", output_index=place["output_index"], item=_copy(item))]
+        return [
+            *done,
+            self._event("response.output_item.done", output_index=position["output_index"], item=_copy(item)),
+        ]
 
     def message(self) -> ChatMessage:
         """Return the output as a message of chat completions."""
@@ -108,46 +111,48 @@ class ResponseOutput:
         if item["type"] == "function_call":
             return [added]
         item["content"].append(_text_part(item["type"]))
-        place, part = self._place(item), dict(item["content"][0])
-        begun = [added, self._event("response.content_part.added", **place, content_index=0, part=part)]
+        position, part = self._position(item), dict(item["content"][0])
+        begun = [added, self._event("response.content_part.added", **position, content_index=0, part=part)]
         return begun + (self._begin_summary(item) if item["type"] == "reasoning" and self._summarizes else [])
 
     def _begin_summary(self, item: Item) -> list[Event]:
         item["summary"].append({"type": "summary_text", "text": ""})
         part = dict(item["summary"][0])
-        return [self._event("response.reasoning_summary_part.added", **self._place(item), summary_index=0, part=part)]
+        return [
+            self._event("response.reasoning_summary_part.added", **self._position(item), summary_index=0, part=part)
+        ]
 
     def _grow_summary(self, text: str) -> list[Event]:
         assert self._open is not None
         if not self._open["summary"]:
             return []
         self._open["summary"][0]["text"] += text
-        place = self._place(self._open)
-        return [self._event("response.reasoning_summary_text.delta", **place, summary_index=0, delta=text)]
+        position = self._position(self._open)
+        return [self._event("response.reasoning_summary_text.delta", **position, summary_index=0, delta=text)]
 
     def _end_summary(self, item: Item) -> list[Event]:
-        place = self._place(item) | {"summary_index": 0}
+        position = self._position(item) | {"summary_index": 0}
         return [
             event
             for part in item.get("summary", ())
             for event in (
-                self._event("response.reasoning_summary_text.done", **place, text=part["text"]),
-                self._event("response.reasoning_summary_part.done", **place, part=dict(part)),
+                self._event("response.reasoning_summary_text.done", **position, text=part["text"]),
+                self._event("response.reasoning_summary_part.done", **position, part=dict(part)),
             )
         ]
 
     def _grow_text(self, text: str) -> Event:
         assert self._open is not None
         self._open["content"][0]["text"] += text
-        name, fields = _NAMES[self._open["type"]], self._place(self._open) | _log_probs(self._open)
+        name, fields = _NAMES[self._open["type"]], self._position(self._open) | _log_probs(self._open)
         return self._event(f"response.{name}.delta", **fields, content_index=0, delta=text)
 
     def _grow_arguments(self, text: str) -> Event:
         assert self._open is not None
         self._open["arguments"] += text
-        return self._event("response.function_call_arguments.delta", **self._place(self._open), delta=text)
+        return self._event("response.function_call_arguments.delta", **self._position(self._open), delta=text)
 
-    def _place(self, item: Item) -> dict[str, Any]:
+    def _position(self, item: Item) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self.items) - 1}
 
     def _event(self, kind: str, **fields: Any) -> Event:

@@ -29,17 +29,17 @@ def grammars() -> Grammars:
     return found
 
 
-def fault_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tuple[str | None, str]:
+def error_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tuple[str | None, str]:
     try:
         grammar = calls_grammar(family, [tool], lambda _text: None, only_one=True).text
     except GrammarError as error:
         return str(error), ""
-    return grammars.fault_of(grammar), grammar
+    return grammars.error_of(grammar), grammar
 
 
 def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
     """Check that 3 calls have arguments of a schema, or that it is refused by name; return whether it is held."""
-    fault, grammar = fault_and_grammar(family, CallableTool("save_all", schema), grammars)
+    fault, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
     if fault is not None:
         assert any(reason in fault for reason in REASONS) and not any(word in fault for word in LIBRARY_WORDS), fault
         assert "save_all" in fault, fault
@@ -85,7 +85,7 @@ WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("word", WHOLE_OBJECTS)
 def test_constraints_on_all_parameters_are_refused_if_each_is_written_alone(word: str, grammars: Grammars) -> None:
     schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
-    fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    fault, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert fault == f"the parameters of save_all: {word} cannot be held to; leave it out"
 
 
@@ -133,14 +133,14 @@ DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsatisfiable_parameters_are_refused_before_the_call(name: str, grammars: Grammars) -> None:
     parameter, words = DEAD_ENDS[name]
     schema = {"type": "object", "properties": {"a": parameter}, "required": ["a"]}
-    fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    fault, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert fault is not None and words in fault and "a" in fault.split(":")[0] and "\n" not in fault, fault
 
 
 @pytest.mark.parametrize("words", [{"unevaluatedProperties": False}, {"propertyNames": {"pattern": "^[b-z]$"}}])
 def test_illegal_names_are_refused(words: dict[str, Any], grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"b": TEXT}, "required": ["a"], **words}
-    fault, _ = fault_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    fault, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
     assert fault is not None and fault.startswith("the parameters of save_all: "), fault
 
 
@@ -149,7 +149,7 @@ def test_numbers_beyond_float64_stay_numbers(family: str, grammars: Grammars) ->
     """A number may have any number of digits in a grammar."""
     number, texts = {"type": "number"}, ["1e999", "-1E+400", "9" * 400, "1e2", "9" * 5000]
     schema = {"type": "object", "properties": {"x": {"type": "array", "items": number}}, "required": ["x"]}
-    fault, grammar = fault_and_grammar(family, CallableTool("save_all", schema), grammars)
+    fault, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
     written = f"[{','.join(texts)}]"
     reply = f'<tool_call>\n{{"name": "save_all", "arguments": {{"x":{written}}}}}\n</tool_call>'
     if family == "qwen3_coder":

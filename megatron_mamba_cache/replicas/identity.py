@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaPlace:
+class ReplicaIdentity:
     """A process's replica.
 
     Args:
@@ -75,7 +75,7 @@ def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
     return everywhere
 
 
-def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
+def agree_on_identity(groups: Any, address: str | None) -> ReplicaIdentity:
     """Agree on the replicas and the address across all processes of the launch; a collective over all of them.
 
     Args:
@@ -91,7 +91,7 @@ def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
         shared = [None, None, None]
     dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.mp), group=groups.mp)
     address, replica, domain = shared
-    return ReplicaPlace(replica, get_pg_rank(groups.mp), get_pg_size(groups.mp), domain, address)
+    return ReplicaIdentity(replica, get_pg_rank(groups.mp), get_pg_size(groups.mp), domain, address)
 
 
 def _is_first_member(groups: Any) -> bool:
