@@ -58,7 +58,7 @@ class ServerSettings:
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
         syntax: How the model writes replies to messages.
-        describes_tokenizer: Whether `/tokenizer_info` is served.
+        describes_tokenizer: True if `/tokenizer_info` is served.
     """
 
     model_name: str

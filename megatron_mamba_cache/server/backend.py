@@ -54,7 +54,7 @@ class BackendState:
     """A snapshot of the engines.
 
     Args:
-        is_ready: Whether warmup is over.
+        is_ready: True if warmup is over.
         failure: Why the engines no longer serve requests; None while they do.
         cache: Counters and owners, summed over all engines; None before the first report.
     """

@@ -29,7 +29,7 @@ class Connection(H11Protocol):
     connection as `scope["state"]["connection"]`.
 
     Attributes:
-        is_broken: Whether it closed before the client had all of a response.
+        is_broken: True if it closed before the client had all of a response.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class Conversation:
         messages: In OpenAI's form, oldest first; arguments of tool calls are objects.
         tools: Definitions of functions in OpenAI's form.
         values: Further variables of the template.
-        adds_prompt: Whether the text goes on to where the assistant's reply begins.
-        continues: Whether the last message is left open, to be continued.
+        adds_prompt: True if the text goes on to where the assistant's reply begins.
+        continues: True if the last message is left open, to be continued.
         breakpoints: In order.
     """
 

@@ -43,7 +43,7 @@ def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_t
 
     Args:
         text: The prompt's text; None uses the text of the token ids.
-        has_tokens: Whether the echo has the prompt's tokens.
+        has_tokens: True if the echo has the prompt's tokens.
     """
     reader = TokenReader(tokenizer)
     if not has_tokens:

@@ -72,7 +72,7 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
     """Add `/docs` and its assets; call this before the schema is built.
 
     Args:
-        needs_key: Whether requests need an API key; if so, the page has a button to enter one.
+        needs_key: True if requests need an API key; if so, the page has a button to enter one.
     """
     _describe(app, needs_key=needs_key)
     folder = _asset_folder()
@@ -145,7 +145,7 @@ class TokenizingRoutes:
     """The routes and what they need.
 
     Args:
-        describes_tokenizer: Whether clients may read the tokenizer's settings and chat template.
+        describes_tokenizer: True if clients may read the tokenizer's settings and chat template.
     """
 
     model: ServedModel

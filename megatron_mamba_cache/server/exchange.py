@@ -38,7 +38,7 @@ class Exchange:
         prompt_tokens, cached_tokens, completion_tokens: None for a request without replies of the model.
         queue_seconds: Wait of its first reply, from its arrival at the gate to its first step.
         error: Code or type of the error in its response.
-        is_cut_off: Whether the server's end cut it off.
+        is_cut_off: True if the server's end cut it off.
     """
 
     request_id: str

@@ -45,8 +45,8 @@ class StreamSettings:
     """What OpenAI's formats have besides the replies.
 
     Args:
-        includes_usage: Whether a stream's last chunk has the usage.
-        usage_in_every_event: Whether all others have the usage so far.
+        includes_usage: True if a stream's last chunk has the usage.
+        usage_in_every_event: True if all others have the usage so far.
         request_id: The end of the reply's id; None generates one.
     """
 
@@ -168,7 +168,7 @@ class ChatFormat(_Envelope):
     """`/v1/chat/completions`; see `Format`.
 
     Args:
-        includes_reasoning: Whether replies include their reasoning, where the server separates it.
+        includes_reasoning: True if replies include their reasoning, where the server separates it.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"

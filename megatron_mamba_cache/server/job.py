@@ -54,7 +54,7 @@ class JobRules:
         on_reply: Awaited with each reply that is complete, before its client has the end of it.
         on_end: Called with each job that has ended, complete or not.
         token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
-        is_over: Whether accepted requests are no longer started either.
+        is_over: True if accepted requests are no longer started either.
     """
 
     backend: Backend

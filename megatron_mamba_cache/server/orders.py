@@ -37,7 +37,7 @@ class Order:
         sampling: Of every choice, without a grammar; each choice of a prompt has its own seed.
         max_tokens: The most tokens of a reply, at least 1; None: as many as fit after the prompt.
         fits_room: True cuts `max_tokens` to what fits after the prompt.
-        is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
+        is_empty: True if replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.
         form: What replies have to look like; None: anything.
         num_log_probs: Alternatives with log-probs for each token; 0 gives only the sampled token's, None gives none.

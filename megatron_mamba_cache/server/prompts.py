@@ -33,7 +33,7 @@ class Prompt:
         conversation: What the text was rendered from; None for a text of the client's.
         breakpoints: The conversation's breakpoints whose place is known.
         add_special_tokens: How the text was tokenized; see `PromptReader.read`.
-        opens_reasoning: Whether a reply begins within reasoning.
+        opens_reasoning: True if a reply begins within reasoning.
     """
 
     token_ids: tuple[int, ...]

@@ -87,7 +87,7 @@ class ReplyPrompt:
     """The rules that a reply follows.
 
     Args:
-        opens_reasoning: Whether the prompt ends within reasoning.
+        opens_reasoning: True if the prompt ends within reasoning.
         num_echoed: Characters that are sent before the reply.
     """
 

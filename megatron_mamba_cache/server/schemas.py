@@ -37,8 +37,8 @@ class StreamOptions(PartlySupported):
     """What a stream has besides its choices.
 
     Args:
-        include_usage: Whether a last chunk without choices has the usage.
-        continuous_usage_stats: Whether each chunk has the usage so far.
+        include_usage: True if a last chunk without choices has the usage.
+        continuous_usage_stats: True if each chunk has the usage so far.
     """
 
     model_config = ConfigDict(extra="forbid")

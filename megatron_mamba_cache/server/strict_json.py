@@ -14,7 +14,7 @@ def strict_value(text: str, *, allows_controls: bool = False) -> Any:
     """Return the value of a JSON text, with U+FFFD for each lone surrogate.
 
     Args:
-        allows_controls: Whether strings may have control characters, such as line ends, as they are.
+        allows_controls: True if strings may have control characters, such as line ends, as they are.
 
     Raises:
         ValueError: If the text is not JSON, has a number that is not finite or is nested too deeply.

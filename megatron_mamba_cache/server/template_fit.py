@@ -119,7 +119,7 @@ class Reading:
     """Result of rendering a conversation: the messages that the template leaves out.
 
     Args:
-        is_refused: Whether the template raises.
+        is_refused: True if the template raises.
         unread: Indexes of messages that its text leaves out, except those of `unread_with_calls`.
         unread_with_calls: Indexes of messages of which the calls are read, but not the text before them.
         num_names: Names of messages in its text, those of results aside.

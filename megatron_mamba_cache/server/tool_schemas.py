@@ -190,9 +190,9 @@ class ChosenTools:
     """The tools that a reply may call.
 
     Args:
-        choice: Whether a call is asked for, or of which tool.
+        choice: "auto", "none", "required", or the tool that must be called.
         tools: In OpenAI's form.
-        are_some: Whether the request has other tools, which may not be called.
+        are_some: True if the request has other tools, which may not be called.
     """
 
     choice: str | NamedTool | None

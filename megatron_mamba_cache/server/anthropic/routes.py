@@ -50,7 +50,7 @@ class MessagesFormat:
 
     Args:
         max_tokens: What the client asked for; fewer may fit after the prompt.
-        includes_thinking: Whether blocks of reasoning have their text.
+        includes_thinking: True if blocks of reasoning have their text.
     """
 
     def __init__(self, model: str, max_tokens: int, *, includes_thinking: bool = True) -> None:

@@ -77,7 +77,7 @@ class LinePosition:
     """A position in text: what its line has before it, and if it is inside a fenced block of code.
 
     Args:
-        is_held: Whether a grammar holds the text. It knows neither fences nor which quotes belong together.
+        is_held: True if a grammar holds the text. It knows neither fences nor which quotes belong together.
     """
 
     def __init__(self, *, is_held: bool = False) -> None:

@@ -100,7 +100,7 @@ class ReplySyntax:
 
         Args:
             parameters: None if the reply may not call tools.
-            is_open: Whether the prompt ends within reasoning.
+            is_open: True if the prompt ends within reasoning.
             token_tags: Tags that are tokens of the model.
             is_held: True if a grammar holds the reply. Then only the first marker begins calls within reasoning.
         """

@@ -73,7 +73,7 @@ class ReplyParser:
     Args:
         parse: Reads the text and yields the parts.
         token_tags: Tags that count only where they were noted.
-        is_held: Whether a grammar holds the reply.
+        is_held: True if a grammar holds the reply.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ class ReasoningForm:
 
     Args:
         open, close: Its markers.
-        begins_open: Whether every reply begins inside of it unless the prompt has closed it.
+        begins_open: True if every reply begins inside of it unless the prompt has closed it.
     """
 
     open: str
@@ -43,7 +43,7 @@ class ReasoningForm:
         Tool calls end reasoning too, since models forget to close it before; they may close it after the last one.
 
         Args:
-            is_open: Whether the reply begins inside of it.
+            is_open: True if the reply begins inside of it.
             calls: How tool calls are written; None: there are none.
         """
         feed.mark()

@@ -16,7 +16,7 @@ class TextFeed:
 
     Args:
         token_tags: Tags that are tokens of the model. Text that spells one is a tag only at a noted position.
-        is_held: Whether a grammar holds the reply, which says where its tags are.
+        is_held: True if a grammar holds the reply, which says where its tags are.
     """
 
     def __init__(self, token_tags: Collection[str] = (), *, is_held: bool = False) -> None:

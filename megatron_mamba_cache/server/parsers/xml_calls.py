@@ -29,7 +29,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
 
     Args:
         types: JSON types; none if the schema does not say. Names that JSON Schema does not have say nothing.
-        is_held: Whether a grammar holds the text. Then numbers beyond float64 are replaced by the nearest in it.
+        is_held: True if a grammar holds the text. Then numbers beyond float64 are replaced by the nearest in it.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
     written = strict_json(text.strip(), is_held=True) if is_held else text.strip()

@@ -27,7 +27,7 @@ class ResponseOutput:
     """The output of one response.
 
     Args:
-        summarizes: Whether reasoning is the summary of its item too: many clients show only the summary.
+        summarizes: True if reasoning is the summary of its item too: many clients show only the summary.
 
     Attributes:
         items: Items so far; the last one may still grow.

@@ -62,7 +62,7 @@ class ResponsesFormat:
     Args:
         settings: Fields of the request that the response repeats.
         keep: Called with the reply as a message, and the body of a response that is complete.
-        summarizes: Whether reasoning is a summary too.
+        summarizes: True if reasoning is a summary too.
     """
 
     def __init__(
