@@ -98,31 +98,24 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return output
 
     def compute_step(self) -> Tensor:
-        """See `StepModel`."""
         return self.run_one_forward_step(self._inputs())
 
     def compute_part(self) -> Tensor:
-        """See `StepModel`."""
         return self._compute(self._inputs())
 
     def receive(self, num_tokens: int) -> None:
-        """See `StepModel`."""
         self.stage.receive(num_tokens)
 
     def send(self, output: Tensor) -> None:
-        """See `StepModel`."""
         self.stage.send(output)
 
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
-        """See `StepModel`."""
         return nullcontext(False) if self._exchange is None else self._exchange.resuming()
 
     def weight_places(self) -> WeightPlaces:
-        """See `StepModel`."""
         return WeightPlaces.of(self.model)
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:
-        """See `StepModel`."""
         return _rotary_tables_of(self.model)
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:

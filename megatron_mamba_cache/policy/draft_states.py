@@ -118,7 +118,7 @@ class ReplayStates:
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """See `DraftStates`.
+        """Limit drafts to tokens before the next rounding.
 
         A step rounds a state before its first token. Tokens after the next rounding would read the unrounded state, and
         then their bits would depend on the number of drafts.
@@ -138,7 +138,7 @@ class ReplayStates:
         """Do nothing: the next step overwrites the inputs of rejected drafts."""
 
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
-        """See `DraftStates`; the request keeps its buffer."""
+        """Close the draft states; the request keeps its buffer."""
         cursor.settle(num_tokens)
 
     def end(self, cursor: StateCursor) -> None:

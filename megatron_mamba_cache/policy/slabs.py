@@ -76,12 +76,10 @@ class SlabPlaces(ABC):
         return self._slabs.num_open * self.per_slab + self.num_beside_fixed
 
     @abstractmethod
-    def take(self, num_places: int) -> list[int]:
-        """See `Places`."""
+    def take(self, num_places: int) -> list[int]: ...
 
     @abstractmethod
-    def give_back(self, place: int) -> None:
-        """See `Places`."""
+    def give_back(self, place: int) -> None: ...
 
     def fix(self, *places: int) -> None:
         slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab

@@ -115,7 +115,7 @@ class CoordinatorBackend:
             listener.deliver(Progress(end="error", error=reason))
 
     async def flush(self, weights_version: str | None) -> None:
-        """See `Backend`; each replica flushes before it handles any later request."""
+        """Flush all replicas; each does so before it handles any later request."""
         self._send(FLUSH, weights_version)
         if weights_version is not None:
             self._flushed_to = weights_version

@@ -73,7 +73,7 @@ class LoadFile(LoadRecord):
         self._thread.start()
 
     def note(self, job: Job) -> None:
-        """See `LoadRecord`; each choice is a request of its own."""
+        """Record each choice as a request of its own."""
         arrived = time.time() - (time.monotonic() - job.times.arrived)
         for choice in job.choices:
             request = ServedRequest(arrived, job.tenant.name, choice.spec.prompt, len(choice.reply.token_ids))

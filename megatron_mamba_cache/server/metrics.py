@@ -185,7 +185,7 @@ class ServerMetrics(TokenTimes):
         self.recent_first_token.add(seconds)
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """See `TokenTimes`; several tokens of a step share its time."""
+        """Note the time between tokens; several tokens of a step share its time."""
         for _ in range(num_tokens):
             self.inter_token.observe(seconds / num_tokens)
         self.recent_inter_token.add(seconds / num_tokens, num_tokens)

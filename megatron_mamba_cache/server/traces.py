@@ -50,7 +50,7 @@ class ExportedTraces(Traces):
         self._tracer: Any = None
 
     def start(self) -> None:
-        """See `Traces`.
+        """Start the trace of a request.
 
         Raises:
             MissingExtraError: If the extra otel is not installed.

@@ -211,7 +211,7 @@ class EarlyStep:
             self._graph.adopt(outcome)
 
     def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """See `CapturedStep`; False once the graph is freed."""
+        """Return True if the graph can launch the next step; False once it is freed."""
         return self._graph is not None and self._graph.can_launch_next(requests, tokens)
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "EarlyStep":

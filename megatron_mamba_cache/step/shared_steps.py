@@ -140,7 +140,7 @@ class SharedSteps:
         self.part = Part.BEGUN
 
     def next_shape(self) -> StepShape:
-        """See `StepSharing`; from now on it is the present one."""
+        """Agree on the next shape, which becomes the present one."""
         fixed, self._fixed, self._is_owed = self._fixed, None, False
         self._present = computed_shape(fixed or self._agreed(), self._shapes())
         self.part = Part.AGREED
@@ -162,7 +162,7 @@ class SharedSteps:
         return StepShape(num_requests, 1 if prefill[0] else width, *prefill)
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """See `StepSharing`; ranks agree before tokens are read."""
+        """Return True if all ranks launch the next step; they agree before tokens are read."""
         if knows_tokens:
             return False
         stays_paused = (

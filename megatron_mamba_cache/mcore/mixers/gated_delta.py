@@ -121,12 +121,10 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
         return self.mix_step(hidden_states, inference_context)
 
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
-        """See `CachingMixer`."""
         qkv, z, b, a = self._split(projected)
         return self.norm(self.recurrence.prefill(qkv, b, a, self._weights, states, rows).flatten(1), z)
 
     def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """See `CachingMixer`."""
         assert step.decode is not None
         qkv, z, b, a = self._split(projected)
         y = self.recurrence.decode(qkv, b, a, self._weights, states, step.decode, step.replay)

@@ -100,12 +100,10 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
         return self.mix_step(hidden_states, context)
 
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:
-        """See `CachingMixer`."""
         z, xbc, dt = self._split(projected)
         return self._gate(self.recurrence.prefill(xbc, dt, self._weights, states, rows).flatten(1), z)
 
     def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """See `CachingMixer`."""
         assert step.decode is not None
         z, xbc, dt = self._split(projected)
         y = self.recurrence.decode(xbc, dt, self._weights, states, step.decode, step.replay)

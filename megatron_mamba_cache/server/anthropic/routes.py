@@ -61,7 +61,7 @@ class MessagesFormat:
         self._has_started = False
 
     def opening(self, _job: Job) -> list[Event]:
-        """See `Format`; a message starts with its first piece, when the cached tokens are known."""
+        """Start a message with its first piece, when the cached tokens are known."""
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:

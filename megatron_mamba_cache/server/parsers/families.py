@@ -26,11 +26,9 @@ class _HeldCalls:
 
     @property
     def open(self) -> Sequence[str]:
-        """See `MarkedCalls`."""
         return self.calls.open[:1]
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """See `MarkedCalls`."""
         return self.calls.call(feed, marker)
 
 

@@ -31,7 +31,6 @@ class JsonCalls:
         return text_and_calls(feed, self)
 
     def call(self, feed: TextFeed, _marker: str) -> Reading:
-        """See `MarkedCalls`."""
         found = yield from _calls(feed, (self.close,))
         if found:
             yield from feed.space()
@@ -45,14 +44,12 @@ class PlainJsonCalls:
     open: tuple[str, ...] = ()
 
     def parse(self, feed: TextFeed) -> Parsing:
-        """See `JsonCalls`."""
         feed.mark()
         if not (yield from self.call(feed, "")):
             feed.back_to_mark()
         yield from plain_text(feed)
 
     def call(self, feed: TextFeed, _marker: str) -> Reading:
-        """See `MarkedCalls`."""
         yield from feed.space()
         return (yield from _calls(feed, closers=()))
 

@@ -140,7 +140,7 @@ class XmlCalls:
         return text_and_calls(feed, self)
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """See `MarkedCalls`. Without the tag around it, a call needs a parameter or its end to be one."""
+        """Parse one call. Without the tag around it, a call needs a parameter or its end to be one."""
         if marker == _CALL:
             yield from feed.space()
             if not (yield from feed.accepts(_FUNCTION)):
