@@ -31,7 +31,7 @@ from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTiling, scan_portably
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
 from megatron_mamba_cache.recurrences.gated_delta.verify import VerifyTiling, delta_verify
-from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from megatron_mamba_cache.step.prefill_metadata import plan_chunks
 
 GRAIN = 64

@@ -180,7 +180,9 @@ class Bench:
                 batch.x, self.first, orders[id(batch)], top_k=top_k, activation=activation
             ),
             "second": lambda batch: grouped_gemm(batch.inner, self.second, orders[id(batch)]),
-            "sum": lambda batch: weighted_sum(batch.rows, orders[id(batch)].places, batch.weights, self._addend(batch)),
+            "sum": lambda batch: weighted_sum(
+                batch.rows, orders[id(batch)].positions, batch.weights, self._addend(batch)
+            ),
         }
         if num_tokens <= FEW_TOKENS:
             parts["first"] = lambda batch: pair_gemm(batch.x, self.first, batch.ids, activation=activation)
@@ -206,19 +208,20 @@ class Bench:
         order = order_by_expert(ids, self.shape.num_experts)
         inner = grouped_gemm(x, self.first, order, top_k=self.shape.rule.top_k, activation=self.shape.activation)
         rows = grouped_gemm(inner, self.second, order)
-        return Inputs(x, self._shared_expert(), logits, ids, weights, inner, rows, inner[order.places.flatten().long()])
+        of_pairs = inner[order.positions.flatten().long()]
+        return Inputs(x, self._shared_expert(), logits, ids, weights, inner, rows, of_pairs)
 
     def _layer(self, batch: Inputs) -> Tensor:
         """Compute the layer as the engine does."""
         x, shared, experts = batch.x, batch.shared, (self.first, self.second, self.shape.activation)
         takes_along = shared is not None and takes_shared_expert(x)
-        beside = None
+        overlapped = None
         if shared is not None and not takes_along:
-            beside = OverlappedExpert(lambda: self._begin_shared(shared, x), x.device)
+            overlapped = OverlappedExpert(lambda: self._begin_shared(shared, x), x.device)
         ids, weights = route(router_logits(x, self.gate), None, self.shape.rule, None, self._gate_of(x))
-        if beside is None:
+        if overlapped is None:
             return routed_experts(x, ids, weights, *experts, shared=shared)
-        return routed_experts(x, ids, weights, *experts, addend=beside.output, beside=beside)
+        return routed_experts(x, ids, weights, *experts, addend=overlapped.output, overlapped=overlapped)
 
     def _begin_shared(self, shared: SharedExpert, x: Tensor) -> Callable[[], Tensor]:
         activation = self.shape.activation

@@ -25,7 +25,7 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
-from megatron_mamba_cache.recurrences.row_tiles import TILE_LEN, tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import TILE_LEN, tile_shape
 from megatron_mamba_cache.step.prefill_metadata import plan_chunks
 
 CHUNK = 256

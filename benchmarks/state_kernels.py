@@ -62,10 +62,10 @@ STATE_TILINGS = (
 REPLAY_TILINGS = (
     ReplayTiling("sums", width=32, num_warps=1, max_registers=255),
     ReplayTiling("sums", width=16, num_warps=1, max_registers=128),
-    ReplayTiling("products", width=32, num_warps=1, max_registers=255),
-    ReplayTiling("products", width=32, num_warps=1, max_registers=224),
-    ReplayTiling("products", width=32, num_warps=1, max_registers=168),
-    ReplayTiling("products", width=16, num_warps=1, max_registers=168),
+    ReplayTiling("mma", width=32, num_warps=1, max_registers=255),
+    ReplayTiling("mma", width=32, num_warps=1, max_registers=224),
+    ReplayTiling("mma", width=32, num_warps=1, max_registers=168),
+    ReplayTiling("mma", width=16, num_warps=1, max_registers=168),
     ReplayTiling("portable", width=64, num_warps=4, max_registers=128),
     ReplayTiling("portable", width=32, num_warps=1, max_registers=255),
 )

@@ -1,7 +1,7 @@
 """Chat in the terminal, like `mamba-cache chat`; shows the cached tokens and time to first token of each turn.
 
-    python -m megatron_mamba_cache serve &
-    python examples/chat_session.py
+python -m megatron_mamba_cache serve &
+python examples/chat_session.py
 """
 
 import sys

@@ -68,7 +68,7 @@ CURSOR_CHANGES = {"accept", "settle", "add_slots", "remove_last_slot", "release_
 """Methods of `StateCursor` that change it; only draft states use them, whatever the object is called."""
 CURSOR_NAMESAKES = {
     *("draft_states.accept", "uniforms.accept"),
-    *("drafts.settle", "memory.settle", "self.settle", "_rows.settle"),
+    *("drafts.resolve", "memory.resolve", "self.settle", "_rows.settle"),
 }
 """Methods and fields of other objects that are called like these."""
 ATTRIBUTE_DICTS = {

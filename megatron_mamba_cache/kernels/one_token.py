@@ -36,18 +36,18 @@ def _one_token_kernel(
 ):
     let_next_begin(OVERLAPS)
     row, element = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    places = weight + tl.minimum(row, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS + element[None, :]
+    pointers = weight + tl.minimum(row, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS + element[None, :]
     inside = element < INPUTS
-    weights = tl.load(places, mask=inside[None, :], other=0)
+    weights = tl.load(pointers, mask=inside[None, :], other=0)
     if ACTIVATION == "gated_silu":
-        places += OUTPUTS * INPUTS
-        others = tl.load(places, mask=inside[None, :], other=0)
+        pointers += OUTPUTS * INPUTS
+        others = tl.load(pointers, mask=inside[None, :], other=0)
     await_written(OVERLAPS)
     given = tl.load(x + element, mask=inside, other=0).to(tl.float32)[None, :]
     products = weights.to(tl.float32) * given
     for begin in tl.static_range(WIDTH, INPUTS, WIDTH):
         inside = begin + element < INPUTS
-        weights = tl.load(places + begin, mask=inside[None, :], other=0)
+        weights = tl.load(pointers + begin, mask=inside[None, :], other=0)
         given = tl.load(x + begin + element, mask=inside, other=0).to(tl.float32)[None, :]
         products += weights.to(tl.float32) * given
     total = tl.sum(products, axis=1)

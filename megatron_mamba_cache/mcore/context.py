@@ -474,7 +474,7 @@ class MambaCacheContext(DynamicInferenceContext):
             raise CacheIntegrityError(
                 "the next step runs already, and live states with it; set CacheConfig(run_ahead=False) to look at them"
             )
-        self.memory.settle([row for row in self.rows if not row.scheduled])
+        self.memory.resolve([row for row in self.rows if not row.scheduled])
         return LiveSlots(self.rows)
 
     @property

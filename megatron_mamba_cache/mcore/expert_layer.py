@@ -200,7 +200,7 @@ class MixtureOfExperts(MegatronModule):
         if self.exchange is None:
             return self._of_experts_here(x, is_real, shared, addend)
         if shared is not None:
-            shared.launch(behind=False)
+            shared.launch(after_queued=False)
         everyone = self.exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
         partial = self._of_experts_here(everyone, self.exchange.real_tokens(batch), None, None)
         return self.exchange.combine(partial, len(x), None if addend is None else addend())
@@ -214,7 +214,7 @@ class MixtureOfExperts(MegatronModule):
     ) -> Tensor:
         ids, weights = self.router(x, is_real, self._summed_gate)
         return self.experts(
-            x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, beside=shared
+            x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, overlapped=shared
         )
 
 

@@ -58,7 +58,7 @@ class StackedExperts(MegatronModule):
         weights: Tensor,
         addend: Callable[[], Tensor] | None = None,
         shared: SharedExpert | None = None,
-        beside: OverlappedExpert | None = None,
+        overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
         return routed_experts(
@@ -72,7 +72,7 @@ class StackedExperts(MegatronModule):
             first_expert=self.first_expert,
             addend=addend,
             shared=shared,
-            beside=beside,
+            overlapped=overlapped,
         )
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:

@@ -139,7 +139,7 @@ class ReplayStates:
 
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
         """Close the draft states; the request keeps its buffer."""
-        cursor.settle(num_tokens)
+        cursor.resolve(num_tokens)
 
     def end(self, cursor: StateCursor) -> None:
         if cursor.draft_buffer is not None:

@@ -96,7 +96,7 @@ class StateCursor:
         """Drop the last column."""
         del self.draft_slots[-1]
 
-    def settle(self, num_tokens: int) -> None:
+    def resolve(self, num_tokens: int) -> None:
         """Note that the live slot holds the state after `num_tokens`, all that are computed."""
         self.accepted, self.settled = 1, num_tokens
 

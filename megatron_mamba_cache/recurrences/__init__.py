@@ -1,1 +1,1 @@
-"""What a recurrence is, and its states on the device: their pool, moves between slots, and cached forms."""
+"""The interface of a recurrence, and its states on the device: pool, moves between slots, cached forms."""

@@ -1,17 +1,17 @@
 """Align copy: cache the state at the block boundary that a verify step's accepted tokens reached.
 
-The device decides. For each row, with running = computed + scheduled - drafts,
+The device decides. For each request, with running = computed + scheduled - drafts,
 
     aligned = (running + max(accepted, 1) - 1) // block_size * block_size
     copy iff aligned >= running and aligned > 0;  shift = aligned - running
 
 Whole tensors are read from the slot of column state_column + shift. Windows are read from the slot of column
-state_column, from input `shift` on; their last inputs may be in a tail, one buffer a request.
+state_column, from input `shift` on; their last inputs may be in a tail, one buffer for each request.
 
-Layout: see `slot_tiles`; a tile of a quantized tensor is a head's channels over all rows. Grid: the programs that stay
-resident. Each decides all rows, numbers those that move bytes, and takes every n-th of their tiles, all layers and all
-tensors: one row spreads over the whole device, and a step that moves nothing costs one decision. Graph safe: no host
-sync, one launch, grid fixed at capture.
+Layout: see `slot_tiles`; a tile of a quantized tensor is a head's channels over all rows. Grid: the resident programs.
+Each decides for all requests, numbers those that move bytes, and takes every n-th of their tiles, all layers and
+tensors: one request uses the whole device, and a step that moves nothing costs one decision. Graph safe: no host sync,
+one launch, grid fixed at capture.
 """
 
 from collections.abc import Sequence
@@ -42,16 +42,16 @@ from .slot_tiles import (
 __all__ = ["QUANTIZING", "ROWS_AT_A_TIME", "TILING", "align_copy", "align_copy_ref"]
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
-QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # where a tensor is quantized on its way
+QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # if a tensor is quantized
 ROWS_AT_A_TIME = 256
-"""Rows that a program decides at once; more rows take several rounds."""
+"""Requests decided at once; more take several rounds."""
 _QUANTIZED_WIDTH = 32
 _PAD = tl.constexpr(PAD_SLOT)
 _WHOLE, _WINDOW, _QUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class _Rows(NamedTuple):
-    """A kernel's view of `AlignBatch`, and of the buffers of tails; None if there is no tail."""
+    """A kernel's view of `AlignBatch` and of the tail buffers; None without a tail."""
 
     computed: Tensor
     scheduled: Tensor
@@ -67,14 +67,14 @@ class _Rows(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A tensor as the kernel takes it: source, target, tail, and the compile-time sizes of its tiles.
+    """A kernel's view of one move: source, target, tail, and the compile-time sizes of its tiles.
 
-    Of a quantized tensor, `times` are heads, `length` rows of a head and `lanes` channels.
+    For a quantized tensor, `times` are heads, `length` rows of a head and `lanes` channels.
     """
 
     source: Any
     target: Any
-    tail: SlotStates  # any, if there is none
+    tail: SlotStates  # unused if there is none
     motion: int
     layers: int
     times: int
@@ -93,7 +93,7 @@ class _Cut(NamedTuple):
 
 @triton.jit
 def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
-    """Decide ROWS rows: whether each keeps a state, and whether its target is another slot than its source.
+    """Decide for ROWS requests: keep a state or not, and whether the target is another slot than the source.
 
     Then whole source << 32 | window source, target << 32 | shift, and the buffer of the tail.
     """
@@ -104,14 +104,14 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     drafts = tl.load(rows.drafts + row, mask=exists, other=0)
     target = tl.load(rows.targets + row, mask=exists, other=_PAD)
     running = computed + scheduled - drafts
-    # Most rows are far from a boundary, however many drafts they accept: nothing more is read for those.
+    # Most requests are far from a boundary, whatever they accept: nothing more is read for those.
     is_near = (target != _PAD) & ((running + block_size - 1) // block_size * block_size - running < rows.num_columns)
     accepted = tl.load(rows.accepted + row * rows.accepted_stride, mask=is_near, other=1).to(tl.int32)
     state_column = tl.load(rows.state_columns + row, mask=is_near, other=0)
 
     aligned = (running + tl.maximum(accepted, 1) - 1) // block_size * block_size
     shift = aligned - running
-    # A padded row's counts may be stale: its columns are the bound.
+    # The counts of padding requests may be stale: their columns are the bound.
     reached = is_near & (shift >= 0) & (aligned > 0) & (state_column + shift < rows.num_columns)
 
     column = rows.columns + row * rows.columns_stride + state_column
@@ -128,10 +128,10 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
 
 @triton.jit
 def _quantize_tiles(
-    matrices, places, source, target, first_tile,
+    matrices, pointers, source, target, first_tile,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Quantize every n-th tile from `first_tile` on, n programs, of slot `source` into slot `target`: all layers."""
+    """Quantize every n-th tile of slot `source` into slot `target`, all layers: from `first_tile` on, n programs."""
     PARTS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     n = tl.arange(0, triton.next_power_of_2(D_STATE))
     has_n = n < D_STATE
@@ -144,7 +144,7 @@ def _quantize_tiles(
         states += head * (D_STATE * CHANNELS)
         inside = has_n[:, None] & has_p[None, :]
         state = tl.load(states + n[:, None] * CHANNELS + p[None, :], mask=inside, other=0.0)
-        store_quantized(places, layer, target, state.to(tl.float32), head, n, p, has_n, has_p, D_STATE, CHANNELS)
+        store_quantized(pointers, layer, target, state.to(tl.float32), head, n, p, has_n, has_p, D_STATE, CHANNELS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "block_size"])
@@ -189,14 +189,14 @@ def _align_copy_kernel(
 
 
 def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, tiling: CopyTiling | None = None) -> None:
-    """Copy each row's state at the block boundary that its accepted tokens reached into its target, in place.
+    """Copy the state at each boundary that accepted tokens reached into the request's target, in place.
 
-    A row that reaches no boundary, has no target or is padded copies nothing, whatever its counts. Within a pool, the
-    target may be one of the row's own columns, a source included. All other bytes stay as they are.
+    Nothing is copied for requests that reach no boundary, have no target or are padding, whatever their counts. Within
+    a pool, the target may be one of the request's own columns, a source included. All other bytes are unchanged.
 
     Args:
-        moves: The tensors that are copied, either all within their pools or all into others.
-        tiling: By default `QUANTIZING` where a tensor is quantized, else `TILING`.
+        moves: The tensors to copy, either all within their pools or all into others.
+        tiling: By default `QUANTIZING` if a tensor is quantized, else `TILING`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -246,9 +246,9 @@ def _cut(move: StateMove, tiling: CopyTiling) -> _Cut:
         heads, d_state, channels = source.shape[2:]
         width = min(_QUANTIZED_WIDTH, triton.next_power_of_2(channels))
         matrices = SlotStates(source, source.stride(0), source.stride(1), time_stride=0)  # in elements
-        places = quantized_pointers(target)
-        assert places is not None
-        return _Cut(matrices, places, matrices, _QUANTIZED.value, num_layers, heads, d_state, channels, width)
+        pointers = quantized_pointers(target)
+        assert pointers is not None
+        return _Cut(matrices, pointers, matrices, _QUANTIZED.value, num_layers, heads, d_state, channels, width)
     pools = [one_time(source), one_time(target)]
     if move.window_len:
         pools = [pool[:, :, : move.window_len].flatten(3) for pool in (source, target)]

@@ -114,59 +114,62 @@ class AlignBatch:
     targets: Tensor
 
 
-def full_sequences(num_rows: int, row_len: int, grain: int, device: torch.device) -> PrefillBatch:
-    """Return equal rows that start from the zero state and keep no state: a plain full-sequence batch."""
-    chunk_starts = torch.arange(0, row_len, grain, dtype=torch.int32, device=device)
-    row_starts = torch.arange(0, (num_rows + 1) * row_len, row_len, dtype=torch.int32, device=device)
-    starts = (row_starts[:-1, None] + chunk_starts).flatten()
-    none = torch.full_like(row_starts[:-1], PAD_SLOT)
+def full_sequences(num_requests: int, length: int, grain: int, device: torch.device) -> PrefillBatch:
+    """Return the batch of a plain full-sequence forward: equal lengths, zero initial states, no state kept."""
+    chunk_starts = torch.arange(0, length, grain, dtype=torch.int32, device=device)
+    request_starts = torch.arange(0, (num_requests + 1) * length, length, dtype=torch.int32, device=device)
+    starts = (request_starts[:-1, None] + chunk_starts).flatten()
+    none = torch.full_like(request_starts[:-1], PAD_SLOT)
+    numbers = torch.arange(num_requests, dtype=torch.int32, device=device)
     return PrefillBatch(
-        cu_seqlens=row_starts,
+        cu_seqlens=request_starts,
         initial_slots=none,
         final_slots=none,
-        cu_chunks=torch.cat((starts, row_starts[-1:])),
-        chunk_requests=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(len(chunk_starts)),
+        cu_chunks=torch.cat((starts, request_starts[-1:])),
+        chunk_requests=torch.arange(num_requests, dtype=torch.int32, device=device).repeat_interleave(
+            len(chunk_starts)
+        ),
         chunk_slots=torch.full_like(starts, PAD_SLOT),
-        cu_request_chunks=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * len(chunk_starts),
-        longest_first=torch.arange(num_rows, dtype=torch.int32, device=device),
+        cu_request_chunks=torch.arange(num_requests + 1, dtype=torch.int32, device=device) * len(chunk_starts),
+        longest_first=numbers,
     )
 
 
 def check_decode_batch(rows: DecodeBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
-    num_rows = rows.accepted.shape[0]
-    check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1), "accepted": (rows.accepted, num_rows)}, device)
+    """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
+    num_requests = rows.accepted.shape[0]
+    check_vectors({"cu_tokens": (rows.cu_tokens, num_requests + 1), "accepted": (rows.accepted, num_requests)}, device)
     columns = rows.columns
-    if columns.dim() != 2 or columns.shape[0] != num_rows or not 1 <= rows.max_len <= columns.shape[1]:
+    if columns.dim() != 2 or columns.shape[0] != num_requests or not 1 <= rows.max_len <= columns.shape[1]:
         raise ValueError(
-            f"need columns for {num_rows} rows and max_len from 1 to their number, "
+            f"need columns for {num_requests} requests and max_len from 1 to their number, "
             f"found {tuple(columns.shape)} and {rows.max_len}"
         )
     if columns.dtype != torch.int32 or columns.device != device or not columns[:1].is_contiguous():
         raise ValueError(
-            f"need columns of int32 on {device}, contiguous within a row, "
+            f"need columns of int32 on {device}, contiguous for each request, "
             f"found {columns.dtype} on {columns.device} with strides {columns.stride()}"
         )
 
 
 def check_prefill_batch(rows: PrefillBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
-    num_rows, num_chunks = rows.final_slots.shape[0], rows.chunk_requests.shape[0]
+    """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
+    num_requests, num_chunks = rows.final_slots.shape[0], rows.chunk_requests.shape[0]
     vectors = {
-        "cu_seqlens": (rows.cu_seqlens, num_rows + 1),
-        "initial_slots": (rows.initial_slots, num_rows),
-        "final_slots": (rows.final_slots, num_rows),
+        "cu_seqlens": (rows.cu_seqlens, num_requests + 1),
+        "initial_slots": (rows.initial_slots, num_requests),
+        "final_slots": (rows.final_slots, num_requests),
         "cu_chunks": (rows.cu_chunks, num_chunks + 1),
         "chunk_requests": (rows.chunk_requests, num_chunks),
         "chunk_slots": (rows.chunk_slots, num_chunks),
-        "cu_request_chunks": (rows.cu_request_chunks, num_rows + 1),
-        "longest_first": (rows.longest_first, num_rows),
+        "cu_request_chunks": (rows.cu_request_chunks, num_requests + 1),
+        "longest_first": (rows.longest_first, num_requests),
     }
     check_vectors(vectors, device)
 
 
 def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) -> None:
-    """Raise a ValueError unless each tensor is a contiguous int32 vector of the length beside it, on `device`."""
+    """Raise a ValueError unless each tensor is a contiguous int32 vector of the given length, on `device`."""
     for name, (values, length) in vectors.items():
         if values.dtype != torch.int32 or values.device != device:
             raise ValueError(f"need {name} of int32 on {device}, found {values.dtype} on {values.device}")
@@ -178,9 +181,9 @@ def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) 
 
 
 class PackedTokens:
-    """The packed positions of decode rows' tokens.
+    """Convert between packed decode tokens and [requests, max_len].
 
-    `inside` [rows, max_len] bool says which of the padded form's tokens are real; those of padded rows are not.
+    `inside` [requests, max_len] bool marks real tokens; those of padding requests are not.
     """
 
     def __init__(self, rows: DecodeBatch) -> None:
@@ -189,14 +192,14 @@ class PackedTokens:
         self.inside = (self._positions < ends[:, None]) & (rows.columns[:, :1] != PAD_SLOT)
 
     def gather(self, packed: Tensor) -> Tensor:
-        """Return [tokens, ...] as [rows, max_len, ...]; any other token where a row has none."""
+        """Return [tokens, ...] as [requests, max_len, ...]; arbitrary tokens where `inside` is False."""
         positions = self._positions.clamp_max(packed.shape[0] - 1).flatten()
         return packed.index_select(0, positions).unflatten(0, self.inside.shape)
 
     def scatter(self, padded: Tensor, like: Tensor) -> Tensor:
-        """Return [rows, max_len, ...] as packed tokens of the shape and dtype of `like`, zeros where there is none."""
+        """Return [requests, max_len, ...] as packed tokens of the shape and dtype of `like`, zeros elsewhere."""
         num_tokens = like.shape[0]
-        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the last takes what is not a token
+        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the last one receives padding
         targets = torch.where(self.inside, self._positions, num_tokens).flatten()
         packed.index_copy_(0, targets, padded.flatten(0, 1).to(like.dtype))
         return packed[:num_tokens]

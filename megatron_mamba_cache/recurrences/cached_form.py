@@ -1,4 +1,4 @@
-"""The forms of cached states: as live ones, or with matrices quantized to 8 bits."""
+"""The forms of cached states: like live ones, or with matrices quantized to 8 bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class CachedForm:
     """How cached states are stored.
 
     Args:
-        values: The dtype of quantized matrices, a key of `MOST_VALUES`; None: cached states are slots of the live pool.
+        values: The dtype of quantized matrices, a key of `MOST_VALUES`; None if cached states are slots of the live
+            pool.
     """
 
     values: torch.dtype | None = None
@@ -31,7 +32,7 @@ class CachedForm:
         """Return the layout of a cached state's slot.
 
         Args:
-            live: That of a live state.
+            live: The layout of a live state.
         """
         if self.values is None:
             return live
@@ -53,15 +54,15 @@ CACHED_FORMS = {
     "int8": CachedForm(torch.int8),
     "fp8": CachedForm(torch.float8_e4m3fn),
 }
-"""Every form by its name; the settings offer those of `CacheConfig.RULES`."""
+"""All forms by name; `CacheConfig.RULES` lists those that settings offer."""
 
 
 class StoredStates:
-    """The tensors that states are copied to and restored from: those of a live pool, or others in a cached form.
+    """The tensors that hold cached states: the live pool's, or others in a cached form.
 
     Args:
         live: A tensor for each tensor of the groups, [layers, slots, ...].
-        parts: The tensors of `CachedForm.layout`; None: the live ones.
+        parts: The tensors of `CachedForm.layout`; None for the live ones.
     """
 
     def __init__(self, groups: Sequence[StateGroup], live: Sequence[Tensor], parts: Sequence[Tensor] | None) -> None:
@@ -69,26 +70,26 @@ class StoredStates:
         self.is_live = parts is None
         self._tensors = [tensor for group in groups for tensor in group.tensors]
         self._live = live
-        self._places = list(self.parts) if parts is None else _paired(self._tensors, parts)
+        self._storages = list(self.parts) if parts is None else _paired(self._tensors, parts)
 
     @property
     def device(self) -> torch.device:
-        """Where the states are."""
+        """Device of the states."""
         return self.parts[0].device
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of one layer of the tensor `index`."""
-        place = self._places[index]
-        return tuple((place.values if isinstance(place, QuantizedStates) else place).shape[2:])
+        storage = self._storages[index]
+        return tuple((storage.values if isinstance(storage, QuantizedStates) else storage).shape[2:])
 
-    def place(self, index: int) -> Tensor | QuantizedStates:
+    def storage(self, index: int) -> Tensor | QuantizedStates:
         """Return the tensor `index`, counted over all groups, with all layers."""
-        return self._places[index]
+        return self._storages[index]
 
     def layer(self, index: int, layer: int) -> Tensor | QuantizedStates:
         """Return one layer of the tensor `index`, counted over all groups."""
-        place = self._places[index]
-        return place.of_layer(layer) if isinstance(place, QuantizedStates) else place[layer]
+        storage = self._storages[index]
+        return storage.of_layer(layer) if isinstance(storage, QuantizedStates) else storage[layer]
 
     def align_copy(
         self,
@@ -98,22 +99,22 @@ class StoredStates:
         tails: Mapping[int, DraftInputs] | None = None,
         only_windows: bool = False,
     ) -> None:
-        """Store the states at the boundaries that rows reached; see `align_copy`.
+        """Store the states at the boundaries that requests reached; see `align_copy`.
 
         Args:
-            tails: Where windows continue that are not whole in their slots, by the index of their tensor.
+            tails: The rest of windows that are not whole in their slots, by the index of their tensor.
         """
         moves = []
         for index, (tensor, live) in enumerate(zip(self._tensors, self._live, strict=True)):
             if tensor.motion == "window":
                 tail = (tails or {}).get(index)
-                moves.append(StateMove(live, self._places[index], tensor.shape[0], tail))
+                moves.append(StateMove(live, self._storages[index], tensor.shape[0], tail))
             elif not only_windows:
-                moves.append(StateMove(live, self._places[index]))
+                moves.append(StateMove(live, self._storages[index]))
         align_copy(moves, rows, block_size)
 
     def restore(self, src: Tensor, dst: Tensor) -> None:
-        """Write stored slots into live ones, all tensors; do nothing where those are the same slots.
+        """Copy stored slots to live ones, all tensors; do nothing if they are the same slots.
 
         Args:
             src, dst: [n] int32 slot numbers on the device; a pair holding PAD_SLOT is skipped.
@@ -122,55 +123,55 @@ class StoredStates:
             self.restore_to(self._live, src, dst)
 
     def restore_to(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Write stored slots into slots of other tensors like the live ones, all tensors; arguments as in `restore`."""
+        """Copy stored slots to slots of tensors like the live ones; arguments as in `restore`."""
         quantized, others = self._pairs(live)
-        for place, states in quantized:
-            restore_states(place, states, src, dst)
+        for storage, states in quantized:
+            restore_states(storage, states, src, dst)
         if others:
-            copy_slots([place for place, _ in others], [states for _, states in others], src, dst)
+            copy_slots([storage for storage, _ in others], [states for _, states in others], src, dst)
 
     def store_from(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Store slots of tensors like the live ones, which may be these: `restore_to`, the other way.
+        """Store slots of tensors like the live ones, or of these: the inverse of `restore_to`.
 
         Args:
             dst: Pairwise distinct; no slot of `src` if both are slots of the same tensors.
         """
         quantized, others = self._pairs(live)
-        for place, states in quantized:
+        for storage, states in quantized:
             for layer in range(states.shape[0]):
-                store_quantized_ref(place.of_layer(layer), dst, states[layer].index_select(0, src.long()))
+                store_quantized_ref(storage.of_layer(layer), dst, states[layer].index_select(0, src.long()))
         if others:
-            copy_slots([states for _, states in others], [place for place, _ in others], src, dst)
+            copy_slots([states for _, states in others], [storage for storage, _ in others], src, dst)
 
     def store_layer(self, index: int, layer: int, slot: int, state: Tensor) -> None:
         """Store one layer's state of one tensor.
 
         Args:
-            state: Of the shape that a slot keeps.
+            state: Of the shape of a slot.
         """
-        place = self._places[index]
-        if isinstance(place, QuantizedStates):
+        storage = self._storages[index]
+        if isinstance(storage, QuantizedStates):
             slots = torch.tensor([slot], dtype=torch.int32, device=self.device)
-            store_quantized_ref(place.of_layer(layer), slots, state[None].to(self.device))
+            store_quantized_ref(storage.of_layer(layer), slots, state[None].to(self.device))
         else:
-            place[layer, slot].copy_(state)
+            storage[layer, slot].copy_(state)
 
     def _pairs(
         self, live: Sequence[Tensor]
     ) -> tuple[list[tuple[QuantizedStates, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """Return the places of quantized tensors, and of the others, each with what it keeps of a live tensor."""
+        """Return (storage, live tensor) for quantized tensors, and for the others, cut to what is cached."""
         quantized, others = [], []
-        for tensor, place, states in zip(self._tensors, self._places, live, strict=True):
-            if isinstance(place, QuantizedStates):
-                quantized.append((place, states))
+        for tensor, storage, states in zip(self._tensors, self._storages, live, strict=True):
+            if isinstance(storage, QuantizedStates):
+                quantized.append((storage, states))
             else:
                 is_cut = tensor.motion == "window" and not self.is_live
-                others.append((place, states[:, :, : tensor.shape[0]] if is_cut else states))
+                others.append((storage, states[:, :, : tensor.shape[0]] if is_cut else states))
         return quantized, others
 
 
 def _paired(tensors: Sequence[StateTensor], parts: Sequence[Tensor]) -> list[Any]:
-    """Return a place for each tensor of the states: its part, or values and scales."""
+    """Return the storage of each tensor: a part of the layout, or values and scales."""
     remaining = iter(parts)
     return [
         QuantizedStates(next(remaining), next(remaining)) if tensor.is_matrix else next(remaining) for tensor in tensors

@@ -1,4 +1,4 @@
-"""Inputs of a step's drafts that are in a buffer of their row, not in the row's slot."""
+"""Conv inputs of drafted tokens, stored in a buffer of the request instead of its slot."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from .batches import check_vectors
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Where the windows of rows continue whose slots hold the first `window_len` inputs only.
+    """The rest of windows whose slots hold only the first `window_len` inputs.
 
-    Input `window_len` + i of a row's window is its buffer's i-th here. So a slot takes the same bytes with any number
-    of drafts, and only running requests have room for those of theirs.
+    Input `window_len` + i of a request's window is input i of its buffer. So a slot's size does not depend on the
+    number of drafts, and only running requests have room for drafts.
 
     Args:
         inputs: [buffers, drafts, channels], of the window's dtype, channels contiguous; with the layers as first
-            dimension where the window has them.
-        buffers: [rows] int32; each row's buffer. Those of different rows are distinct; padded rows' are not read.
+            dimension if the window has them.
+        buffers: [requests] int32; pairwise distinct, and not read for padding requests.
     """
 
     inputs: Tensor
@@ -36,12 +36,12 @@ class KernelDraftInputs(NamedTuple):
 
 
 def kernel_draft_inputs(drafts: DraftInputs | None) -> KernelDraftInputs | None:
-    """Return what a kernel of one layer reads and writes; None if slots hold whole windows."""
+    """Return a kernel's view for one layer; None if slots hold whole windows."""
     return None if drafts is None else KernelDraftInputs(drafts.inputs, drafts.buffers, *drafts.inputs.stride()[:2])
 
 
 def check_draft_inputs(drafts: DraftInputs, windows: Tensor, num_rows: int) -> None:
-    """Raise a ValueError unless `drafts` goes on where `windows` end, with or without layers."""
+    """Raise a ValueError unless `drafts` continues `windows`, with or without layers."""
     check_vectors({"buffers": (drafts.buffers, num_rows)}, windows.device)
     inputs, lead = drafts.inputs, windows.shape[:-3]
     fits = inputs.dim() == windows.dim() and (inputs.shape[:-3], inputs.shape[-1]) == (lead, windows.shape[-1])
@@ -55,13 +55,13 @@ def check_draft_inputs(drafts: DraftInputs, windows: Tensor, num_rows: int) -> N
 
 
 def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Tensor) -> Tensor:
-    """Return windows with what is in their rows' buffers.
+    """Return windows with the inputs from their buffers.
 
     Args:
-        windows: [rows, inputs, channels] or [layers, rows, ...].
-        exists: [rows]; of the others anything may be returned.
+        windows: [requests, inputs, channels] or [layers, requests, ...].
+        exists: [requests]; for the others the result is arbitrary.
     """
     if drafts is None:
         return windows
-    behind = drafts.inputs.index_select(-3, torch.where(exists, drafts.buffers, 0).to(torch.int64))
-    return torch.cat([windows, behind], dim=-2)
+    tail = drafts.inputs.index_select(-3, torch.where(exists, drafts.buffers, 0).to(torch.int64))
+    return torch.cat([windows, tail], dim=-2)

@@ -1,7 +1,7 @@
-"""The interface of a recurrence: its state tensors, its grain, and where the states after drafts are kept.
+"""The interface of a recurrence: its state tensors, its grain, and how the states of drafts are kept.
 
-A recurrence is a value with the sizes of its layers on this rank. Layers of one recurrence and equal sizes are a group.
-A slot of the state pool holds the tensors of all groups.
+A recurrence holds the sizes of its layers on this rank. Layers of one recurrence and equal sizes are a group. A slot of
+the state pool holds the tensors of all groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ class StateTensor:
     Args:
         name: Unique within its group.
         shape: What one cached state keeps of one layer. The first dimension of a window is time, oldest input first.
-        motion: "whole" if each token replaces the tensor, "window" if each token moves it on by one input.
+        motion: "whole" if each token replaces the tensor, "window" if each token shifts it by one input.
         per: "slot" if all layers of the group share the tensor.
-        is_matrix: True for [heads, rows, channels]: forms of cached states with fewer bits scale each channel. All
-            other tensors are cached as they are.
+        is_matrix: True for [heads, rows, channels]: quantized forms scale each channel. All other tensors are cached
+            unchanged.
     """
 
     name: str
@@ -40,7 +40,7 @@ class StateGroup:
     """Layers that share a recurrence and its sizes.
 
     Args:
-        layers: Which of the recurrent layers of this rank, counted from 0.
+        layers: Indices among the recurrent layers of this rank.
     """
 
     layers: tuple[int, ...]
@@ -53,7 +53,7 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateDtypes:
-    """The dtypes that settings choose for states.
+    """The configured dtypes of states.
 
     Args:
         model: Of the parameters.
@@ -70,10 +70,10 @@ class LayerStates:
     """One layer's view of the state pool.
 
     Args:
-        live: [slots, ...] each, by name: where live states are read and written.
-        cached: Where the states at boundaries are written, by name; `live` itself unless cached states have a form of
-            their own. A quantized tensor is a `QuantizedStates`.
-        drafts: What the draft states keep for the layer; None if states after drafts have slots.
+        live: [slots, ...] each, by name: the live states.
+        cached: Storage of the states at boundaries, by name; `live` itself unless the cached form is another. A
+            quantized tensor is a `QuantizedStates`.
+        drafts: The layer's draft storage; None if the states of drafts are in slots.
     """
 
     live: Mapping[str, Tensor]
@@ -86,25 +86,25 @@ class Recurrence(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """Name of its folder."""
 
     @property
     def grain(self) -> int:
-        """Tokens; a block of the cache is a multiple of it."""
+        """Tokens; the block size is a multiple of it."""
 
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
         """Return the tensors of a layer's state."""
 
 
 class BufferLayout(Protocol):
-    """The layout of what draft states keep for each running request."""
+    """The layout of the draft storage of each running request."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one request's buffer, over all layers of this rank."""
 
     def storage(self, live: Any, num_requests: int, fold_len: int) -> "DraftStorage":
-        """Return draft states with buffers for so many requests, all zero.
+        """Return draft storage for so many requests, all zero.
 
         Args:
             live: The `StoredStates` of the live pool.
@@ -114,11 +114,11 @@ class BufferLayout(Protocol):
 
 @runtime_checkable
 class ReplayedRecurrence(Recurrence, Protocol):
-    """A recurrence whose states can be replayed from the inputs of their latest tokens."""
+    """A recurrence that can replay states from the inputs of their latest tokens."""
 
     @property
     def replays_fast(self) -> bool:
-        """True if a kernel for the current device replays states of these sizes."""
+        """True if the current device has a kernel for states of these sizes."""
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
         """Return the layout of a request's buffer.
@@ -130,14 +130,14 @@ class ReplayedRecurrence(Recurrence, Protocol):
 
 
 class LiveState(NamedTuple):
-    """Where the live state of a decoding request is between two steps.
+    """The live state of a decoding request between two steps.
 
     Args:
         slot: The live slot.
-        accepted_slot: The slot of the accepted column of its draft window; the live slot if it has none.
+        accepted_slot: Slot of the accepted column of its draft window; the live slot if it has none.
         accepted: Tokens that the last step kept.
-        buffer: Index of the buffer that `DraftStorage` keeps for the request, if it keeps one for each.
-        folded, computed: Tokens that the state in the live slot holds, where that may be fewer than are computed.
+        buffer: Index of the request's buffer in `DraftStorage`, if it has one.
+        folded, computed: Tokens in the live slot's state, and computed tokens; the first may be fewer.
     """
 
     slot: int
@@ -148,24 +148,24 @@ class LiveState(NamedTuple):
     computed: int = 0
 
     @property
-    def is_unsettled(self) -> bool:
+    def is_unresolved(self) -> bool:
         """True if the live slot does not hold the state after all computed tokens."""
         return self.accepted > 1 or self.folded < self.computed
 
 
 class DraftStorage(Protocol):
-    """How the states after drafts are kept until it is known how many are accepted."""
+    """How the states of drafts are kept until it is known how many are accepted."""
 
     def layer(self, index: int) -> Any:
-        """Return what the decode rows of a recurrent layer read and write; None if that is slots alone."""
+        """Return the draft storage of a recurrent layer; None if slots alone hold its states."""
 
     def cache_boundaries(self, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the boundaries that rows reached, decided on the device; see `align_copy`.
+        """Cache the states at the boundaries that requests reached, decided on the device; see `align_copy`.
 
         Args:
             stored: A `StoredStates`: where cached states are.
-            replay: The step's rows as their states were replayed; None if they were not.
+            replay: The step's `ReplayBatch`; None if states were not replayed.
         """
 
-    def settle(self, states: Sequence[LiveState]) -> None:
-        """Bring the state after all computed tokens into each live slot, in place."""
+    def resolve(self, states: Sequence[LiveState]) -> None:
+        """Write the state after all computed tokens into each live slot, in place."""

@@ -1,8 +1,8 @@
-"""The tensors of a slot and of KV blocks: their shapes and sizes, and the device memory that they take.
+"""The layout of slots and KV blocks: shapes, sizes, and views of the device memory.
 
 A KV buffer is [2, layers, blocks, block size, kv heads, head dim]: keys, then values. State tensors are those of a
-layout's parts, each [layers, slots, ...]. All are views of one memory that is cut into slabs, in which all layers of a
-block are contiguous, and all layers of a slot.
+layout's parts, each [layers, slots, ...]. All are views of one memory cut into slabs, in which all layers of a block
+are contiguous, and all layers of a slot.
 """
 
 import math
@@ -36,7 +36,7 @@ class SlotPart:
 
     @property
     def aligned_bytes(self) -> int:
-        """Bytes from one layer's to the next layer's, where a slot's bytes lie together."""
+        """Stride between layers, if a slot's bytes are contiguous."""
         return aligned(self.num_bytes)
 
 
@@ -45,7 +45,7 @@ class SlotLayout:
     """One slot over the recurrent layers of this rank.
 
     Args:
-        parts: In the order of their bytes, where those of a slot lie together; all layers of the first come first.
+        parts: In the order of their bytes, if a slot's bytes are contiguous; all layers of the first come first.
     """
 
     parts: tuple[SlotPart, ...]
@@ -55,7 +55,7 @@ class SlotLayout:
         """Return the layout of live states: a part for each tensor of each group.
 
         Args:
-            num_drafts: The inputs of drafts that a window has room for, after those that a cached one keeps.
+            num_drafts: Inputs of drafts that a window has room for, after those that a cached one keeps.
         """
         return SlotLayout(
             tuple(
@@ -76,7 +76,7 @@ class SlotLayout:
 
     @property
     def aligned_bytes(self) -> int:
-        """Bytes of a slot whose layers lie together."""
+        """Bytes of a slot with contiguous layers."""
         return sum(part.num_layers * part.aligned_bytes for part in self.parts)
 
 
@@ -114,12 +114,12 @@ def slab_tensors(
     num_slabs: int,
     device: torch.device | int | str,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the tensors of states and a KV buffer over the same memory, all zero.
+    """Return the state tensors and a KV buffer over the same memory, all zero.
 
-    Slot s and block b lie where `SlabSpace` says; after the last slab comes one block more.
+    Slot s and block b are where `SlabSpace` puts them; one more block follows the last slab.
 
     Args:
-        unit: What this rank stores of a state and of a block.
+        unit: Bytes that this rank stores of a state and of a block.
     """
     slab_bytes = slab.slab_bytes(unit)
     memory = torch.zeros(num_slabs * slab_bytes + unit.block, dtype=torch.uint8, device=device)
@@ -136,7 +136,7 @@ def slab_tensors(
 
 
 def bytes_of(*views: Tensor) -> Tensor:
-    """Return the memory that `slab_tensors` has cut, [bytes] uint8."""
+    """Return the memory of `slab_tensors`, [bytes] uint8."""
     view = max(views, key=lambda tensor: tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
@@ -144,7 +144,7 @@ def bytes_of(*views: Tensor) -> Tensor:
 def _view(
     memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...], lead_bytes: tuple[int, ...], first_byte: int
 ) -> Tensor:
-    """Return a view whose leading dimensions have strides of `lead_bytes`, and whose others are contiguous."""
+    """Return a view with leading strides of `lead_bytes` and contiguous other dimensions."""
     inner = torch.empty(shape[len(lead_bytes) :], device="meta").stride()
     strides = (*(num_bytes // dtype.itemsize for num_bytes in lead_bytes), *inner)
     if math.prod(shape) == 0:

@@ -1,4 +1,4 @@
-"""Cached Mamba states by KV block: the allocator under Megatron's documented method names."""
+"""Cached Mamba states by KV block, under the method names of Megatron's documented allocator."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .pool import StatePool
 from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""The most boundaries that a prompt itself determines: the end of its KV match, its last and its last but one."""
+"""Most boundaries that a prompt determines: the end of its KV match, its last and its second to last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _StoredOffset:
 
 
 class StateSlotAllocator:
-    """Gives KV blocks a slot for the Mamba state at their end, over a pool and a slot map that an engine shares.
+    """Allocate slots for the Mamba states at the ends of KV blocks, over an engine's pool and slot map.
 
     Methods mirror Megatron's class, and keep its -1 and bool results.
     """
@@ -49,9 +49,10 @@ class StateSlotAllocator:
         self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
 
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
-        """Give each block a slot, evicting the states of least worth if needed; the same block twice gets one slot.
+        """Return a slot for each block, evicting states of lowest priority if needed.
 
-        The caller must fill a new slot before it can be matched: in an engine, before the next step.
+        The same block twice gets one slot. The caller must fill a new slot before it can be matched: in an engine,
+        before the next step.
 
         Raises:
             CacheCapacityError: If there are too few slots; nothing has changed then.
@@ -65,7 +66,7 @@ class StateSlotAllocator:
         available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
         if len(missing) > available:
             raise CacheCapacityError(
-                f"need {len(missing)} state slots beside those of the same call, {available} available of "
+                f"need {len(missing)} state slots on top of those of the same call, {available} available of "
                 f"{self.slots.num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max_slots"
             )
         for block in held:
@@ -84,11 +85,11 @@ class StateSlotAllocator:
         return -1 if slot is None else slot
 
     def has_state(self, block_id: int) -> bool:
-        """Return whether a state is cached for the block."""
+        """Return True if a state is cached for the block."""
         return self.get_slot(block_id) >= 0
 
     def invalidate_block(self, block_id: int) -> None:
-        """Drop the block's state and hash, and the slot reserved for it, if any."""
+        """Drop the block's state and hash, and any slot reserved for it."""
         block = BlockId(int(block_id))
         self.slots.drop(block)
         self._hashes.pop(block, None)
@@ -98,12 +99,12 @@ class StateSlotAllocator:
             self._stored[request_idx] = [item for item in stored if item.block != block]
 
     def on_kv_blocks_deregistered(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
-        """Drop the states of blocks that leave the KV cache; `hashes` is part of Megatron's signature, unused."""
+        """Drop the states of blocks that leave the KV cache; `hashes`, of Megatron's signature, is unused."""
         for block in block_ids:
             self.invalidate_block(block)
 
     def register_block_hashes_batch(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
-        """Remember the hash of each block that holds a state; hashes that are not positive mean none."""
+        """Store the hash of each block that holds a state; only positive ones count."""
         for block, block_hash in zip(block_ids, hashes, strict=True):
             if block_hash > 0 and self.has_state(block):
                 self._hashes[BlockId(int(block))] = block_hash
@@ -144,7 +145,7 @@ class StateSlotAllocator:
         self.state_pool.cached.store_from(self._live_states, *self._sent(live_slots, targets))
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
-        """Copy the block's state to the request's live slot; return whether there was one to copy."""
+        """Copy the block's state to the request's live slot; return False if there is none."""
         slot = self.get_slot(block_id)
         if slot < 0:
             return False
@@ -161,11 +162,11 @@ class StateSlotAllocator:
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Reserve a slot for each boundary of a request's prefill chunk that should have a state and has none.
+        """Reserve a slot for each boundary of a prefill chunk that should have a state and has none.
 
         The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
-        are not computed, and offsets count from the first that is. Boundaries without a slot left are skipped. The last
-        two arguments are part of Megatron's signature, unused: `context.request_to_kv_block_ids` has the same data.
+        are not computed, and offsets count from the first computed one. Boundaries without a free slot are skipped. The
+        last two arguments, of Megatron's signature, are unused: `context.request_to_kv_block_ids` has the same data.
         """
         chunk_start = req.finished_chunk_token_count
         start = chunk_start + skip_tokens
@@ -186,10 +187,10 @@ class StateSlotAllocator:
         self._stored[current_id] = stored
 
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return the running step's boundaries: offsets [prefill rows, k] int32 (rest 0), counts [prefill rows] int32.
+        """Return the running step's boundaries: offsets [prefills, k] int32 (padded with 0), counts [prefills] int32.
 
-        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) where a stride is configured, or more
-        where waiting requests part from a prompt at other boundaries; (None, None) if no boundary is reserved.
+        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) with a stride, or more where waiting
+        requests branch from a prompt at other boundaries; (None, None) if no boundary is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()
@@ -208,7 +209,7 @@ class StateSlotAllocator:
         )
 
     def commit_intermediate_states(self) -> None:
-        """Publish the boundary states that the forward (or its graph replay) has written; they are now read-only."""
+        """Publish the boundary states that the forward, or its graph replay, has written; they are read-only now."""
         for stored in self._stored.values():
             while stored:  # one by one, so that a failure leaves the rest reserved
                 item = stored[0]
@@ -236,7 +237,7 @@ class StateSlotAllocator:
         return self.context.mamba_conv_states, self.context.mamba_ssm_states
 
     def _sent(self, src: Sequence[int], dst: Sequence[int]) -> Tensor:
-        """Return slot numbers, all of `src` and all of `dst`, [2, n] int32 on the pool's device."""
+        """Return `src` and `dst` as [2, n] int32 on the pool's device."""
         return torch.tensor([list(src), list(dst)], dtype=torch.int32).to(self.state_pool.device)
 
     def _live_slot(self, request_idx: int) -> int:
@@ -250,7 +251,7 @@ class StateSlotAllocator:
 
 
 class MambaSlotAllocator(StateSlotAllocator):
-    """A `StateSlotAllocator` that owns `max_slots` rows in the caller's shapes."""
+    """A `StateSlotAllocator` that owns `max_slots` slots in the caller's shapes."""
 
     def __init__(
         self,
@@ -274,5 +275,5 @@ class MambaSlotAllocator(StateSlotAllocator):
 
 
 def states_by_megatron(pool: StatePool) -> tuple[Tensor, Tensor]:
-    """Return a pool's conv windows and SSM states, as Megatron has them: [layers, slots, ...] each."""
+    """Return a pool's conv windows and SSM states in Megatron's layout: [layers, slots, ...] each."""
     return pool.tensor("conv"), pool.tensor("ssm")

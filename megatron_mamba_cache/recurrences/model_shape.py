@@ -15,11 +15,11 @@ from .slab_shape import SlabShape, UnitBytes
 RECURRENT, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
 _MOST_IN_WINDOWS = 2
-"""Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
+"""Up to so many requests, draft windows are as fast as replay without drafts; see `step_cost.md`."""
 _MOST_DRAFT_BYTES = 8 * 2**20
-"""Of a layer's states after drafts, up to which windows take no longer either; see `speculation.md`."""
-_LAUNCHED_PRODUCTS = 270_000_000_000
-"""Products of a token and a weight that take a GPU as long as the host takes to launch a layer without graphs, which is
+"""Up to so many bytes of a layer's draft states, windows are as fast too; see `speculation.md`."""
+_LAUNCHED_MACS = 270_000_000_000
+"""Multiply-adds that take a GPU as long as the host takes to launch a layer without graphs, which is
 1.2 ms at 450 TFLOP/s (measured on one rank: 1.1 to 2 ms; see `mixed_steps.md`)."""
 
 
@@ -28,7 +28,7 @@ class RecurrentLayers:
     """Layers of one recurrence with equal sizes.
 
     Args:
-        layers: Which of the recurrent layers of this rank, counted from 0.
+        layers: Indices among the recurrent layers of this rank.
     """
 
     recurrence: Recurrence
@@ -40,14 +40,14 @@ class HybridModelShape:
     """Sizes of a hybrid model on this rank, and a fingerprint of the whole model's architecture.
 
     Args:
-        layer_types: One symbol a layer of this rank: M recurrent, * attention, - MLP, E mixture of experts.
-        recurrent: The recurrences of the whole model, even if this rank has no layer of one.
+        layer_types: One symbol for each layer of this rank: M recurrent, * attention, - MLP, E mixture of experts.
+        recurrent: The recurrences of the whole model, even those without a layer on this rank.
         num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
-        layer_weights: Weights that a layer multiplies a token with, on a rank: the mean of the whole model's layers; 0
-            if they are not known.
-        waits_for_experts: True if the host waits inside a step for what experts a rank's tokens choose.
+        layer_weights: Weights that a token is multiplied with in a layer of this rank: the mean over the model; 0 if
+            unknown.
+        waits_for_experts: True if the host waits within a step for the experts that tokens choose.
     """
 
     layer_types: tuple[str, ...]
@@ -74,7 +74,7 @@ class HybridModelShape:
 
     @property
     def grain(self) -> int:
-        """Tokens; a block is a multiple of it."""
+        """Tokens; the block size is a multiple of it."""
         return math.lcm(*(layers.recurrence.grain for layers in self.recurrent))
 
     @property
@@ -95,12 +95,12 @@ class HybridModelShape:
     def state_layout(self, config: CacheConfig) -> SlotLayout:
         """Return the layout of a live state's slot.
 
-        Windows have room for the inputs of drafts where the states after those have slots.
+        Windows have room for the inputs of drafts if draft states are in slots.
         """
         return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a cached state's slot: that of a live one, unless cached states are quantized."""
+        """Return the layout of a cached state's slot: a live one's, unless cached states are quantized."""
         form = CACHED_FORMS[config.cached_state_dtype if config.quantizes_states else "live"]
         return form.layout(self.state_groups(config), self.state_layout(config))
 
@@ -109,11 +109,11 @@ class HybridModelShape:
         return StateDtypes(self.params_dtype, named[config.conv_state_dtype], named[config.ssm_state_dtype])
 
     def running_bytes(self, config: CacheConfig) -> int:
-        """Return the bytes of all requests' live and draft states, where those have slots of their own, else 0."""
+        """Return the bytes of all requests' live and draft states if they have separate memory, else 0."""
         return config.num_running_slots * self.state_layout(config).slot_bytes if config.quantizes_states else 0
 
     def draft_buffers(self, config: CacheConfig) -> BufferLayout | None:
-        """Return the layout of what replayed states keep for each running request; None if states are not replayed."""
+        """Return the layout of a request's replay buffer; None if states are not replayed."""
         if not config.replays:
             return None
         recurrence = self._replayed
@@ -127,7 +127,7 @@ class HybridModelShape:
 
     @property
     def _replayed(self) -> ReplayedRecurrence | None:
-        """The recurrence of all layers if its states can be replayed."""
+        """The recurrence of all layers if its states can be replayed, else None."""
         recurrence = self.recurrent[0].recurrence
         return recurrence if len(self.recurrent) == 1 and isinstance(recurrence, ReplayedRecurrence) else None
 
@@ -137,16 +137,16 @@ class HybridModelShape:
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return after how many tokens a replayed state is stored less exactly than it is computed; None if never."""
-        is_rounded = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
-        return config.fold_len if is_rounded else None
+        """Return after how many tokens a replayed state is stored with less precision; None if never."""
+        is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
+        return config.fold_len if is_inexact else None
 
     def buffers_bytes(self, config: CacheConfig) -> int:
         """Return the bytes of the buffers of all requests; 0 if states are not replayed."""
         return config.max_requests * self.request_buffer_bytes(config)
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
-        """Return what this rank stores of a cached state and of a KV block."""
+        """Return the bytes that this rank stores of a cached state and of a KV block."""
         token_row = (
             self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
         )
@@ -157,15 +157,13 @@ class HybridModelShape:
     def resolved(
         self, config: CacheConfig, gather: Callable[[UnitBytes], Sequence[UnitBytes]] = lambda unit: [unit]
     ) -> CacheConfig:
-        """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided, by the model's sizes.
+        """Return the settings with `draft_states`, `cuda_graph_prefill_tokens` and `max_requests` decided.
 
-        Replayed states take less time for more than a request or two, and where drafts have large states. Buffers are
-        reserved for `max_requests`, which are no more than one budget has room for, and leave room for one request of
-        the longest sequence.
+        Replay is faster for more than a request or two, and for drafts with large states. Buffers are reserved for
+        `max_requests`, limited so that one budget has room for one request of the longest sequence.
 
         Args:
-            gather: Returns the `unit_bytes` of all ranks of the model, given those of this one, which has all of it
-                without. Called once.
+            gather: Returns the `unit_bytes` of all ranks of the model, from this one's. Called once.
         """
         config = self.with_forms(config)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
@@ -173,8 +171,8 @@ class HybridModelShape:
             return config
         budget, of_buffer = config.budget_bytes, self.request_buffer_bytes(config)
         fitting = budget // max(self.request_bytes(config), 1)
-        beside_longest = (budget - self.longest_bytes(config, slab)) // of_buffer if of_buffer else fitting
-        return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
+        after_longest = (budget - self.longest_bytes(config, slab)) // of_buffer if of_buffer else fitting
+        return replace(config, max_requests=max(1, min(config.max_requests, fitting, after_longest)))
 
     def with_forms(self, config: CacheConfig) -> CacheConfig:
         """Return the settings with `draft_states` and `cuda_graph_prefill_tokens` decided."""
@@ -189,21 +187,21 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Tokens of a step up to which the host launches longer than a GPU computes; None if that is not known."""
-        return _LAUNCHED_PRODUCTS // self.layer_weights if self.layer_weights else None
+        """Tokens of a step up to which the host's launches take longer than the GPU; None if unknown."""
+        return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:
-        """Return True if the budget limits `max_requests`: where it pays for their buffers and live states."""
+        """Return True if the budget limits `max_requests`: if it includes their buffers and live states."""
         return config.replays and not config.quantizes_states
 
     def request_bytes(self, config: CacheConfig) -> int:
-        """Return the least bytes of a running request whose states are replayed: a state, a KV block and a buffer."""
+        """Return the least bytes of a running request with replayed states: a state, a KV block and a buffer."""
         unit = self.unit_bytes(config)
         return unit.state + unit.block + self.request_buffer_bytes(config)
 
     def longest_bytes(self, config: CacheConfig, slab: SlabShape) -> int:
-        """Return what one request of the longest sequence needs of one budget in slabs, besides its buffer; bytes."""
+        """Return the budget, in bytes, of one request of the longest sequence, without its buffer."""
         unit = self.unit_bytes(config)
         num_blocks = -(-config.max_sequence_length // config.block_size_tokens)
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
@@ -233,7 +231,7 @@ def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
 
 
 def _row_bytes(groups: Sequence[StateGroup]) -> int:
-    """Return of which number of bytes two states of a matrix lie a multiple apart: a row's."""
+    """Return the alignment of a matrix state's size, in bytes: that of a request."""
     rows = (
         tensor.shape[-1] * tensor.dtype.itemsize
         for group in groups

@@ -1,4 +1,4 @@
-"""The state tensors that an align copy moves, its torch twin, and the checks of its arguments; no host sync."""
+"""The moves of an align copy, its torch twin, and the checks of its arguments; no host sync."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from .quantized_states import QuantizedStates, store_quantized_ref
 
 @dataclass(frozen=True, slots=True)
 class StateMove:
-    """One state tensor, from where running requests have it to where it is cached.
+    """The move of one state tensor from running requests to the cache.
 
     Args:
         source: [layers, slots, *shape]; a slot contiguous, and of a window each input.
         target: Likewise, the same tensor or another one with other slots; quantized, for [heads, rows, channels].
         window_len: The inputs that a cached window keeps; 0 if the whole tensor is copied.
-        tail: Where the rows' windows go on from input `window_len` on, all layers; None: in their slots.
+        tail: The rest of the windows from input `window_len` on, all layers; None if slots hold whole windows.
     """
 
     source: Tensor
@@ -44,7 +44,7 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
     if rows.targets.shape[0] == 0:
         return
     keeps, window, whole, shift = _decide(rows, block_size)
-    # A row that copies nothing repeats the first one that copies; if none does, slot 0 gets its own content.
+    # A request that copies nothing repeats the first copy; if there is none, slot 0 gets its own content.
     redirect = redirect_padding(keeps)
     targets = torch.where(keeps, rows.targets, 0).index_select(0, redirect).to(torch.int64)
     sources = whole.index_select(0, redirect)
@@ -67,14 +67,14 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
 
 
 def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return whether each row keeps a state, the slots of its window and of its whole tensors, and the shift.
+    """Return for each request: keep a state or not, the slots of its window and of whole tensors, and the shift.
 
-    [rows] each; 0 in rows that keep none.
+    Each is [requests]; 0 if it keeps none.
     """
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)
     aligned = (running + accepted - 1).div(block_size, rounding_mode="floor") * block_size
-    # A padded row's counts may be stale: its columns are the bound.
+    # The counts of padding requests may be stale: their columns are the bound.
     in_window = rows.state_columns + aligned - running < rows.columns.shape[1]
     reached = (aligned >= running) & (aligned > 0) & (rows.targets != PAD_SLOT) & in_window
 
@@ -87,10 +87,10 @@ def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Tensor:
-    """Return windows [layers, rows, window_len, ...]; those in slot 0 of rows that keep none."""
+    """Return windows [layers, requests, window_len, ...]; slot 0's for requests that keep none."""
     pool = move.source if move.tail is None else move.source[:, :, : move.window_len]
     stored = windows_with_drafts(pool.index_select(1, slots), move.tail, keeps)
-    times = shift[:, None] + torch.arange(move.window_len, device=shift.device)  # [rows, window_len]
+    times = shift[:, None] + torch.arange(move.window_len, device=shift.device)  # [requests, window_len]
     index = times.reshape(1, *times.shape, *[1] * (stored.dim() - 3))
     return stored.gather(2, index.expand(stored.shape[0], -1, -1, *stored.shape[3:]))
 
@@ -141,7 +141,7 @@ def _check_contiguous(pool: Tensor, name: str, lead: int = 2) -> None:
 
 
 def check_rows(rows: AlignBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
+    """Raise a ValueError unless the tensors of a batch fit together and are on `device`."""
     vectors = {
         name: getattr(rows, name)
         for name in ("computed", "scheduled", "drafts", "accepted", "state_columns", "targets")

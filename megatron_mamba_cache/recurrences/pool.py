@@ -1,4 +1,4 @@
-"""The pool of states: all slots are rows of the same tensors, but quantized ones have tensors of their own."""
+"""The pool of states: all slots of all layers; quantized ones have separate tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from .layout import SlotLayout, state_tensors
 from .window import WindowStorage
 
 
-class _Place(NamedTuple):
-    """Where a recurrent layer's tensors are: indices over all tensors, and the layer inside each."""
+class _LayerTensors(NamedTuple):
+    """A recurrent layer's tensors: indices over all tensors, and the layer within each."""
 
     name: str
     tensor: int
@@ -23,27 +23,24 @@ class _Place(NamedTuple):
 class StatePool:
     """State tensors of all slots and layers, at fixed addresses for the pool's life.
 
-    Attributes:
-        tensors: A tensor for each tensor of the groups, [layers, slots, ...].
-        live: The same, as copies within the pool see them.
-        cached: Where cached states are.
-        drafts: How states after drafts are kept.
+    Attributes: tensors: A tensor for each tensor of the groups, [layers, slots, ...]. live: The same, as storage for
+    copies within the pool. cached: Storage of cached states. drafts: Storage of draft states.
     """
 
     def __init__(
         self, groups: Sequence[StateGroup], tensors: Sequence[Tensor], cached: Sequence[Tensor] | None = None
     ) -> None:
-        """Take tensors over, of which a slot and layer are contiguous; see `layout.py`.
+        """Take over tensors with contiguous slots and layers; see `layout.py`.
 
         Args:
             groups: The recurrent layers of this rank.
-            cached: The tensors of cached states if those have a form of their own.
+            cached: The tensors of cached states, if their form differs.
         """
         self.groups = tuple(groups)
         self.tensors = tuple(tensors)
         self.live = StoredStates(self.groups, self.tensors, None)
         self.cached = self.live if cached is None else StoredStates(self.groups, self.tensors, cached)
-        self._places = _places(self.groups)
+        self._layer_tensors = _layer_tensors(self.groups)
         self.drafts: DraftStorage = WindowStorage(self.live)
         self._layers = self._views()
 
@@ -53,13 +50,13 @@ class StatePool:
         return StatePool(groups, state_tensors(SlotLayout.of(groups), num_slots, device))
 
     def keep_drafts_in(self, drafts: DraftStorage) -> None:
-        """Keep states after drafts otherwise than in slots."""
+        """Replace the storage of draft states."""
         self.drafts = drafts
         self._layers = self._views()
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is."""
+        """Device of the pool."""
         return self.live.device
 
     def layer(self, index: int) -> LayerStates:
@@ -78,24 +75,24 @@ class StatePool:
         return self.tensors[sum(len(before.tensors) for before in self.groups[:group]) + names.index(name)]
 
     def _views(self) -> list[LayerStates]:
-        return [self._view(layer, places) for layer, places in enumerate(self._places)]
+        return [self._view(layer, layers) for layer, layers in enumerate(self._layer_tensors)]
 
-    def _view(self, layer: int, places: Sequence[_Place]) -> LayerStates:
-        live = {place.name: self.tensors[place.tensor][place.layer] for place in places}
+    def _view(self, layer: int, layers: Sequence[_LayerTensors]) -> LayerStates:
+        live = {of_layer.name: self.tensors[of_layer.tensor][of_layer.layer] for of_layer in layers}
         if self.cached.is_live:
             return LayerStates(live, live, self.drafts.layer(layer))
-        cached = {place.name: self.cached.layer(place.tensor, place.layer) for place in places}
+        cached = {of_layer.name: self.cached.layer(of_layer.tensor, of_layer.layer) for of_layer in layers}
         return LayerStates(live, cached, self.drafts.layer(layer))
 
 
-def _places(groups: Sequence[StateGroup]) -> list[list[_Place]]:
-    """Return the places of each recurrent layer's tensors."""
-    found: dict[int, list[_Place]] = {}
+def _layer_tensors(groups: Sequence[StateGroup]) -> list[list[_LayerTensors]]:
+    """Return the tensor indices of each recurrent layer."""
+    found: dict[int, list[_LayerTensors]] = {}
     first = 0
     for group in groups:
         for number, layer in enumerate(group.layers):
             found[layer] = [
-                _Place(tensor.name, first + index, number if tensor.per == "layer" else 0)
+                _LayerTensors(tensor.name, first + index, number if tensor.per == "layer" else 0)
                 for index, tensor in enumerate(group.tensors)
             ]
         first += len(group.tensors)

@@ -1,4 +1,4 @@
-"""States quantized to 8 bits, and back: values of int8 or fp8 (e4m3) times a float32 scale for each channel of a head.
+"""States quantized to 8 bits: int8 or fp8 (e4m3) values times a float32 scale for each channel of a head.
 
     scale = max over rows of |state| / most;  value = round(state / scale);  state' = value * scale
 
@@ -6,9 +6,9 @@
 nothing is fused, so every kernel that writes quantized states, and the twin, writes the same bits. A channel whose
 scale would be denormal is all zeros.
 
-Layout of a restore: a tile is a head's channels over all rows. Grid: the programs that stay resident; each reads all
-slot numbers, skips padding, and takes every n-th tile of what is left. Graph safe: no host sync, one launch, grid fixed
-at capture.
+Layout of a restore: a tile is a head's channels over all rows. Grid: the resident programs; each reads all slot
+numbers, skips padding, and takes every n-th remaining tile. Graph safe: no host sync, one launch, grid fixed at
+capture.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ WIDTH = 64
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4
 SLOTS_AT_A_TIME = 256
-"""Slot numbers that a program reads at once; more take several rounds."""
+"""Slot numbers read at once; more take several rounds."""
 MOST_VALUES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The dtypes of quantized values, and the largest value of each."""
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -40,7 +40,7 @@ LEAST = tl.constexpr(_LEAST_SCALE)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStates:
-    """One layer's quantized states, or with one more dimension before the others all layers'.
+    """One layer's quantized states, or all layers' with the layers as first dimension.
 
     Args:
         values: [slots, heads, rows, channels] of a dtype of `MOST_VALUES`; a slot contiguous.
@@ -55,7 +55,7 @@ class QuantizedStates:
         return QuantizedStates(self.values[layer], self.scales[layer])
 
     def check(self, pool: Tensor) -> None:
-        """Raise a ValueError unless the states are those of `pool`, quantized, in any number of slots."""
+        """Raise a ValueError unless the shapes fit `pool`, for any number of slots."""
         states, lead = pool.shape, pool.dim() - 3
         heads, d_state, head_dim = states[lead:]
         shapes = {"values": (self.values, (heads, d_state, head_dim)), "scales": (self.scales, (heads, head_dim))}
@@ -84,7 +84,7 @@ class QuantizedPointers(NamedTuple):
 
 
 def quantized_pointers(states: QuantizedStates | None) -> QuantizedPointers | None:
-    """Return a kernel's view of quantized states; None if there are none."""
+    """Return a kernel's view of quantized states; None without them."""
     if states is None:
         return None
     of_layers = states.values.dim() == 5
@@ -96,31 +96,31 @@ def quantized_pointers(states: QuantizedStates | None) -> QuantizedPointers | No
 
 @triton.jit
 def store_quantized(
-    places, layer, slot, state, head, n, p, has_n, has_p, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr
+    pointers, layer, slot, state, head, n, p, has_n, has_p, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Quantize channels `p` of a head's float32 state [n, p] into a slot; layer and slot are int64.
 
     Args:
-        n: All rows, and what pads them to a power of two.
-        has_n, has_p: Which rows and channels of the state exist; others are zero.
+        n: All rows, padded to a power of two.
+        has_n, has_p: Which rows and channels exist; others are zero.
     """
-    IS_INT8: tl.constexpr = places.stored.dtype.element_ty == tl.int8
+    IS_INT8: tl.constexpr = pointers.stored.dtype.element_ty == tl.int8
     MOST: tl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8
     scale = tl.div_rn(tl.max(tl.abs(state), axis=0), MOST)
     scale = tl.where(scale < LEAST, 0.0, scale)
     values = tl.div_rn(state, tl.where(scale == 0.0, 1.0, scale)[None, :])
     if IS_INT8:
         values = tl.floor(values + 0.5)
-    scales = places.scales + layer * places.scales_layer + slot * places.scales_slot + head * HEAD_DIM
+    scales = pointers.scales + layer * pointers.scales_layer + slot * pointers.scales_slot + head * HEAD_DIM
     tl.store(scales + p, scale, mask=has_p)
-    stored = places.stored + layer * places.stored_layer + slot * places.stored_slot + head * (D_STATE * HEAD_DIM)
-    values = values.to(places.stored.dtype.element_ty)
+    stored = pointers.stored + layer * pointers.stored_layer + slot * pointers.stored_slot + head * (D_STATE * HEAD_DIM)
+    values = values.to(pointers.stored.dtype.element_ty)
     tl.store(stored + n[:, None] * HEAD_DIM + p[None, :], values, mask=has_n[:, None] & has_p[None, :])
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["src", "dst"])
 def _restore_kernel(
-    places, pool, layer_stride, slot_stride, src, dst, num_slots,
+    pointers, pool, layer_stride, slot_stride, src, dst, num_slots,
     SLOTS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -143,8 +143,9 @@ def _restore_kernel(
                 p = tile % PARTS * TILE_WIDTH + tl.arange(0, TILE_WIDTH)
                 inside = (n < D_STATE)[:, None] & (p < HEAD_DIM)[None, :]
                 in_slot = head * (D_STATE * HEAD_DIM) + n[:, None] * HEAD_DIM + p[None, :]
-                values = places.stored + layer * places.stored_layer + source * places.stored_slot + in_slot
-                scales = places.scales + layer * places.scales_layer + source * places.scales_slot + head * HEAD_DIM
+                values = pointers.stored + layer * pointers.stored_layer + source * pointers.stored_slot + in_slot
+                scales = pointers.scales + layer * pointers.scales_layer + source * pointers.scales_slot
+                scales += head * HEAD_DIM
                 scale = tl.load(scales + p, mask=p < HEAD_DIM, other=0.0)
                 state = tl.load(values, mask=inside, other=0.0).to(tl.float32) * scale[None, :]
                 states = pool + layer * layer_stride + target * slot_stride + in_slot
@@ -153,7 +154,7 @@ def _restore_kernel(
 
 
 def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Write quantized states into slots of a pool, all layers, in place.
+    """Dequantize states into slots of a pool, all layers, in place.
 
     Args:
         states: With the layers as first dimension.
@@ -174,7 +175,7 @@ def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tens
         return
     num_layers, _, heads, d_state, head_dim = pool.shape
     _restore_kernel[(_num_programs(pool.device),)](
-        places=quantized_pointers(states),
+        pointers=quantized_pointers(states),
         pool=pool,
         layer_stride=pool.stride(0),
         slot_stride=pool.stride(1),
@@ -214,22 +215,22 @@ def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return states [..., rows, channels] as values of `dtype` and float32 scales [..., channels]."""
     states = states.to(torch.float32)
     largest = states.abs().amax(-2)
-    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # by a number, CUDA multiplies with its inverse
+    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # CUDA multiplies by a number's inverse
     scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
     values = states / torch.where(scales == 0, 1.0, scales)[..., None, :]
     return (torch.floor(values + 0.5) if dtype == torch.int8 else values).to(dtype), scales
 
 
-def store_quantized_ref(places: QuantizedStates, slots: Tensor, states: Tensor) -> None:
+def store_quantized_ref(pointers: QuantizedStates, slots: Tensor, states: Tensor) -> None:
     """Quantize states [n, heads, rows, channels] into slots [n] int32 of one layer in place; skip PAD_SLOT."""
-    values, scales = quantize(states, places.values.dtype)
-    # Values travel as bytes: torch copies no fp8 by index.
-    store_slots(places.values.view(torch.int8), slots, values.view(torch.int8))
-    store_slots(places.scales, slots, scales)
+    values, scales = quantize(states, pointers.values.dtype)
+    # Copied as bytes: torch cannot index fp8.
+    store_slots(pointers.values.view(torch.int8), slots, values.view(torch.int8))
+    store_slots(pointers.scales, slots, scales)
 
 
 def restore_states_ref(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Do what `restore_states` does."""
+    """Torch twin of `restore_states`."""
     used = src.clamp_min(0).to(torch.int64)
     values = states.values.view(torch.int8).index_select(1, used).view(states.values.dtype).to(torch.float32)
     restored = values * states.scales.index_select(1, used)[..., None, :]

@@ -1,4 +1,4 @@
-"""How one memory is cut into slabs that hold KV blocks or states, and what its bytes are used for."""
+"""How one memory is cut into slabs that hold KV blocks or states, and its bytes by use."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 _ALIGNMENT = 256
 _FEW = 16
-_MOST_PLACES = 4096
+_MOST_UNITS = 4096
 _SMALL_LOSS = 0.03
 _ANY_NUMBER = 2**40  # other ranks set the limit
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """What one rank stores of a cached state and of a KV block; 0 where it has no such layers.
+    """Bytes that one rank stores of a cached state and of a KV block; 0 without such layers.
 
     Args:
-        token_row: Bytes of one token's keys of one layer; every address of a block is a multiple of it.
-        state_row: Bytes of a row of a head's state; two states lie a multiple of it apart.
+        token_row: Bytes of one token's keys of one layer; aligns the addresses of a block.
+        state_row: Bytes of a row of a head's state; aligns the addresses of states.
     """
 
     state: int
@@ -35,7 +35,7 @@ class SlabShape:
 
     @staticmethod
     def fitting(units: Sequence[UnitBytes]) -> "SlabShape":
-        """Return the smallest slab in which neither use loses much on any rank, or else the one that loses the least.
+        """Return the smallest slab that wastes little on any rank, else the one that wastes least.
 
         Args:
             units: Of all ranks, in the same order on each.
@@ -48,32 +48,32 @@ class SlabShape:
         return fitting[0] if fitting else min(shapes, key=lambda shape: shape.loss(measured))
 
     def slab_bytes(self, unit: UnitBytes) -> int:
-        """Return the bytes of a slab on a rank; its places are of equal size and aligned."""
+        """Return the bytes of a slab on a rank; its units are of equal size and aligned."""
         row = math.lcm(_ALIGNMENT, unit.token_row or 1, unit.state_row or 1)
         grain = row * math.lcm(self.blocks_per_slab, self.slots_per_slab)
         needed = max(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state)
         return -(-needed // grain) * grain
 
     def slabs_in(self, num_bytes: int, unit: UnitBytes) -> int:
-        """Return how many slabs a rank's memory holds, beside the dummy block; very many where they take none."""
+        """Return how many slabs a rank's memory holds, next to the dummy block; a huge number if they take no bytes."""
         slab_bytes = self.slab_bytes(unit)
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
     def slabs_of_request(self, num_blocks: int, num_states: int) -> int:
-        """Return the slabs that one request needs for its KV and its states, the last of which is one to cache.
+        """Return the slabs that one request needs for its KV and its states; the last state is the one to cache.
 
-        The others, its live state and those after its drafts, never move. Each may be alone in a slab that other
-        requests' states filled when it was taken, and then no KV block can take the rest of that slab.
+        The others, live and draft states, never move. Each may be alone in a slab that other requests' states filled
+        when it was taken, and then no KV block can use the rest of that slab.
         """
         packed = -(-num_states // self.slots_per_slab)
         return -(-num_blocks // self.blocks_per_slab) + max(packed, num_states - 1)
 
     def blocks_of_request(self, num_slabs: int, num_states: int) -> int:
-        """Return the most KV blocks for which `slabs_of_request` is at most `num_slabs`; 0 if even one is too many."""
+        """Return the most KV blocks that fit in `num_slabs` with these states; 0 if none does."""
         return max(num_slabs - self.slabs_of_request(0, num_states), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
-        """Return the largest share of a slab that one of its uses leaves empty, on ranks where it has any bytes."""
+        """Return the largest share of a slab that a use leaves empty, over ranks where it takes bytes."""
         return max(
             (
                 1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)
@@ -90,10 +90,10 @@ class MemorySizes:
 
     Args:
         unit: Bytes of a cached state and of a block.
-        total: Bytes of the memory, beside the block that takes writes which are never read.
+        total: Bytes of the memory, without the dummy block.
         slab: How it is cut.
-        rings: Bytes beside it, in the same budget, from which live states are replayed.
-        running: Likewise, of the live and draft states of all requests, where these do not share it.
+        rings: Bytes of replay buffers, in the same budget but separate memory.
+        running: Likewise, of all requests' live and draft states, if they have separate memory.
     """
 
     unit: UnitBytes
@@ -103,7 +103,7 @@ class MemorySizes:
     running: int = 0
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
-        """Return bytes by use; `unusable` ones are those of slabs in use that neither use can take.
+        """Return bytes by use; `unusable` ones are in slabs of the other use.
 
         Args:
             slots: States by owner.
@@ -125,14 +125,14 @@ class MemorySizes:
 
     def _unusable(self, slabs: Mapping[str, int]) -> int:
         slab, slab_bytes = self.slab, self.slab.slab_bytes(self.unit)
-        beside_blocks = slab_bytes - slab.blocks_per_slab * self.unit.block
-        return slabs["kv_blocks"] * beside_blocks + slabs["states"] * (
+        stacked_blocks = slab_bytes - slab.blocks_per_slab * self.unit.block
+        return slabs["kv_blocks"] * stacked_blocks + slabs["states"] * (
             slab_bytes - slab.slots_per_slab * self.unit.state
         )
 
 
 def aligned(num_bytes: int) -> int:
-    """Return the bytes rounded up to where another tensor may begin."""
+    """Round bytes up to the alignment of tensors."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -145,5 +145,5 @@ def _candidates(ratio: float) -> Iterator[SlabShape]:
     for few in range(1, _FEW + 1):
         many = few * max(ratio, 1 / ratio)
         for number in sorted({math.floor(many), math.ceil(many)}):
-            number = min(max(number, 1), _MOST_PLACES)
+            number = min(max(number, 1), _MOST_UNITS)
             yield SlabShape(number, few) if ratio >= 1 else SlabShape(few, number)

@@ -1,4 +1,4 @@
-"""Protocols of what a slot allocator needs from its context, each naming exactly what is read."""
+"""Protocols of the context that a slot allocator needs, naming exactly what is read."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LiveStateIndex(Protocol):
-    """Where the live state of each request is."""
+    """The live slot of each request."""
 
     @property
     def request_to_mamba_state_idx(self) -> Sequence[int] | Tensor:
@@ -15,7 +15,7 @@ class LiveStateIndex(Protocol):
 
 
 class SlotAllocatorContext(Protocol):
-    """All that a slot allocator reads of an inference context."""
+    """The attributes of an inference context that a slot allocator reads."""
 
     block_size_tokens: int
     max_tokens: int
@@ -38,7 +38,7 @@ class SlotAllocatorContext(Protocol):
 
 
 class PromptRequest(Protocol):
-    """All that `compute_and_store_offsets` reads of a request."""
+    """The attributes of a request that `compute_and_store_offsets` reads."""
 
     prompt_tokens: Sequence[int] | Tensor
     finished_chunk_token_count: int
@@ -48,17 +48,17 @@ class StepReservations(Protocol):
     """Boundaries that an engine itself reserved for the running step."""
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
+        """Return each prefill's boundaries, relative to its first token of this step."""
 
     def publish_prompts(self) -> None:
-        """Publish what the step wrote for prompts."""
+        """Publish the states that the step wrote for prompts."""
 
 
 class NoReservations:
-    """The null object without an engine: all reservations come through `compute_and_store_offsets`."""
+    """No engine: all reservations come through `compute_and_store_offsets`."""
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return no rows."""
+        """Return no boundaries."""
         return []
 
     def publish_prompts(self) -> None:

@@ -1,8 +1,8 @@
 """Whole-slot copies of state pools: all layers and state types in one launch.
 
-Layout: see `slot_tiles`; a slot and layer are one time, so only their bytes matter. Grid: the programs that stay
-resident. Each reads all slot numbers, skips padding, and takes every n-th tile of what is left: one slot spreads
-over the whole device. Graph safe: no host sync, one launch, grid fixed at capture.
+Layout: see `slot_tiles`; a slot and layer are one time, so only their bytes matter. Grid: the resident programs. Each
+reads all slot numbers, skips padding, and takes every n-th remaining tile: one slot uses the whole device. Graph safe:
+no host sync, one launch, grid fixed at capture.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from .slot_tiles import (
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 SLOTS_AT_A_TIME = 256
-"""Slot numbers that a program reads at once; more take several rounds."""
+"""Slot numbers read at once; more take several rounds."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -56,10 +56,10 @@ def _copy_slots_kernel(
 def copy_slots(
     sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING
 ) -> None:
-    """Copy whole slots of each source pool into the pool of the same position, which may be the same, in place.
+    """Copy whole slots of each source pool into the pool of the same index, possibly itself, in place.
 
-    All layers. Slots that `dst` does not name, and bytes between the slots of a strided pool, stay as they are. If
-    dtypes differ, the reference casts.
+    All layers. Slots not in `dst`, and bytes between the slots of a strided pool, are unchanged. If dtypes differ, the
+    reference casts.
 
     Args:
         sources, pools: Each [layers, slots, ...]; a slot and layer contiguous. They differ in slots only.
@@ -128,13 +128,13 @@ def _check(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
 
 
 def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read slots as fresh tensors [n, ...] of `dtype`, zeros where `slots` [n] int32 holds PAD_SLOT."""
+    """Read slots as fresh tensors [n, ...] of `dtype`, zeros for PAD_SLOT in `slots` [n] int32."""
     states = pool.index_select(0, slots.clamp_min(0).to(torch.int64))
     return torch.where(along_first_dim(slots != PAD_SLOT, states), states, 0).to(dtype)
 
 
 def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Write values [n, ...], cast to the pool's dtype, into slots [n] int32 of `pool` in place; skip PAD_SLOT.
+    """Write values [n, ...], cast to the pool's dtype, into slots [n] int32, in place; skip PAD_SLOT.
 
     A masked write must not index with a mask, so padding repeats a valid write, or gives slot 0 its own content.
     """
@@ -147,15 +147,15 @@ def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     pool.index_copy_(0, targets.clamp_min(0), states)
 
 
-def store_empty_rows(pool: Tensor, rows: PrefillBatch) -> None:
-    """Write the initial state of each row without tokens into its final slot."""
+def store_empty_requests(pool: Tensor, rows: PrefillBatch) -> None:
+    """Write the initial state of each request without tokens into its final slot."""
     is_empty = rows.cu_seqlens[1:] == rows.cu_seqlens[:-1]
     states = load_slots(pool, rows.initial_slots, pool.dtype)
     store_slots(pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)
 
 
 def copy_slots_ref(sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-    """Copy whole slots of each source pool into its pool, all layers, in place; see `copy_slots`."""
+    """Torch twin of `copy_slots`."""
     if src.shape[0] == 0:
         return
     valid = (src != PAD_SLOT) & (dst != PAD_SLOT)

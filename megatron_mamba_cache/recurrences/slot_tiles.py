@@ -35,7 +35,7 @@ class CopyTiling:
     programs_per_sm: int
 
     def num_programs(self, device: torch.device) -> int:
-        """Return the number of programs that stay resident on `device`."""
+        """Return the number of resident programs on `device`."""
         if device.type != "cuda":
             return _INTERPRETED_PROGRAMS
         return self.programs_per_sm * num_multiprocessors(device)
@@ -105,13 +105,13 @@ def one_time(pool: Tensor) -> Tensor:
 
 @triton.jit
 def numbered(chosen):
-    """Number the chosen ones from 1 on; 0 stands at the others."""
+    """Number the chosen ones from 1 on; 0 for the others."""
     return tl.where(chosen, tl.cumsum(chosen.to(tl.int32), axis=0), 0)
 
 
 @triton.jit
 def of_number(values, numbers, number):
-    """Return the value at a number of `numbered`."""
+    """Return the value with a number of `numbered`."""
     return tl.sum(tl.where(numbers == number, values, 0), axis=0)
 
 
@@ -142,7 +142,7 @@ def copy_tiles(
     Slots are int64; `target` is one of `target_states`, which may be `states`.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
-    # Multiplying by LANES last tells the compiler that every address is aligned to LANES elements.
+    # Multiplying by LANES last lets the compiler know that every address is aligned to LANES elements.
     from_slot, to_slot = source * states.slot_stride * LANES, target * target_states.slot_stride * LANES
     for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
         layer = tl.cast(tile // TILES, tl.int64)
@@ -161,17 +161,17 @@ def copy_windows(
     LAYERS: tl.constexpr, TIMES: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile from `first_tile` on, n programs, of the window in slot `source`, from input `shift` on.
+    """Copy every n-th tile of the window in slot `source`, from input `shift` on: n programs, from `first_tile`.
 
     All layers. Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be
     equal.
 
     Args:
-        tail: Where the inputs from TIMES on are, at `buffer`, if HAS_TAIL; else they are in the slot as well.
+        tail: Holds the inputs from TIMES on, at `buffer`, if HAS_TAIL; else they are in the slot as well.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     time = tl.arange(0, triton.next_power_of_2(TIMES))[:, None]
-    # Multiplying by LANES last tells the compiler that every address is aligned to LANES elements.
+    # Multiplying by LANES last lets the compiler know that every address is aligned to LANES elements.
     from_slot = (source * states.slot_stride + shift * states.time_stride) * LANES
     to_slot = target * target_states.slot_stride * LANES
     for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):

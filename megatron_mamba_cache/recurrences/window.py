@@ -1,7 +1,7 @@
-"""States after drafts in slots of their own: the form that serves every recurrence.
+"""Draft states in slots of their own: works for every recurrence.
 
 A draft window is a request's columns of slots. Column 0 is its live slot; column j has the state after token j of the
-step. Windows of inputs are in column 0's slot alone, which has room for those of drafts.
+step. Windows of inputs are in column 0's slot only, which has room for those of drafts.
 """
 
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ class WindowStorage:
         self._live = live
 
     def layer(self, index: int) -> None:
-        """Return None: a layer's slots are all that there is."""
+        """Return None: slots alone hold a layer's states."""
 
     def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignBatch, block_size: int) -> None:
-        """Cache the states at the boundaries that rows reached; see `align_copy`."""
+        """Cache the states at the boundaries that requests reached; see `align_copy`."""
         stored.align_copy(rows, block_size)
 
-    def settle(self, states: Sequence[LiveState]) -> None:
+    def resolve(self, states: Sequence[LiveState]) -> None:
         """Copy the accepted column of each draft window to column 0, all layers, in place."""
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
-            rows, _ = settling_rows(shifted, self._live.device)
+            rows, _ = accepted_columns(shifted, self._live.device)
             self._live.align_copy(rows, block_size=1)
 
 
-def settling_rows(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
-    """Return rows of an align copy with blocks of one token, each ending at the accepted one, and their buffers."""
+def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
+    """Return an align copy with blocks of one token, each ending at the accepted one, and the buffers."""
     width = max(state.accepted for state in states)
     numbers = [
         [state.slot, state.accepted, state.buffer]

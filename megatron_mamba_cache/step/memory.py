@@ -156,11 +156,11 @@ class CacheMemory:
         for blocks in self._space.take_stale_blocks():
             self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 
-    def settle(self, rows: Sequence[RunningRequest]) -> None:
+    def resolve(self, rows: Sequence[RunningRequest]) -> None:
         """Bring the state of all computed tokens of each row into its live slot, and take back what kept it before."""
-        unsettled = [(row, state) for row in rows if (state := self._live_state(row)).is_unsettled]
-        self.state_pool.drafts.settle([state for _, state in unsettled])
-        for row, _ in unsettled:
+        unresolved = [(row, state) for row in rows if (state := self._live_state(row)).is_unresolved]
+        self.state_pool.drafts.resolve([state for _, state in unresolved])
+        for row, _ in unresolved:
             self.prefix_cache.close_draft_states(row)
 
     def _live_state(self, row: RunningRequest) -> LiveState:
@@ -171,7 +171,7 @@ class CacheMemory:
     def pause(self, rows: Sequence[RunningRequest]) -> None:
         """Take back the draft slots of requests that pause. Draft buffers stay: they cost the same."""
         if not self.step_buffers.limits.fold_len:
-            self.settle(rows)
+            self.resolve(rows)
 
 
 @contextmanager

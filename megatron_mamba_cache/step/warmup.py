@@ -99,7 +99,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step's integers overwrite this one's
     accepted = 2 if limits.max_drafts else 1
-    memory.state_pool.drafts.settle([LiveState(PAD_SLOT, PAD_SLOT, accepted, computed=1)])
+    memory.state_pool.drafts.resolve([LiveState(PAD_SLOT, PAD_SLOT, accepted, computed=1)])
 
 
 @torch.inference_mode()

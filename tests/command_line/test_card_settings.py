@@ -19,7 +19,7 @@ from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
-from megatron_mamba_cache.models.part_shape import part_shape
+from megatron_mamba_cache.models.shard_shape import shard_shape
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
@@ -28,7 +28,7 @@ from megatron_mamba_cache.recurrences.gated_delta.tile_systems import TileSystem
 from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurrence
 from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
-from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape
 from megatron_mamba_cache.step.shapes import StepShape
 from tests.models.published_configs import QWEN
@@ -283,7 +283,7 @@ def test_gated_delta_steps_have_room_for_scan_scratch(name: str, num_ranks: int,
     """A step of 256 rows and the largest graphs: but for a twentieth of what is kept for workspaces."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN[name]))
     architecture, dtype = read_sizes(tmp_path)
-    shape, experts = part_shape(architecture, dtype, num_tensor_ranks=num_ranks), architecture.experts
+    shape, experts = shard_shape(architecture, dtype, num_tensor_ranks=num_ranks), architecture.experts
     linears = {
         whole.split.local(torch.empty(whole.shape, device="meta"), 0, num_ranks).shape[0]
         for name, whole in parameters_of(architecture).items()

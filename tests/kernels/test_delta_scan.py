@@ -14,7 +14,7 @@ from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan, scan_tiles
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
-from megatron_mamba_cache.recurrences.row_tiles import TileShape, tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import TileShape, tile_shape
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_batches import (

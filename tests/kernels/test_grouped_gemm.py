@@ -47,7 +47,7 @@ class Layer:
         product, total = OPS[ops]
         order = order_by_expert(ids, len(self.first))
         inside = product(x, self.first, order, top_k=ids.shape[1], activation=self.activation)
-        return total(product(inside, self.second, order), order.places, weights)
+        return total(product(inside, self.second, order), order.positions, weights)
 
     def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the same in float64, a token and an expert at a time."""
@@ -147,8 +147,8 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
         order = order_by_expert(ids, 3, first)
         experts = slice(first, first + 3)
         inside = product(x, layer.first[experts], order, top_k=3, activation="squared_relu")
-        known = weights.masked_fill(order.places < 0, float("nan"))  # what an expert elsewhere weighs does not matter
-        halves.append(total(product(inside, layer.second[experts], order), order.places, known, addend))
+        known = weights.masked_fill(order.positions < 0, float("nan"))  # weights of experts elsewhere are unused
+        halves.append(total(product(inside, layer.second[experts], order), order.positions, known, addend))
     expected = layer.expected(x, ids, weights) + 2 * addend.double().cpu()
     torch.testing.assert_close(sum(halves).double().cpu(), expected, rtol=1e-4, atol=1e-4)
 
@@ -217,7 +217,7 @@ def test_a_row_has_the_same_bits_however_many_its_expert_has(
         order = order_by_expert(ids.cuda(), 8)
         x[:5] = x[num_own - 5 : num_own] = looked_at
         rows = grouped_gemm(x, layer.first, order, top_k=1, activation=activation)
-        found += [rows[order.places[tokens, 0].long()] for tokens in (slice(0, 5), slice(num_own - 5, num_own))]
+        found += [rows[order.positions[tokens, 0].long()] for tokens in (slice(0, 5), slice(num_own - 5, num_own))]
     assert all(same_bits(rows, found[0]) for rows in found)
 
 
@@ -242,7 +242,7 @@ def test_gated_weights_are_loaded_by_eights_and_few_weights_in_short_tiles(
 
 
 def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
-    return ExpertOrder(order.pairs.cpu(), order.places.cpu(), order.starts.cpu())
+    return ExpertOrder(order.pairs.cpu(), order.positions.cpu(), order.starts.cpu())
 
 
 def test_no_tokens(device: str) -> None:
@@ -309,7 +309,7 @@ def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
 ) -> None:
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 4)  # wide tiles of weights
-    products = compile_for_hopper(grouped_gemm_hopper, "_product_kernel")
+    products = compile_for_hopper(grouped_gemm_hopper, "_gemm_kernel")
     monkeypatch.setattr(grouped_gemm_module, "launches_kernel", lambda tensor: True)
     weight = Layer(16, 128, 352, activation, torch.bfloat16).first
     for num_tokens in (800, 801, 2000):

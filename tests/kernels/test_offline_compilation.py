@@ -43,7 +43,7 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling, scan_til
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.quantized_states import restore_states
-from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
 from tests.kernels import delta_steps
 from tests.kernels.align_steps import StepRow, device_rows, quantizing, within_pools

@@ -30,7 +30,7 @@ from megatron_mamba_cache.recurrences.batches import full_sequences
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
 from megatron_mamba_cache.recurrences.mamba2 import tiles, verify
-from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_batches import VerifySpec, pack_verify
 from tests.kernels.ssm_steps import SSMShape, random_steps
@@ -77,7 +77,7 @@ def change_heads() -> object:
     return attention_inputs.write_attention_inputs(*heads, *caches, *places, HeadChanges(norms, rotation))
 
 
-ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_place_kernel")
+ORDER_OF_MANY = ("_count_kernel", "_sum_counts_kernel", "_scatter_kernel")
 """Kernels that one call launches."""
 
 
@@ -164,7 +164,7 @@ def test_long_tiles_behind_any_kernel_wait_for_it_before_all_else(
     order = ExpertOrder(int32(80), int32(40, 2), int32(3))
     ptx = overlapped_ptx(
         grouped_gemm_hopper,
-        "_product_kernel",
+        "_gemm_kernel",
         lambda: grouped_gemm_hopper.multiply_on_hopper(
             half(80, 128), half(2, 128, 128), order, half(80, 128), top_k=top_k, activation="none", follows_first=False
         ),

@@ -32,7 +32,7 @@ from megatron_mamba_cache.recurrences.quantized_states import (
     restore_states,
     restore_states_ref,
 )
-from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from tests.kernels.align_steps import StepRow, device_rows, padding_row, quantizing, within_pools
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots

@@ -30,13 +30,13 @@ from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 SHAPE_8B = SSMShape(heads=128, head_dim=64, d_state=128, groups=8)
-MODULES = {"portable": outputs, "sums": outputs_sums, "products": outputs_mma}
-KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "products": "_state_mma_kernel"}
+MODULES = {"portable": outputs, "sums": outputs_sums, "mma": outputs_mma}
+KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "mma": "_state_mma_kernel"}
 FORMS = {
     ("sums", torch.float32): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
     ("sums", torch.bfloat16): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
-    ("products", torch.float32): ReplayTiling("products", 32, num_warps=1, max_registers=128),
-    ("products", torch.bfloat16): ReplayTiling("products", 32, num_warps=1, max_registers=168),
+    ("mma", torch.float32): ReplayTiling("mma", 32, num_warps=1, max_registers=128),
+    ("mma", torch.bfloat16): ReplayTiling("mma", 32, num_warps=1, max_registers=168),
     ("portable", torch.float32): PORTABLE,
 }
 POOL_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,18 +75,18 @@ def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hop
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     replay(SHAPE_8B, dtype, FORMS[form, dtype], max_tokens=8)
     assert stack_bytes(kernel, tmp_path) <= _MOST_SPILLED and stack_bytes(weighing, tmp_path) == 0
-    if form == "products":
+    if form == "mma":
         assert "mma.sync.aligned.m16n8k16" in kernel.ptx[-1] and kernel.shared_bytes[-1] == 0
     if form == "sums":
         assert kernel.shared_bytes[-1] == 0
     if form != "portable":
-        accesses = {4: "v4", 2: "v2"}[dtype.itemsize] if form == "products" else "v4"
+        accesses = {4: "v4", 2: "v2"}[dtype.itemsize] if form == "mma" else "v4"
         num_bytes = {"v4": 16, "v2": 8}[accesses]
         num_loads = SHAPE_8B.d_state * 32 * dtype.itemsize // (32 * num_bytes)
         assert len(re.findall(rf"ld\.global\.(?:\w+::\w+\.)*{accesses}", kernel.ptx[-1])) >= num_loads
 
 
-@pytest.mark.parametrize("form", ["sums", "products"])
+@pytest.mark.parametrize("form", ["sums", "mma"])
 def test_nothing_compiles_again_when_rows_or_few_tokens_change(form: str, compile_for_hopper: Compile) -> None:
     weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])

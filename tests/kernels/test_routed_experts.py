@@ -1,4 +1,4 @@
-"""What the routed experts of a layer launch, and when what runs beside them begins."""
+"""Launches of a layer with routed experts, and when the overlapped work begins."""
 
 from collections.abc import Callable
 
@@ -19,18 +19,22 @@ TOP_K = 2
 
 
 def layer_of(
-    num_tokens: int, num_experts: int, hidden: int, apart: Callable[[Tensor], Tensor] | None, beside: OverlappedExpert
+    num_tokens: int,
+    num_experts: int,
+    hidden: int,
+    apart: Callable[[Tensor], Tensor] | None,
+    overlapped: OverlappedExpert,
 ) -> Tensor:
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = [torch.randperm(num_experts, generator=generator)[:TOP_K] for _ in range(num_tokens)]
     first, second = torch.ones(num_experts, 128, hidden).bfloat16(), torch.ones(num_experts, hidden, 128).bfloat16()
     x, ids = torch.ones(num_tokens, hidden).bfloat16(), torch.stack(chosen).to(torch.int32)
-    return routed_experts(x, ids, torch.ones(ids.shape), first, second, "none", apart=apart, beside=beside)
+    return routed_experts(x, ids, torch.ones(ids.shape), first, second, "none", apart=apart, overlapped=overlapped)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the card is pretended")
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "hidden", "apart", "follows_first", "comes_behind"),
+    ("num_tokens", "num_experts", "hidden", "apart", "follows_first", "comes_last"),
     [
         pytest.param(300, 16, 128, None, True, True, id="long tiles"),
         pytest.param(200, 16, 128, None, True, False, id="too few tokens to hold the routing up"),
@@ -40,21 +44,21 @@ def layer_of(
         pytest.param(40, 16, 128, None, False, False, id="short tiles"),
     ],
 )
-def test_weights_are_read_ahead_only_behind_a_product_that_waited(
+def test_weights_are_prefetched_only_after_a_gemm_that_waited(
     num_tokens: int,
     num_experts: int,
     hidden: int,
     apart: Callable[[Tensor], Tensor] | None,
     follows_first: bool,
-    comes_behind: bool,
+    comes_last: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second product then reads its tiles before the kernel before it has ended, which must not be theirs."""
     events: list[object] = []
 
     class NotesLaunch(OverlappedExpert):
-        def launch(self, *, behind: bool) -> None:
-            events.append(("beside", behind))
+        def launch(self, *, after_queued: bool) -> None:
+            events.append(("overlapped", after_queued))
 
     def noting_product(*args: object, **settings: object) -> Tensor:
         events.append(("product", settings.get("follows_first", False)))
@@ -63,9 +67,9 @@ def test_weights_are_read_ahead_only_behind_a_product_that_waited(
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
     monkeypatch.setattr(gemm_tiles, "has_tested_gluon", lambda: True)
     monkeypatch.setattr(routed_experts_module, "grouped_gemm", noting_product)
-    beside = NotesLaunch(lambda: lambda: torch.zeros(0), torch.device("cpu"))
-    assert layer_of(num_tokens, num_experts, hidden, apart, beside).shape == (num_tokens, hidden)
-    assert events == [("beside", comes_behind), ("product", False), ("product", follows_first)]
+    overlapped = NotesLaunch(lambda: lambda: torch.zeros(0), torch.device("cpu"))
+    assert layer_of(num_tokens, num_experts, hidden, apart, overlapped).shape == (num_tokens, hidden)
+    assert events == [("overlapped", comes_last), ("product", False), ("product", follows_first)]
 
 
 @pytest.mark.gpu
@@ -110,9 +114,11 @@ def test_a_captured_layer_gives_what_its_parts_give(num_tokens: int, num_experts
 
     def layer() -> Tensor:
         given = 2 * x
-        beside = OverlappedExpert(lambda: begin(given), given.device)
+        overlapped = OverlappedExpert(lambda: begin(given), given.device)
         weights = torch.ones(ids.shape, device="cuda")
-        return routed_experts(given, ids, weights, first, second, "squared_relu", addend=beside.output, beside=beside)
+        return routed_experts(
+            given, ids, weights, first, second, "squared_relu", addend=overlapped.output, overlapped=overlapped
+        )
 
     ids.zero_()
     layer()  # compiles

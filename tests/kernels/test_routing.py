@@ -238,7 +238,7 @@ def test_pairs_are_in_the_order_of_experts(
     }[spread].to(torch.int32)
     first = num_experts if spread == "few here" else 0
     order = op(ids.to(device), num_experts, first)
-    pairs, places, starts = order.pairs, order.places, order.starts
+    pairs, places, starts = order.pairs, order.positions, order.starts
     flat = [expert - first for expert in ids.flatten().tolist()]
     here = [pair for pair, expert in enumerate(flat) if 0 <= expert < num_experts]
     assert pairs[: len(here)].tolist() == sorted(here, key=lambda pair: (flat[pair], pair))
@@ -254,7 +254,7 @@ def test_more_chunks_of_pairs_than_are_summed_at_once(device: str, monkeypatch: 
     ids = torch.randint(11, (2500, 2)).to(torch.int32)
     found, expected = order_by_expert(ids.to(device), 11), order_by_expert_ref(ids, 11)
     assert all(
-        torch.equal(getattr(found, name).cpu(), getattr(expected, name)) for name in ("pairs", "places", "starts")
+        torch.equal(getattr(found, name).cpu(), getattr(expected, name)) for name in ("pairs", "positions", "starts")
     )
 
 
@@ -324,7 +324,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     products = compile_for_hopper(logits_kernels, "_logits_kernel")
     orders = [
         compile_for_hopper(expert_order, kernel)
-        for kernel in ("_order_kernel", "_count_kernel", "_sum_counts_kernel", "_place_kernel")
+        for kernel in ("_order_kernel", "_count_kernel", "_sum_counts_kernel", "_scatter_kernel")
     ]
     num_experts, rule = RULES[name]
     gate, bias = torch.empty(num_experts, 256).bfloat16(), torch.empty(num_experts)

@@ -18,7 +18,7 @@ from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import cut_rows, scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices
-from megatron_mamba_cache.recurrences.row_tiles import tile_shape
+from megatron_mamba_cache.recurrences.request_tiles import tile_shape
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_batches import (
     RowSpec,

@@ -382,13 +382,13 @@ WHOLE_TILES = [
 @needs_cuda
 @BOTH_POOLS
 @pytest.mark.parametrize("shape", WHOLE_TILES)
-@pytest.mark.parametrize("kernel", ["sums", "products"])
+@pytest.mark.parametrize("kernel", ["sums", "mma"])
 def test_gluon_kernels_compute_what_the_twin_does(kernel: str, shape: SSMShape, dtype: torch.dtype) -> None:
     width = hopper_width(shape.head_dim, shape.d_state)
     if not is_hopper(torch.device("cuda")) or not has_tested_gluon() or width is None:
         pytest.skip("needs Hopper, and a Gluon that was tested")
     tiling = ReplayTiling(kernel, width, num_warps=1, max_registers=255)
-    for inputs in [torch.bfloat16] if kernel == "products" else [torch.bfloat16, torch.float32]:
+    for inputs in [torch.bfloat16] if kernel == "mma" else [torch.bfloat16, torch.float32]:
         compare_with_twin(tiling, shape, inputs, dtype, "cuda", num_rows=19)
 
 
@@ -396,7 +396,7 @@ def test_gluon_kernels_compute_what_the_twin_does(kernel: str, shape: SSMShape, 
 @needs_cuda
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 16])
-@pytest.mark.parametrize("kernel", ["portable", "sums", "products"])
+@pytest.mark.parametrize("kernel", ["portable", "sums", "mma"])
 def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(
     kernel: str, ring_len: int, dtype: torch.dtype
 ) -> None:

@@ -119,7 +119,7 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
                 source = row.source_slot
                 assert digest_of(quantized, source) in published[memory.blocks.key_of(row.source_block)]
                 for index, tensor in enumerate(tensor for group in pool.groups for tensor in group.tensors):
-                    live, stored = pool.tensors[index][:, row.cursor.live_slot], quantized.place(index)
+                    live, stored = pool.tensors[index][:, row.cursor.live_slot], quantized.storage(index)
                     if isinstance(stored, QuantizedStates):
                         restored = stored.values[:, source].float() * stored.scales[:, source, ..., None, :]
                     else:

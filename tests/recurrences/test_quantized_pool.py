@@ -30,7 +30,7 @@ def pool_of(num_slots: int, device: str) -> StatePool:
 
 
 def parts_of(states: StoredStates) -> tuple[torch.Tensor, ...]:
-    conv, quantized = states.place(0), states.place(1)
+    conv, quantized = states.storage(0), states.storage(1)
     assert isinstance(conv, torch.Tensor) and isinstance(quantized, QuantizedStates)
     return conv, quantized.values, quantized.scales
 

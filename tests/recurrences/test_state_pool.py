@@ -31,19 +31,19 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("states", WINDOWS)
-def test_settling_moves_the_accepted_column_into_the_live_slot(states: list[LiveState], device: str) -> None:
+def test_resolving_moves_the_accepted_column_into_the_live_slot(states: list[LiveState], device: str) -> None:
     pool = random_pool(device)
     conv, ssm = (tensor.clone() for tensor in pool.tensors)
     for state in states:
         ssm[:, state.slot] = pool.tensor("ssm")[:, state.accepted_slot]
         first = state.accepted - 1
         conv[:, state.slot, :WINDOW_LEN] = pool.tensor("conv")[:, state.slot, first : first + WINDOW_LEN]
-    pool.drafts.settle(states)
+    pool.drafts.resolve(states)
     assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
 
 
 @pytest.mark.parametrize("states", WINDOWS)
-def test_settling_a_replayed_state_moves_its_window_from_beside_its_ring(states: list[LiveState], device: str) -> None:
+def test_resolving_a_replayed_state_moves_its_window_out_of_its_buffer(states: list[LiveState], device: str) -> None:
     of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
     pool, draft_inputs = StatePool.zeros([GROUP], 12, device), of_rings.draft_inputs(4, device)
     assert draft_inputs is not None
@@ -55,7 +55,7 @@ def test_settling_a_replayed_state_moves_its_window_from_beside_its_ring(states:
     for state in states:
         whole = torch.cat([conv[:, state.slot], draft_inputs[:, state.buffer]], dim=1)
         conv[:, state.slot] = whole[:, state.accepted - 1 : state.accepted - 1 + WINDOW_LEN]
-    pool.drafts.settle(states)
+    pool.drafts.resolve(states)
     assert same_bits(pool.tensor("conv"), conv) and same_bits(pool.tensor("ssm"), ssm)
     assert same_bits(draft_inputs, before)
 

@@ -27,7 +27,7 @@ _TILE_LEN = 1024
 
 
 @triton.jit
-def _rounded(values, like):
+def _cast(values, like):
     """Return fp32 values rounded to a tensor's dtype."""
     return values.to(like.dtype.element_ty).to(tl.float32)
 
@@ -36,7 +36,7 @@ def _rounded(values, like):
 def _normed(values, scale, norm, norm_offset, channel, inside, like):
     """Return values times a scale and their channels' factors, rounded."""
     factor = tl.load(norm + tl.broadcast_to(channel, inside.shape), mask=inside, other=0).to(tl.float32) + norm_offset
-    return _rounded(values * scale * factor, like)
+    return _cast(values * scale * factor, like)
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _changed_head(
         angles = tl.broadcast_to(table + position[:, None, None] * (2 * PART) + element, inside.shape)
         cosine = tl.load(angles, mask=is_rotated, other=0).to(tl.float32)
         sine = tl.load(angles + PART, mask=is_rotated, other=0).to(tl.float32)
-        along, across = _rounded(values * cosine, like), _rounded(partners * sine, like)
+        along, across = _cast(values * cosine, like), _cast(partners * sine, like)
         values = tl.where(is_rotated, along + tl.where(part == 0, -across, across), values)
     return values
 
@@ -119,8 +119,8 @@ def _inputs_kernel(
             source, inside, query, query_norm, norm_offset, eps, table, position, part, element,
             HAS_NORMS, ROTATES, HEAD_DIM, PART,
         )  # fmt: skip
-        place = (line * (KV_HEADS * QUERIES) + head * QUERIES + number) * HEAD_DIM + channel
-        tl.store(packed + place, changed.to(packed.dtype.element_ty), mask=inside)
+        index = (line * (KV_HEADS * QUERIES) + head * QUERIES + number) * HEAD_DIM + channel
+        tl.store(packed + index, changed.to(packed.dtype.element_ty), mask=inside)
         return
     block = tl.load(token_block + token, mask=exists, other=-1).to(tl.int64)[:, None, None]
     offset = tl.load(token_offset + token, mask=exists, other=0).to(tl.int64)[:, None, None]
@@ -130,9 +130,9 @@ def _inputs_kernel(
         key + line * key_stride + head * key_head_stride, moves, key, key_norm, norm_offset, eps, table, position, part,
         element, HAS_NORMS, ROTATES, HEAD_DIM, PART,
     )  # fmt: skip
-    place = block * block_stride + offset * offset_stride + head * HEAD_DIM + channel
-    tl.store(k_cache + place, changed.to(key.dtype.element_ty).to(k_cache.dtype.element_ty), mask=moves)
-    tl.store(v_cache + place, new_value.to(v_cache.dtype.element_ty), mask=moves)
+    index = block * block_stride + offset * offset_stride + head * HEAD_DIM + channel
+    tl.store(k_cache + index, changed.to(key.dtype.element_ty).to(k_cache.dtype.element_ty), mask=moves)
+    tl.store(v_cache + index, new_value.to(v_cache.dtype.element_ty), mask=moves)
 
 
 def write_attention_inputs(

@@ -38,17 +38,17 @@ def _append_kv_kernel(
         is_query = exists[:, None] & (element < LENGTH)  # [TOKENS, WIDTH]
         queries = query + line * query_stride + head * query_head_stride + channel
         found = tl.load(queries + number * HEAD_DIM, mask=is_query)
-        packed_place = line * (QUERIES * LENGTH) + (head * QUERIES + number) * HEAD_DIM + channel
-        tl.store(packed + packed_place, found, mask=is_query)
+        packed_index = line * (QUERIES * LENGTH) + (head * QUERIES + number) * HEAD_DIM + channel
+        tl.store(packed + packed_index, found, mask=is_query)
         return
     block = tl.load(token_block + token, mask=exists, other=-1).to(tl.int64)
     offset = tl.load(token_offset + token, mask=exists, other=0).to(tl.int64)
     moves = (block[:, None] >= 0) & (element < LENGTH)  # [TOKENS, WIDTH]
-    place = block[:, None] * block_stride + offset[:, None] * offset_stride + element
+    index = block[:, None] * block_stride + offset[:, None] * offset_stride + element
     new_key = tl.load(key + line * key_stride + head * key_head_stride + channel, mask=moves)
     new_value = tl.load(value + line * value_stride + head * value_head_stride + channel, mask=moves)
-    tl.store(k_cache + place, new_key.to(k_cache.dtype.element_ty), mask=moves)
-    tl.store(v_cache + place, new_value.to(v_cache.dtype.element_ty), mask=moves)
+    tl.store(k_cache + index, new_key.to(k_cache.dtype.element_ty), mask=moves)
+    tl.store(v_cache + index, new_value.to(v_cache.dtype.element_ty), mask=moves)
 
 
 def append_kv(
@@ -60,7 +60,7 @@ def append_kv(
     token_offset: Tensor,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Write each new token's key and value into its place in the caches, in place; return its queries packed.
+    """Write each new token's key and value into its index in the caches, in place; return its queries packed.
 
     Long because of its contract.
 

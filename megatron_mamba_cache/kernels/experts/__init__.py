@@ -1,1 +1,1 @@
-"""Mixtures of experts: which experts a token takes, and the order of tokens by expert."""
+"""Mixtures of experts: routing, the order of tokens by expert, and the GEMMs."""

@@ -1,10 +1,10 @@
-"""The order of tokens by expert: which pairs of a token and one of its experts each expert computes.
+"""The order of tokens by expert: which (token, expert) pairs each expert computes.
 
 Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
-every run: atomics only count. Few pairs take one launch, a program an expert: it reads all pairs at once, counts those
-of lower experts, which come before its own, and writes its own in their order. More pairs take three launches over
-chunks of pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the chunks
-before; place. Graph safe: no host sync.
+every run: atomics only count. Few pairs take one launch, a program for each expert: it reads all pairs at once, counts
+those of lower experts, which come first, and writes its own in order. More pairs take three launches over chunks of
+pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the chunks before;
+scatter. Graph safe: no host sync.
 """
 
 import torch
@@ -28,17 +28,17 @@ _LEAST_BINS = 128
 
 
 @triton.jit
-def _load_experts(ids, place, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr):
-    """Return the experts of pairs; NUM_EXPERTS for those whose expert is elsewhere, and beyond the last pair."""
-    expert = tl.load(ids + place, mask=place < num_pairs, other=-1) - first_expert
-    return tl.where((place < num_pairs) & (expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
+def _load_experts(ids, position, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr):
+    """Return the experts of pairs; NUM_EXPERTS for experts of other ranks and past the last pair."""
+    expert = tl.load(ids + position, mask=position < num_pairs, other=-1) - first_expert
+    return tl.where((position < num_pairs) & (expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _order_kernel(
     ids,
     pairs,
-    places,
+    positions,
     starts,
     num_pairs,
     first_expert,
@@ -53,11 +53,11 @@ def _order_kernel(
     first = tl.sum((chosen < expert).to(tl.int32), axis=0)
     tl.store(starts + expert, first)
     is_own = (chosen == expert).to(tl.int32)
-    place = first - 1 + tl.cumsum(is_own, axis=0)
-    tl.store(pairs + place, pair, mask=is_own > 0)
-    tl.store(places + pair, place, mask=is_own > 0)
+    position = first - 1 + tl.cumsum(is_own, axis=0)
+    tl.store(pairs + position, pair, mask=is_own > 0)
+    tl.store(positions + pair, position, mask=is_own > 0)
     if expert == 0:
-        tl.store(places + pair, -1, mask=(chosen == NUM_EXPERTS) & (pair < num_pairs))
+        tl.store(positions + pair, -1, mask=(chosen == NUM_EXPERTS) & (pair < num_pairs))
     if expert == NUM_EXPERTS - 1:
         tl.store(starts + NUM_EXPERTS, first + tl.sum(is_own, axis=0))
 
@@ -101,13 +101,13 @@ def _sum_counts_kernel(counts, totals, num_chunks, CHUNKS: tl.constexpr, OVERLAP
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
-def _place_kernel(
+def _scatter_kernel(
     ids,
     ranks,
     counts,
     totals,
     pairs,
-    places,
+    positions,
     starts,
     num_pairs,
     num_chunks,
@@ -117,7 +117,7 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Place a chunk's pairs behind those of lower experts and of the chunks before."""
+    """Write a chunk's pairs after those of lower experts and of the chunks before."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     total = tl.load(totals + expert, mask=expert < NUM_EXPERTS, other=0)
@@ -129,22 +129,22 @@ def _place_kernel(
     chosen = _load_experts(ids, pair, num_pairs, first_expert, NUM_EXPERTS)
     is_here = chosen < NUM_EXPERTS
     own = tl.where(is_here, chosen, 0)
-    place = tl.gather(begins, own, 0) + tl.load(counts + own * num_chunks + chunk) + tl.load(ranks + pair)
-    tl.store(pairs + place, pair, mask=is_here)
-    tl.store(places + pair, tl.where(is_here, place, -1), mask=pair < num_pairs)
+    position = tl.gather(begins, own, 0) + tl.load(counts + own * num_chunks + chunk) + tl.load(ranks + pair)
+    tl.store(pairs + position, pair, mask=is_here)
+    tl.store(positions + pair, tl.where(is_here, position, -1), mask=pair < num_pairs)
 
 
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Return the pairs of tokens and experts in the order of experts.
+    """Sort (token, expert) pairs by expert.
 
     Pair `token * top_k + slot` is a token and its expert in that slot. Pairs of an expert stay in order.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.
-        num_experts, first_expert: The experts to order for. Pairs of other experts have no place.
+        num_experts, first_expert: The experts to sort for. Pairs of other experts have no position.
 
     Raises:
-        ValueError: If `ids` has another form, or there are no experts.
+        ValueError: If `ids` has another layout, or there are no experts.
 
     Reference: `order_by_expert_ref`. CUDA-graph safe: no host sync, one launch, or three for many pairs.
     """
@@ -163,7 +163,7 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
     _order_kernel[(num_experts,)](
         ids=ids,
         pairs=order.pairs,
-        places=order.places,
+        positions=order.positions,
         starts=order.starts,
         num_pairs=ids.numel(),
         first_expert=first_expert,
@@ -193,13 +193,13 @@ def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
         enable_fp_fusion=True,
         **overlaps,
     )
-    _place_kernel[(num_chunks,)](
+    _scatter_kernel[(num_chunks,)](
         **of_pairs,
         **of_chunks,
         **sizes,
         totals=totals,
         pairs=order.pairs,
-        places=order.places,
+        positions=order.positions,
         starts=order.starts,
         num_warps=4,
         enable_fp_fusion=True,

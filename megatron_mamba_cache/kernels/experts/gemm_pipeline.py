@@ -1,7 +1,7 @@
-"""A ring buffer in the shared memory of a Hopper GPU for tiles of weights and of rows, filled ahead of products; Gluon.
+"""Pipeline stages in shared memory for tiles of weights and rows, filled ahead of wgmma on Hopper; Gluon.
 
-One warp fills it with weights and another one with rows, both by TMA boxes. Rows that have to be gathered are filled in
-by ordinary copies of four warps, which load the weights too.
+One warp fills the weights and another one the rows, both by TMA boxes. Rows that must be gathered are copied by four
+warps, which load the weights too.
 """
 
 from triton.experimental import gluon
@@ -12,31 +12,30 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_common import await_then_release, load_tile
 from . import gemm_tiles
-from .wgmma import LINE, check_places
+from .wgmma import LINE, check_addresses
 
-# Gluon is experimental, and names change: the first are Triton 3.9's, the second 3.6's.
+# Gluon is experimental, and names change: first Triton 3.9's, then 3.6's.
 copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _Shared = gl.shared_memory_descriptor
 _reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
 DEPTH = 64
-"""Inputs of a stage; a layer's are a multiple of it."""
+"""Inputs of a stage; those of a layer are a multiple of it."""
 GROUPS = gl.constexpr(2)
 """Groups of warps that multiply a tile."""
 MOST_ROWS = gl.constexpr(gemm_tiles.MOST_ROWS)
 _LINES_OF_ROWS = gl.constexpr(256)
-"""Of a stage; the last one has MOST_ROWS, so that the rest of the memory is enough for results."""
+"""Of a stage; the last stage has MOST_ROWS, to leave memory for results."""
 
 
 @aggregate
 class Sizes:
-    """Compile-time sizes: those of the product, and how programs split it.
+    """Compile-time sizes of a GEMM and of its split over programs.
 
-    A tile has units of 64 weights, from which come PER_UNIT outputs each. All outputs of an expert are in TILES tiles:
-    the first NUM_WIDE have UNITS units (2 or 3), the others one fewer. Each tile of rows begins with another tile of
-    outputs, TURN after that of the tile of rows before. STEPS stages, of which the buffer
-    holds STAGES, have all inputs.
-    If AHEAD, only rows wait for the previous kernel, not weights.
+    A tile has units of 64 weights, each of PER_UNIT outputs. All outputs of an expert are in TILES tiles: the first
+    NUM_WIDE have UNITS units (2 or 3), the others one fewer. Each tile of rows begins with another tile of outputs,
+    TURN after that of the tile of rows before. STEPS stages, of which the pipeline holds STAGES, have all inputs. If
+    AHEAD, only rows wait for the previous kernel, not weights.
     """
 
     UNITS: gl.constexpr
@@ -88,8 +87,8 @@ class Tile:
 
 
 @aggregate
-class TileBuffer:
-    """What is multiplied, with the barriers that signal when a stage is full and when it may be overwritten.
+class TilePipeline:
+    """Operands in shared memory, with the barriers that signal when a stage is full or free.
 
     weights [STAGES * UNITS, *box of 64 lines]; rows [boxes, 32, DEPTH], of which a stage has 8, the last one 7.
     """
@@ -108,44 +107,44 @@ class TileBuffer:
 
 
 @gluon.jit
-def allocate_buffer(weight, rows32, sizes):
-    """Return an empty buffer; call it before warps are specialized."""
+def allocate_pipeline(weight, rows32, sizes):
+    """Return empty stages; call it before warp specialization."""
     # A stage is full once its weights have arrived, and its boxes of rows or each of 128 threads' gathered rows.
     ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1
     BOXES: gl.constexpr = first_weights(sizes) // (32 * LINE)
     UNITS: gl.constexpr = sizes.STAGES * sizes.UNITS
     rows = gl.allocate_shared_memory(gl.bfloat16, [BOXES, 32, 64], rows32.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], rows32.layout)
-    buffer = TileBuffer(
+    pipeline = TilePipeline(
         _reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
         rows,
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
     )
-    check_places(rows.index(0), weights.index(0), first_weights(sizes))
+    check_addresses(rows.index(0), weights.index(0), first_weights(sizes))
     for stage in gl.static_range(sizes.STAGES):
-        mbarrier.init(buffer.full.index(stage), count=ARRIVALS)
-        mbarrier.init(buffer.empty.index(stage), count=GROUPS)
+        mbarrier.init(pipeline.full.index(stage), count=ARRIVALS)
+        mbarrier.init(pipeline.empty.index(stage), count=GROUPS)
     fence_async_shared()
-    return buffer
+    return pipeline
 
 
 @gluon.constexpr_function
 def first_weights(sizes):
-    """Return the bytes from the buffer's first row to its first weight."""
+    """Return the byte offset of the first weight from the first row."""
     return ((sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS) * LINE
 
 
 @gluon.jit
-def places_of_stage(stage, sizes):
-    """Return the bytes from the buffer's first row to a stage's first weight, and to its first row."""
+def offsets_of_stage(stage, sizes):
+    """Return the byte offsets of a stage's first weight and first row, from the first row of all."""
     weights = first_weights(sizes) + stage * (sizes.UNITS * 64 * LINE)
     return weights, stage * (_LINES_OF_ROWS * LINE)
 
 
 @gluon.jit
 def find_tile(tiles, number, num_tiles, sizes):
-    """Return a tile of `tile_rows` and of outputs; those of one expert follow each other. Beyond the last, the last."""
+    """Return tile `number` of rows and outputs, those of one expert in sequence; past the last, the last."""
     number = gl.minimum(number, num_tiles - 1)
     of_rows = number // sizes.TILES
     entry = tiles + (1 + of_rows) * 4
@@ -160,55 +159,55 @@ def find_unit(outputs, sizes):
 
 
 @gluon.jit
-def _copy_weights(weight, buffer, stage, tile, begin, sizes):
+def _copy_weights(weight, pipeline, stage, tile, begin, sizes):
     """Start copying a tile's weights; the stage's barrier signals when they have arrived."""
-    full = buffer.full.index(stage)
+    full = pipeline.full.index(stage)
     first_unit = find_unit(tile.outputs, sizes)
     num_units = gl.where(tile.outputs < sizes.NUM_WIDE, sizes.UNITS, sizes.UNITS - 1)
     for units in gl.static_range(sizes.UNITS - 1, sizes.UNITS + 1):
         mbarrier.expect(full, units * 64 * 64 * 2, pred=num_units == units)
     for unit in gl.static_range(sizes.UNITS):
         output = (first_unit + unit) * sizes.PER_UNIT
-        place = buffer.weights.index(stage * sizes.UNITS + unit)
+        box = pipeline.weights.index(stage * sizes.UNITS + unit)
         if unit < num_units:
             if sizes.ACTIVATION == "gated_silu":
-                load_tile(weight, [tile.expert, output // 8, 0, 0, begin], full, place)
+                load_tile(weight, [tile.expert, output // 8, 0, 0, begin], full, box)
             else:
-                load_tile(weight, [tile.expert * sizes.OUTPUTS + output, begin], full, place)
+                load_tile(weight, [tile.expert * sizes.OUTPUTS + output, begin], full, box)
 
 
 @gluon.jit
-def _copy_rows(rows32, buffer, stage, first, num_boxes, begin):
+def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
     """Start copying a tile's rows in boxes of 32; the stage's barrier signals when they have arrived.
 
-    The last box also has rows of other experts, or zeros after the last row of all. Their products are not stored.
+    The last box also has rows of other experts, or zeros after the last row of all. Their results are not stored.
     """
     MOST_BOXES: gl.constexpr = MOST_ROWS // 32
-    full = buffer.full.index(stage)
+    full = pipeline.full.index(stage)
     for boxes in gl.static_range(1, MOST_BOXES + 1):
         mbarrier.expect(full, boxes * 32 * 64 * 2, pred=num_boxes == boxes)
     for i in gl.static_range(MOST_BOXES):
         if i < num_boxes:
-            load_tile(rows32, [first + 32 * i, begin], full, buffer.rows.index(stage * (_LINES_OF_ROWS // 32) + i))
+            load_tile(rows32, [first + 32 * i, begin], full, pipeline.rows.index(stage * (_LINES_OF_ROWS // 32) + i))
 
 
 @gluon.jit
-def fill_with_weights(weight, buffer, tiles, sizes):
-    """Fill the buffer with weights, as stages become empty; one warp."""
+def fill_with_weights(weight, pipeline, tiles, sizes):
+    """Load weights into free stages; one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile = find_tile(tiles, number, num_tiles, sizes)
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            mbarrier.wait(buffer.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_weights(weight, buffer, stage, tile, k * 64, sizes)
+            mbarrier.wait(pipeline.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_weights(weight, pipeline, stage, tile, k * 64, sizes)
         step += sizes.STEPS
 
 
 @gluon.jit
-def fill_with_rows(rows32, buffer, tiles, sizes):
-    """Fill the buffer with rows, as stages become empty; one warp."""
+def fill_with_rows(rows32, pipeline, tiles, sizes):
+    """Load rows into free stages; one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD:
         await_then_release(sizes.OVERLAPS)
@@ -218,14 +217,14 @@ def fill_with_rows(rows32, buffer, tiles, sizes):
         num_boxes = (tile.last - tile.first + 31) // 32
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            mbarrier.wait(buffer.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_rows(rows32, buffer, stage, tile.first, num_boxes, k * 64)
+            mbarrier.wait(pipeline.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_rows(rows32, pipeline, stage, tile.first, num_boxes, k * 64)
         step += sizes.STEPS
 
 
 @gluon.jit
-def _places(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return where in x the first 64 inputs of 32 rows are [32, 64]; of rows after the last, those of the last."""
+def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
+    """Return the offsets in x of the first 64 inputs of 32 rows, [32, 64]; after the last row, the last one's."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR
@@ -233,24 +232,24 @@ def _places(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
 
 
 @gluon.jit
-def gather(weight, x, x_stride, pairs, buffer, tiles, sizes):
-    """Fill the buffer with weights and gathered rows, as stages become empty; four warps."""
+def gather(weight, x, x_stride, pairs, pipeline, tiles, sizes):
+    """Load weights and gathered rows into free stages; four warps."""
     PIECES: gl.constexpr = MOST_ROWS // 32
     step = 0
     num_tiles = gl.load(tiles) * sizes.TILES
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile = find_tile(tiles, number, num_tiles, sizes)
         num_pieces = (tile.last - tile.first + 31) // 32
-        places = ()
+        offsets = ()
         for i in gl.static_range(PIECES):
-            piece = _places(x_stride, pairs, tile.first + 32 * i, tile.last, sizes.DIVISOR)
-            places = places + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Gluon unpacks nothing)
+            piece = _row_offsets(x_stride, pairs, tile.first + 32 * i, tile.last, sizes.DIVISOR)
+            offsets = offsets + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Gluon unpacks nothing)
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
-            mbarrier.wait(buffer.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_weights(weight, buffer, stage, tile, k * 64, sizes)
+            mbarrier.wait(pipeline.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
+            _copy_weights(weight, pipeline, stage, tile, k * 64, sizes)
             for i in gl.static_range(PIECES):
                 if i < num_pieces:
-                    copy_gathered(buffer.rows.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + places[i])
-            async_copy.mbarrier_arrive(buffer.full.index(stage), increment_count=False)
+                    copy_gathered(pipeline.rows.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + offsets[i])
+            async_copy.mbarrier_arrive(pipeline.full.index(stage), increment_count=False)
         step += sizes.STEPS

@@ -1,7 +1,7 @@
-"""The tiles of rows of a grouped product: each expert's rows in as few tiles as hold them, of equal lengths.
+"""The row tiles of a grouped GEMM: each expert's rows in the fewest tiles, of equal lengths.
 
-Layout: tiles in the order of experts. Grid: a program an expert, which counts the tiles before its own. Graph safe: no
-host sync.
+Layout: tiles in the order of experts. Grid: a program for each expert, which counts the tiles before its own. Graph
+safe: no host sync.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from ..overlap import await_inputs, overlapping
 _FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64
 _FEWEST_WEIGHTS = 65
-"""Of an expert: a long tile has two times 64. With half of them alone Triton 3.6 compiles none, 3.7.1 does."""
+"""Of an expert: a long tile has two times 64. Triton 3.6 cannot compile it with 64, 3.7.1 can."""
 _GATED_OUTPUTS = 8
-"""A gated layer's boxes have its gates and its other weights by so many."""
+"""A gated layer's boxes alternate so many gates and so many other weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmVariant:
-    """Tiles of a grouped product; measured on an H200, see `benchmarks/results/experts.md`.
+    """Tile sizes of a grouped GEMM; measured on an H200, see `benchmarks/results/experts.md`.
 
     Args:
         rows, outputs, inputs: Of a tile.
-        has_halves: Whether a tile with at most half of its rows computes half of them only.
-        loads_boxes: Whether weights are loaded by Hopper's tensor memory accelerator.
+        has_halves: True if a tile at most half full computes only half of its rows.
+        loads_boxes: True if TMA loads the weights.
     """
 
     rows: int
@@ -43,12 +43,12 @@ class GemmVariant:
 
     @property
     def multiplies_weights(self) -> bool:
-        """True if weights are the left operand, of which tensor cores take 64 rows at least."""
+        """True if weights are the left operand, which has at least 64 rows on tensor cores."""
         return self.rows < 64
 
 
 def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVariant:
-    """Return the form for a number of pairs; it depends on their number alone, not on which experts they choose.
+    """Return the variant for a number of pairs; it does not depend on which experts they choose.
 
     Args:
         weight: [experts, outputs, inputs].
@@ -59,7 +59,7 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
     if not can_load_boxes(weight):
         return GemmVariant(16, 64, 64, 4, 4) if mean_rows <= 16 else GemmVariant(64, 64 if is_gated else 128, 64, 4, 3)
     if mean_rows <= 16:
-        # As much in flight as hides the memory's latency even where few programs run: 144 and 108 KiB of boxes.
+        # Enough in flight to hide memory latency even with few programs: 144 and 108 KiB of boxes.
         return (
             GemmVariant(16, 64, 64, 4, 8, loads_boxes=True)
             if is_gated
@@ -71,16 +71,16 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
 
 
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
-    """Return whether rows are multiplied by `grouped_gemm_hopper`; like `choose_variant`, by their number alone.
+    """Return True if `grouped_gemm_hopper` is used; like `choose_variant`, by the number of rows alone.
 
-    A long tile reads an expert's weights once however unevenly tokens choose; short ones read those of much chosen
-    experts again and again. With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.
+    A long tile reads an expert's weights once however unevenly tokens choose; short ones read those of popular experts
+    repeatedly. With very many rows per expert, tiles of 128 rows are as well filled, and gather faster.
     """
     mean_rows = num_pairs / weight.shape[0]
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or weight.shape[1] < _FEWEST_WEIGHTS:
         return False
     if is_gathered and (mean_rows > _MOST_GATHERED_ROWS or x.shape[0] * x.stride(0) >= 2**31):
-        return False  # where rows begin is kept in 32 bits
+        return False  # row offsets are 32 bits
     if is_gated and weight.shape[1] % (2 * _GATED_OUTPUTS) != 0:
         return False
     is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
@@ -88,16 +88,16 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
 
 
 def can_load_boxes(weight: Tensor) -> bool:
-    """Return whether the device's tensor memory accelerator can load these weights."""
+    """Return True if the device's TMA can load these weights."""
     if INTERPRETED or not weight.is_cuda or not is_hopper(weight.device):
         return False
     return weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 MOST_ROWS = 224
-"""Rows of a tile at most."""
+"""Most rows of a tile."""
 ROW_STEP = 32
-"""Tiles are multiples of it; an expert's last rows may leave one unused."""
+"""Tile lengths are multiples of it; an expert's last tile may be partly empty."""
 
 
 @triton.jit
@@ -133,15 +133,15 @@ def _tiles_kernel(
 
 
 def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
-    """Return the tiles of rows in the order of experts.
+    """Cut the rows of experts into tiles.
 
     Args:
-        starts: [experts + 1] int32: where each expert's rows begin; see `ExpertOrder`.
+        starts: [experts + 1] int32: first row of each expert; see `ExpertOrder`.
         num_rows: At least the last of `starts`.
 
     Returns:
-        [1 + most tiles, 4] int32: first the number of tiles; then for each its expert, its first row, and the row
-        after its last. Other entries mean nothing.
+        [1 + most tiles, 4] int32: first the number of tiles; then for each its expert, its first row, and the row after
+        its last. Other entries are undefined.
 
     Reference: `tile_rows_ref`. CUDA-graph safe: no host sync, one launch.
     """
@@ -164,7 +164,7 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
 
 
 def tile_rows_ref(starts: Tensor, num_rows: int) -> Tensor:
-    """Return the tiles of rows in the order of experts; see `tile_rows`. Reads the starts on the host."""
+    """Twin of `tile_rows`; reads the starts on the host."""
     bounds, found = starts.tolist(), []
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         count = -(-(end - begin) // MOST_ROWS)

@@ -1,15 +1,15 @@
-"""Products of each expert's weights with the tokens that chose it.
+"""Grouped GEMM: each expert's weights times the tokens that chose it.
 
 Layout: weights [experts, outputs, inputs], inputs contiguous; a gated layer's first weights hold the gates' outputs
-before the others. Rows are pairs of a token and an expert in the order of experts (`order_by_expert`), so that an
-expert's rows are consecutive and its weights are read once for each tile of rows. Grid: a program computes TILE rows of
-one expert and WIDTH outputs. The host does not know how many tiles an expert has: programs are launched for the most
-tiles that any choice can have, and each finds its expert from the starts; those beyond the last tile do nothing.
+before the others. Rows are (token, expert) pairs in the order of experts (`order_by_expert`), so that an expert's rows
+are consecutive and its weights are read once for each tile of rows. Grid: a program computes TILE rows of one expert
+and WIDTH outputs. The host does not know how many tiles an expert has: programs are launched for the most tiles that
+any choice can have, and each finds its expert from the starts; those past the last tile do nothing.
 
-With few rows an expert, reading the weights takes the time, with many the products do: `gemm_variants` has the tiles
-of each form; `grouped_gemm_hopper` is a form of its own. Within a form a row's inputs are summed in one order,
-whatever other rows there are, so that a token's bits do not depend on the batch. Accumulation is fp32. Graph safe: no
-host sync, no atomics.
+With few rows per expert the time is that of reading the weights, with many that of arithmetic: `gemm_variants` has the
+tiles of each variant; `grouped_gemm_hopper` is another. Within a variant a row's inputs are summed in one order,
+whatever other rows there are, so a token's bits do not depend on the batch. Accumulation is fp32. Graph safe: no host
+sync, no atomics.
 """
 
 import torch
@@ -32,7 +32,7 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    """Return the expert of a tile, its first row and the row after the expert's last; no rows beyond the last tile."""
+    """Return a tile's expert, first row and the row after the expert's last; no rows past the last tile."""
     expert = tl.arange(0, EXPERTS)
     exists = expert < NUM_EXPERTS
     begin = tl.load(starts + expert, mask=exists, other=0)
@@ -58,13 +58,13 @@ def _load_weights(
     DEPTH: tl.constexpr,
     BOXES: tl.constexpr,
 ):
-    """Load the weights [WIDTH, DEPTH] of columns; beyond the last column, a box has what comes after its weights."""
+    """Load the weights [WIDTH, DEPTH] of columns; a box past the last column reads other weights."""
     if BOXES:
         values = weight.load([first_row + first_column, begin])
     else:
         column, element = first_column + tl.arange(0, WIDTH), begin + tl.arange(0, DEPTH)
-        places = weight + (first_row + column).to(tl.int64)[:, None] * INPUTS + element[None, :]
-        values = tl.load(places, mask=(column < OUTPUTS)[:, None] & (element < INPUTS)[None, :], other=0)
+        pointers = weight + (first_row + column).to(tl.int64)[:, None] * INPUTS + element[None, :]
+        values = tl.load(pointers, mask=(column < OUTPUTS)[:, None] & (element < INPUTS)[None, :], other=0)
     return values
 
 
@@ -72,8 +72,8 @@ def _load_weights(
 def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexpr):
     """Return total + left @ right.T.
 
-    The interpreter multiplies the bits of bf16 instead of its values, and leaves the order of a sum to a library for
-    which it depends on a row's place. So it gets sums whose order is fixed.
+    The interpreter multiplies the bits of bf16 instead of its values, and uses a library whose order of summation
+    depends on a row's position. So it gets sums of fixed order.
     """
     left, right = (weights, given) if SWAPS else (given, weights)
     if _IS_INTERPRETED:
@@ -104,7 +104,7 @@ def _compute_tile(
     SWAPS: tl.constexpr,
     BOXES: tl.constexpr,
 ):
-    """Compute and store TILE rows of an expert, of which those from `last` on are another's, times WIDTH outputs.
+    """Compute and store TILE rows times WIDTH outputs of an expert; rows from `last` on are another's.
 
     Long because of its arguments.
     """
@@ -139,11 +139,11 @@ def _compute_tile(
         total = total / (1 + tl.exp(-total)) * others
     result = total.to(out.dtype.element_ty)
     if SWAPS:
-        places = out + row.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
-        tl.store(places, result, mask=is_row[None, :] & (column < OUTPUTS)[:, None])
+        pointers = out + row.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
+        tl.store(pointers, result, mask=is_row[None, :] & (column < OUTPUTS)[:, None])
     else:
-        places = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
-        tl.store(places, result, mask=is_row[:, None] & (column < OUTPUTS)[None, :])
+        pointers = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+        tl.store(pointers, result, mask=is_row[:, None] & (column < OUTPUTS)[None, :])
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def grouped_gemm(
     activation: Activation = "none",
     follows_first: bool = False,
 ) -> Tensor:
-    """Return the activated products of rows with their experts' weights.
+    """Return the activated GEMM of rows with their experts' weights.
 
     Long because of its contract.
 
@@ -203,9 +203,9 @@ def grouped_gemm(
         weight: [experts, outputs, inputs], contiguous; [experts, 2 * outputs, inputs] for `gated_silu`: gates first.
         order: Of the rows; see `order_by_expert`.
         top_k: Experts of a token.
-        activation: What is done to the products: nothing, max(p, 0)^2, or silu(gate) * p.
-        follows_first: True if the last launch on this stream is a product in the same order for which
-            `takes_long_tiles` holds: then weights may be read before it has ended, and tiles are known.
+        activation: Applied to the results: nothing, max(p, 0)^2, or silu(gate) * p.
+        follows_first: True if the last launch on this stream is a GEMM in the same order for which `takes_long_tiles`
+            holds: then weights may be read before it has ended, and tiles are known.
 
     Returns:
         [pairs, outputs] in the order of experts, in x's dtype.
@@ -227,11 +227,11 @@ def grouped_gemm(
     if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None, is_gated=is_gated):
         multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first)
         return out
-    form = choose_variant(num_rows, weight, is_gated=is_gated)
-    most_tiles = min(num_rows, num_experts + num_rows // form.rows)
-    _grouped_gemm_kernel[(triton.cdiv(outputs, form.outputs), most_tiles)](
+    variant = choose_variant(num_rows, weight, is_gated=is_gated)
+    most_tiles = min(num_rows, num_experts + num_rows // variant.rows)
+    _grouped_gemm_kernel[(triton.cdiv(outputs, variant.outputs), most_tiles)](
         x=x,
-        weight=_boxes(weight, form) if form.loads_boxes else weight,
+        weight=_boxes(weight, variant) if variant.loads_boxes else weight,
         pairs=order.pairs,
         starts=order.starts,
         out=out,
@@ -243,23 +243,23 @@ def grouped_gemm(
         EXPERTS=triton.next_power_of_2(num_experts),
         ACTIVATION=activation,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        TILE=form.rows,
-        WIDTH=form.outputs,
-        DEPTH=form.inputs,
-        SWAPS=form.multiplies_weights,
-        BOXES=form.loads_boxes,
-        HAS_HALVES=form.has_halves,
-        num_warps=form.num_warps,
-        num_stages=form.num_stages,
+        TILE=variant.rows,
+        WIDTH=variant.outputs,
+        DEPTH=variant.inputs,
+        SWAPS=variant.multiplies_weights,
+        BOXES=variant.loads_boxes,
+        HAS_HALVES=variant.has_halves,
+        num_warps=variant.num_warps,
+        num_stages=variant.num_stages,
         enable_fp_fusion=True,
         **overlapping(x.device),
     )
     return out
 
 
-def _boxes(weight: Tensor, form: GemmVariant) -> TensorDescriptor:
-    """Return the weights as rows of all experts, to be loaded a box at a time."""
-    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [form.outputs, form.inputs])
+def _boxes(weight: Tensor, variant: GemmVariant) -> TensorDescriptor:
+    """Describe the weights of all experts as rows, for loads by box."""
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [variant.outputs, variant.inputs])
 
 
 def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation) -> None:

@@ -1,10 +1,10 @@
-"""Products of experts with many rows each on Hopper GPUs, in Gluon; bf16.
+"""Grouped GEMM for experts with many rows each on Hopper GPUs, in Gluon; bf16.
 
 Weights are the left operand and rows the right one, so that a tile is as long as its expert has rows, in steps of 32,
 and a weight is read once for up to 224 rows. A program takes one tile after another. Each of two groups of four warps
 multiplies 64 weights of its own with all rows of a tile, and 64 that both groups share with half of the rows, so that
-little is read from shared memory. A stage's products are awaited once the next one's have begun. Other warps fill the
-buffer of what the groups multiply.
+little is read from shared memory. A stage's mma is awaited once the next one's has begun. Other warps fill the pipeline
+stages.
 
 A gated layer's gates and other outputs alternate by eights, so that a thread has both of an output. A row's inputs are
 summed in the same order in any tile. Graph safe: no host sync, no atomics.
@@ -27,28 +27,28 @@ from .gemm_pipeline import (
     GROUPS,
     MOST_ROWS,
     Sizes,
-    allocate_buffer,
+    allocate_pipeline,
     fill_with_rows,
     fill_with_weights,
     find_tile,
     find_unit,
     gather,
-    places_of_stage,
+    offsets_of_stage,
 )
 from .reference_experts import ExpertOrder
-from .wgmma import LINE, ROW_STEP, await_products, begin_products, no_sums
+from .wgmma import LINE, ROW_STEP, await_mma, begin_mma, no_sums
 
 _STAGES = 4
 _MULTIPLY_REGISTERS = 208
-"""Of a thread, 168 of them for sums."""
+"""Of a thread, with 168 for sums."""
 _FILL_REGISTERS = 88
 _FEW_ROWS = 64
-"""Of an expert on average, up to which products wait for weights."""
+"""Mean rows of an expert up to which the GEMM is bound by loading weights."""
 
 
 @gluon.jit
 def _activate(total, ACTIVATION: gl.constexpr):
-    """Return the activated products [outputs, rows] of [weights, rows]."""
+    """Return the activated results [outputs, rows] of [weights, rows]."""
     if ACTIVATION == "squared_relu":
         total = gl.where(total < 0, 0.0, total)
         total = total * total
@@ -61,27 +61,27 @@ def _activate(total, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _put(out, total, first, last, column, sizes):
-    """Store the activated products of ROW_STEP rows from `first` on, up to `last`; each warp those of its weights."""
+    """Store the activated results of ROW_STEP rows from `first` on, up to `last`; each warp those of its weights."""
     WIDTH: gl.constexpr = sizes.PER_UNIT
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 32, 1024 // WIDTH], [4, 1], [0, 1])
     result = gl.convert_layout(_activate(total, sizes.ACTIVATION).to(gl.bfloat16), LAYOUT)
     column += gl.arange(0, WIDTH, layout=gl.SliceLayout(1, LAYOUT))
     row = first + gl.arange(0, ROW_STEP, layout=gl.SliceLayout(0, LAYOUT))
-    places = out + row.to(gl.int64)[None, :] * sizes.OUTPUTS + column[:, None]
-    gl.store(places, result, mask=(row < last)[None, :] & (column < sizes.OUTPUTS)[:, None])
+    pointers = out + row.to(gl.int64)[None, :] * sizes.OUTPUTS + column[:, None]
+    gl.store(pointers, result, mask=(row < last)[None, :] & (column < sizes.OUTPUTS)[:, None])
 
 
 @gluon.jit
-def _release(buffer, step, sizes):
-    """Let a stage be overwritten."""
-    mbarrier.arrive(buffer.empty.index(step % sizes.STAGES), count=1)
+def _release(pipeline, step, sizes):
+    """Mark a stage as free."""
+    mbarrier.arrive(pipeline.empty.index(step % sizes.STAGES), count=1)
 
 
 @gluon.jit
 def _compute_tile(
-    buffer, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
+    pipeline, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Multiply this group's part of UNITS times 64 weights with at most 32 * STEPS rows, and store the results."""
+    """Multiply this group's share of UNITS times 64 weights with at most 32 * STEPS rows, and store the results."""
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
     SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
     UNIT: gl.constexpr = 64 * LINE
@@ -90,17 +90,17 @@ def _compute_tile(
     sums = no_sums(OWN + SHARED)
     for k in range(step, step + sizes.STEPS):
         stage = k % sizes.STAGES
-        mbarrier.wait(buffer.full.index(stage), k // sizes.STAGES & 1)
+        mbarrier.wait(pipeline.full.index(stage), k // sizes.STAGES & 1)
         if sizes.DIVISOR > 0:
             fence_async_shared()  # gathered rows are written by ordinary copies
-        weights, rows = places_of_stage(stage, sizes)
+        weights, rows = offsets_of_stage(stage, sizes)
         shared_weights, shared_rows = weights + (UNITS - 1) * UNIT, rows + half * LINE
-        sums = begin_products(sums, weights + GROUP * UNIT, rows, shared_weights, shared_rows, OWN, SHARED)
-        sums = await_products(sums, 1, OWN + SHARED)
+        sums = begin_mma(sums, weights + GROUP * UNIT, rows, shared_weights, shared_rows, OWN, SHARED)
+        sums = await_mma(sums, 1, OWN + SHARED)
         if k > step:
-            _release(buffer, k - 1, sizes)
-    sums = await_products(sums, 0, OWN + SHARED)
-    _release(buffer, step + sizes.STEPS - 1, sizes)
+            _release(pipeline, k - 1, sizes)
+    sums = await_mma(sums, 0, OWN + SHARED)
+    _release(pipeline, step + sizes.STEPS - 1, sizes)
     own_column, shared_column = column + GROUP * sizes.PER_UNIT, column + (UNITS - 1) * sizes.PER_UNIT
     for i in gl.static_range(OWN):
         _put(out, sums[i], first + ROW_STEP * i, last, own_column, sizes)
@@ -109,8 +109,8 @@ def _compute_tile(
 
 
 @gluon.jit
-def _multiply_tiles(buffer, tiles, out, sizes, GROUP: gl.constexpr):
-    """Compute this group's part of this program's tiles; four warps."""
+def _multiply_tiles(pipeline, tiles, out, sizes, GROUP: gl.constexpr):
+    """Compute this group's share of this program's tiles; four warps."""
     PER_STEP: gl.constexpr = GROUPS * ROW_STEP
     num_tiles = gl.load(tiles) * sizes.TILES
     tile = find_tile(tiles, gl.program_id(0), num_tiles, sizes)
@@ -122,17 +122,17 @@ def _multiply_tiles(buffer, tiles, out, sizes, GROUP: gl.constexpr):
         for STEPS in gl.static_range(1, MOST_ROWS // PER_STEP + 1):
             if (last - first + PER_STEP - 1) // PER_STEP == STEPS:
                 if sizes.NUM_WIDE == sizes.TILES:  # noqa: SIM114 (known when it is compiled)
-                    _compute_tile(buffer, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                    _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
                 elif tile.outputs < sizes.NUM_WIDE:
-                    _compute_tile(buffer, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                    _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
                 else:
-                    _compute_tile(buffer, step, out, first, last, column, sizes, GROUP, sizes.UNITS - 1, STEPS)
+                    _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS - 1, STEPS)
         step += sizes.STEPS
         tile = following
 
 
 @gluon.jit
-def _product_kernel(
+def _gemm_kernel(
     weight,
     rows32,
     x,
@@ -157,16 +157,16 @@ def _product_kernel(
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
     sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
-    buffer = allocate_buffer(weight, rows32, sizes)
+    pipeline = allocate_pipeline(weight, rows32, sizes)
     if not AHEAD:
         await_then_release(OVERLAPS)
-    first, second = (buffer, tiles, out, sizes, 0), (buffer, tiles, out, sizes, 1)
+    first, second = (pipeline, tiles, out, sizes, 0), (pipeline, tiles, out, sizes, 1)
     if DIVISOR > 0:
         gl.warp_specialize(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (gather, (weight, x, x_stride, pairs, buffer, tiles, sizes)),
+                (gather, (weight, x, x_stride, pairs, pipeline, tiles, sizes)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, FILL_REGISTERS],
@@ -176,8 +176,8 @@ def _product_kernel(
             [
                 (_multiply_tiles, first),
                 (_multiply_tiles, second),
-                (fill_with_weights, (weight, buffer, tiles, sizes)),
-                (fill_with_rows, (rows32, buffer, tiles, sizes)),
+                (fill_with_weights, (weight, pipeline, tiles, sizes)),
+                (fill_with_rows, (rows32, pipeline, tiles, sizes)),
             ],
             [4, 1, 1],
             [MULTIPLY_REGISTERS, FILL_REGISTERS, FILL_REGISTERS],
@@ -194,15 +194,15 @@ def multiply_on_hopper(
     activation: str,
     follows_first: bool,
 ) -> None:
-    """Write the activated products of rows with their experts' weights into `out` [pairs, outputs], in place.
+    """Write the activated GEMM of rows with their experts' weights into `out` [pairs, outputs], in place.
 
     Long because the kernel's arguments are named one by one.
 
     Args:
         x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH, outputs of a gated layer one of 8; an
-            expert has more than 64 weights, gates included. See `grouped_gemm`.
+            expert has more than 64 weights, gates included. As in `grouped_gemm`.
         order: Of the rows.
-        follows_first: See `grouped_gemm`.
+        follows_first: As in `grouped_gemm`.
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
     outputs, per_unit = out.shape[1], 32 if is_gated else 64
@@ -211,7 +211,7 @@ def multiply_on_hopper(
     units = _units_of_a_tile(num_units, len(weight), num_programs, len(order.pairs) / len(weight))
     tiles_of_outputs = triton.cdiv(num_units, units)
     most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
-    _product_kernel[(min(num_programs, most_tiles),)](
+    _gemm_kernel[(min(num_programs, most_tiles),)](
         weight=_describe_gated(weight) if is_gated else _describe(weight.flatten(0, 1), 64),
         rows32=_describe(x, 32),
         x=x,
@@ -241,8 +241,8 @@ def multiply_on_hopper(
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
     """Return how many times 64 weights a tile has: three read rows least often, if there are enough tiles.
 
-    If one unit is left over, three a tile leave two narrow tiles. With many rows that takes longer than tiles of two
-    only. With few, products wait for weights, and wider stages have more of them under way.
+    If one unit is left over, three per tile leave two narrow tiles. With many rows that takes longer than tiles of two
+    only. With few, loading weights is the bound, and wider stages have more in flight.
     """
     if num_units < 3 or num_units == 4 or num_experts * num_units < 12 * num_programs:
         return 2
@@ -254,7 +254,7 @@ def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _describe_gated(weight: Tensor) -> TensorDescriptor:
-    """Return a description whose boxes have eight gates, their eight other outputs, the next eight gates, ..."""
+    """Return a descriptor with boxes of eight gates, their eight other outputs, the next eight gates, ..."""
     experts, outputs, inputs = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     shape, box = [experts, outputs // 8, 2, 8, inputs], [1, 4, 2, 8, DEPTH]
     strides = [2 * outputs * inputs, 8 * inputs, outputs * inputs, inputs, 1]
@@ -263,5 +263,5 @@ def _describe_gated(weight: Tensor) -> TensorDescriptor:
 
 @cache
 def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """Return how a box lies in shared memory; kept, as Triton takes longer to make it than to describe a matrix."""
+    """Return a box's shared-memory layout; cached, since Triton is slow to make one."""
     return gl.NVMMASharedLayout(128, 16, rank=rank)

@@ -1,4 +1,4 @@
-"""The shared expert of a layer, computed beside the routing of the others or beside their products."""
+"""Overlap the shared expert with routing or with the routed GEMMs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,19 +12,19 @@ from .grouped_gemm import grouped_gemm
 from .reference_experts import ExpertOrder
 
 MOST_TOKENS_OVERLAPPING_ROUTING = 256
-"""Tokens up to which any product beside the routing takes no time from it."""
+"""Most tokens for which overlap with any GEMM does not slow routing."""
 _MOST_TOKENS = 1024
 
 
 def takes_shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> bool:
-    """Return whether `shared_gemm` of these tokens [tokens, inputs] is the faster way."""
+    """Return True if `shared_gemm` is faster for these tokens [tokens, inputs]."""
     is_between = MOST_TOKENS_OVERLAPPING_ROUTING < len(x) <= _MOST_TOKENS
     is_gated = activation == "gated_silu"
     return is_between and takes_long_tiles(x, weight[None], len(x), is_gathered=False, is_gated=is_gated)
 
 
 def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    """Return the activated products of all tokens with an expert's weights; see `takes_shared_gemm`.
+    """Return the activated GEMM of all tokens with an expert's weights.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
@@ -43,9 +43,9 @@ def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 
 @cache
 def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
-    """Return the order of tokens that all chose one expert, with its tiles: kept, as graphs read it.
+    """Return the order of tokens that all chose one expert, with its tiles; cached, since graphs read it.
 
-    The host knows all of it: what is kept depends on no kernel, which `compiling_ahead` would not launch.
+    Computed on the host: the cache must not depend on a kernel, which `compiling_ahead` would not launch.
     """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
     starts = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -53,18 +53,18 @@ def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
 
 
 class OverlappedExpert:
-    """The shared expert's output, which in a graph is computed beside the layer's other kernels.
+    """The shared expert's output, computed on a second stream inside graphs.
 
-    Few tokens take the time of reading its weights: it is launched while the others are routed, by small kernels that
-    leave the memory idle. The routing is launched first, as its programs would wait for the larger kernels' otherwise.
-    The routed experts' products fill the card, so the shared expert's stream has their priority: its programs are the
-    next ones to begin, not those that come last. With more tokens the shared expert's programs take whole
-    multiprocessors, and would hold the routing up: they come behind it, and fill what the products leave idle. What
-    leaves the routing room is launched before it. Without a graph, another stream costs the host more than it gains.
+    For few tokens the time is that of reading its weights: it is launched while the others are routed, by small kernels
+    that leave the memory idle. The routing is launched first, or its programs would wait for the larger kernels'. The
+    routed GEMMs fill the card, so the shared expert's stream has high priority: its programs start next, not last. With
+    more tokens the shared expert's programs take whole multiprocessors and would delay routing: they are launched after
+    it, and use what the GEMMs leave idle. Whatever leaves room for routing is launched before it. Without a graph, a
+    second stream costs the host more than it gains.
 
     Args:
-        begin: Called at once: launches what leaves the routing room, if anything, from what has been computed by now,
-            and returns a function that computes the rest, [tokens, hidden].
+        begin: Called at once: launches what leaves room for routing, if anything, and returns a function that computes
+            the rest, [tokens, hidden].
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Tensor]], device: torch.device) -> None:
@@ -72,29 +72,29 @@ class OverlappedExpert:
         self._stream: torch.cuda.Stream | None = None
         self._output: Tensor | None = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._stream, self._inputs = _stream_beside(device), torch.cuda.Event()
+            self._stream, self._inputs = _side_stream(device), torch.cuda.Event()
             self._inputs.record()
             self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
             self._compute = begin()
 
-    def launch(self, *, behind: bool) -> None:
+    def launch(self, *, after_queued: bool) -> None:
         """Launch the rest.
 
         Args:
-            behind: Whether another stream waits for all that the current one has been given by now.
+            after_queued: True to wait for all work queued on the current stream.
         """
         if self._stream is None or self._inputs is None:
             self._output = self._compute()
             return
-        if behind:
+        if after_queued:
             self._inputs.record()
             self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
             self._output = self._compute()
 
     def output(self) -> Tensor:
-        """Return the result, for the current stream; `launch` comes first."""
+        """Return the result, for the current stream; call `launch` first."""
         assert self._output is not None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -102,6 +102,6 @@ class OverlappedExpert:
 
 
 @cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's stream for what runs beside a layer's main part."""
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the device's second stream, of high priority."""
     return torch.cuda.Stream(device, priority=-1)

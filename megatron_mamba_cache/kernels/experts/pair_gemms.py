@@ -1,4 +1,4 @@
-"""The first products of a few tokens: each token with its experts, a pair at a time, and with the shared expert.
+"""First GEMM of a few tokens: each token with its experts, a pair at a time, and with the shared expert.
 
 Layout: pairs in the order of tokens, then of the tokens' experts. Grid: tiles of outputs of the shared expert for each
 token, then those of each pair. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host
@@ -16,7 +16,7 @@ from ..overlap import await_then_release, overlapping
 from .reference_experts import pair_gemm_ref
 
 FEW_TOKENS = 4
-"""Up to as many tokens take less time so than in the order of experts; see `benchmarks/results/experts.md`."""
+"""Most tokens for which these kernels are faster than grouped GEMMs; see `benchmarks/results/experts.md`."""
 
 _WIDEST = 4096
 """Inputs of a tile at most."""
@@ -39,7 +39,7 @@ def check_few(
 
     Args:
         x: [tokens * rows_of_token, inputs].
-        shared_x: What the shared expert's weights multiply; None: x.
+        shared_x: Input of the shared expert's weights; None: x.
     """
     if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
         raise ValueError(
@@ -76,7 +76,7 @@ _ROWS = 4
 
 
 @triton.jit
-def _activated_products(
+def _activated_gemm(
     vector,
     weights,
     other_weights,
@@ -87,13 +87,13 @@ def _activated_products(
     AWAITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Return the activated products [ROWS] of a vector, which is waited for behind the first loads if AWAITS.
+    """Return the activated products [ROWS] of weights and a vector, awaited after the first loads if AWAITS.
 
     Long because of its arguments.
 
     Args:
-        weights: [ROWS, 1] where rows of weights begin: for `gated_silu` those of gates, else of all.
-        other_weights: Likewise those of what is gated.
+        weights: [ROWS, 1] pointers to rows of weights: for `gated_silu` those of gates, else of all.
+        other_weights: Likewise of the gated weights.
     """
     element = tl.arange(0, WIDTH)
     inside = element < INPUTS
@@ -149,11 +149,11 @@ def _pairs_kernel(
     SHARED_TILES: tl.constexpr = (SHARED + ROWS - 1) // ROWS
     program = tl.program_id(0)
     if program < num_tokens * SHARED_TILES:
-        # The shared expert is known before tokens are routed: its weights are on their way meanwhile.
+        # The shared expert is known before routing ends: its weights are loaded concurrently.
         token = (program // max(SHARED_TILES, 1)).to(tl.int64)
         row = program % max(SHARED_TILES, 1) * ROWS + tl.arange(0, ROWS)
         weights = shared_weight + tl.minimum(row, SHARED - 1).to(tl.int64)[:, None] * INPUTS
-        total = _activated_products(
+        total = _activated_gemm(
             x + token * x_stride, weights, weights + SHARED * INPUTS, INPUTS, ACTIVATION, ROWS, WIDTH, True, OVERLAPS
         )
         tl.store(shared_out + token * SHARED + row, total.to(out.dtype.element_ty), mask=row < SHARED)
@@ -165,7 +165,7 @@ def _pairs_kernel(
         if (expert >= 0) & (expert < NUM_EXPERTS):
             row = program % TILES * ROWS + tl.arange(0, ROWS)
             weights = weight + expert * (HALVES * OUTPUTS * INPUTS) + tl.minimum(row, OUTPUTS - 1)[:, None] * INPUTS
-            total = _activated_products(
+            total = _activated_gemm(
                 x + pair // TOP_K * x_stride,
                 weights,
                 weights + OUTPUTS * INPUTS,
@@ -188,7 +188,7 @@ def pair_gemm(
     activation: Activation = "none",
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the activated products of tokens with each of their experts' weights, and with the shared expert's.
+    """Return the activated products of tokens with each of their experts' weights, and the shared expert's.
 
     Long because of its contract.
 
@@ -196,13 +196,14 @@ def pair_gemm(
         x: [tokens, inputs]; inputs contiguous.
         weight: [experts, outputs, inputs], contiguous; [experts, 2 * outputs, inputs] for `gated_silu`: gates first.
         ids: [tokens, top_k] int32, contiguous: each token's experts.
-        shared_weight: [shared outputs, inputs], contiguous, or twice as many for `gated_silu`; None for no such expert.
-        activation: See `grouped_gemm`.
-        first_expert: Number of the first expert whose weights are here.
+        shared_weight: [shared outputs, inputs], contiguous, or twice as many for `gated_silu`; None for no shared
+            expert.
+        activation: As in `grouped_gemm`.
+        first_expert: Number of the first expert of this rank.
 
     Returns:
-        [tokens * top_k, outputs] in x's dtype; rows of experts that are elsewhere are not written. Of the shared
-        expert [tokens, shared outputs], of which there are none without it.
+        [tokens * top_k, outputs] in x's dtype; rows of other ranks' experts are not written. For the shared expert
+        [tokens, shared outputs], with no outputs without it.
 
     Raises:
         ValueError: If shapes, dtypes or strides disagree.

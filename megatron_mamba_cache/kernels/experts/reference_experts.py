@@ -1,6 +1,6 @@
-"""References of the experts' products and of their weighted sum; torch only.
+"""References of the expert GEMMs and of their weighted sum; torch only.
 
-`grouped_gemm_ref` reads the starts on the host: it is for CPUs, where nothing waits, and for tests.
+`grouped_gemm_ref` reads the starts on the host: it is for CPUs, which need not wait, and for tests.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .routing_rule import RoutingRule, SharedGate
 
 
 def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
-    """Return the products of tokens with the router's weights, as one part; see `router_logits`."""
+    """Torch twin of `router_logits`, with one part."""
     dtype = compute_dtype(x)
     return F.linear(x.to(dtype), gate.to(dtype)).unsqueeze(0)
 
@@ -30,15 +30,15 @@ def route_ref(
     is_real: Tensor | None = None,
     shared: SharedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's experts and their weights; see `route`."""
+    """Torch twin of `route`."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()).sum(0)
     scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
-    # A softmax rounds small scores to 0, and the logits have the same order.
+    # A softmax rounds small scores to 0; the logits keep the order.
     choice = scores if rule.score == "sigmoid" else logits
     choice = choice if bias is None else scores + bias.to(scores.dtype)
     if rule.num_groups > 1:
         choice = _in_best_groups(choice, rule)
-    # A stable sort takes the first of equal scores, which topk does not promise.
+    # A stable sort keeps the first of equal scores; topk does not guarantee it.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
     weights = scores.gather(-1, ids)
     if rule.normalizes:
@@ -59,37 +59,37 @@ class ExpertOrder:
     """Pairs of a token and one of its experts, in the order of experts.
 
     Args:
-        pairs: [tokens * top_k] int32: token * top_k + slot; those of an expert in ascending order. Entries from
-            `starts[-1]` on mean nothing.
-        places: [tokens, top_k] int32: where each pair is in `pairs`; -1 for pairs of other experts.
-        starts: [experts + 1] int32: where each expert's pairs begin; the last one is the number of pairs in order.
+        pairs: [tokens * top_k] int32: token * top_k + slot; ascending within an expert. Entries from `starts[-1]` on
+            are undefined.
+        positions: [tokens, top_k] int32: index of each pair in `pairs`; -1 for pairs of other experts.
+        starts: [experts + 1] int32: first pair of each expert; the last one is the number of pairs in order.
         known_tiles: The tiles, if they need not be computed.
     """
 
     pairs: Tensor
-    places: Tensor
+    positions: Tensor
     starts: Tensor
     known_tiles: Tensor | None = None
 
     @cached_property
     def tiles(self) -> Tensor:
-        """The tiles of rows of both of a layer's products; see `tile_rows`."""
+        """The row tiles of both GEMMs of a layer; see `tile_rows`."""
         return tile_rows(self.starts, len(self.pairs)) if self.known_tiles is None else self.known_tiles
 
 
 def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Return the pairs of tokens and experts in the order of experts; see `order_by_expert`."""
+    """Torch twin of `order_by_expert`."""
     ids = ids - first_expert
     here = (ids >= 0) & (ids < num_experts)
     experts, pairs = ids.where(here, num_experts).flatten().sort(dim=0, stable=True)
-    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
-    places = places.view(ids.shape).where(here, -1)
+    positions = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
+    positions = positions.view(ids.shape).where(here, -1)
     starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device))
-    return ExpertOrder(pairs.to(torch.int32), places.to(torch.int32), starts.to(torch.int32))
+    return ExpertOrder(pairs.to(torch.int32), positions.to(torch.int32), starts.to(torch.int32))
 
 
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
-    """Return the scores with those of experts outside the best groups at minus infinity."""
+    """Return the scores, with minus infinity for experts outside the best groups."""
     grouped = choice.unflatten(-1, (rule.num_groups, -1))
     scores = grouped.sort(dim=-1, descending=True).values[..., : rule.num_scoring].sum(-1)  # [tokens, groups]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
@@ -100,7 +100,7 @@ def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
 def grouped_gemm_ref(
     x: Tensor, weight: Tensor, order: ExpertOrder, *, top_k: int | None = None, activation: Activation = "none"
 ) -> Tensor:
-    """Return the activated products of rows with their experts' weights; see `grouped_gemm`."""
+    """Torch twin of `grouped_gemm`."""
     dtype = compute_dtype(x)
     bounds = order.starts.tolist()
     rows = x if top_k is None else x[order.pairs[: bounds[-1]].long() // top_k]
@@ -123,7 +123,7 @@ def pair_gemm_ref(
     activation: Activation = "none",
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the activated products of tokens with each of their experts' weights; see `pair_gemm`."""
+    """Torch twin of `pair_gemm`."""
     dtype = compute_dtype(x)
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_gemm_ref(x, weight, order, top_k=ids.shape[1], activation=activation)
@@ -146,12 +146,12 @@ def summed_gemm_ref(
     shared_weight: Tensor | None = None,
     first_expert: int = 0,
 ) -> Tensor:
-    """Return the weighted sums of rows' products with their experts' weights; see `summed_gemm`."""
+    """Torch twin of `summed_gemm`."""
     dtype = compute_dtype(rows)
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_gemm_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
     top_k = ids.shape[1]
-    total = weighted_sum_ref(products, order.places, shares[:, :top_k])
+    total = weighted_sum_ref(products, order.positions, shares[:, :top_k])
     if shared_rows is not None and shared_weight is not None:
         shared = F.linear(shared_rows.to(dtype), shared_weight.to(dtype))
         total = total + (shared if shares.shape[1] == top_k else shared * shares[:, top_k:].to(dtype))
@@ -161,19 +161,19 @@ def summed_gemm_ref(
     return total.to(rows.dtype)
 
 
-def weighted_sum_ref(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Return for each token the weighted sum of its experts' rows, in the order of its slots; see `weighted_sum`."""
+def weighted_sum_ref(rows: Tensor, positions: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+    """Torch twin of `weighted_sum`."""
     dtype = compute_dtype(rows)
-    total = torch.zeros(places.shape[0], rows.shape[1], dtype=dtype, device=rows.device)
-    for slot in range(places.shape[1]):
-        place = places[:, slot].long()
-        products = weights[:, slot, None].to(dtype) * rows[place.clamp_min(0)].to(dtype)
-        total = total + products.masked_fill((place < 0).unsqueeze(-1), 0)
-    return (total if addend is None else total + _weighted_addend(addend, weights, places.shape[1])).to(rows.dtype)
+    total = torch.zeros(positions.shape[0], rows.shape[1], dtype=dtype, device=rows.device)
+    for slot in range(positions.shape[1]):
+        position = positions[:, slot].long()
+        products = weights[:, slot, None].to(dtype) * rows[position.clamp_min(0)].to(dtype)
+        total = total + products.masked_fill((position < 0).unsqueeze(-1), 0)
+    return (total if addend is None else total + _weighted_addend(addend, weights, positions.shape[1])).to(rows.dtype)
 
 
 def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
-    """Raise `ValueError` unless each of a token's experts has a weight, and perhaps the shared one."""
+    """Raise `ValueError` unless each of a token's experts has a weight, and optionally the shared one."""
     if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
         raise ValueError(
             f"need contiguous weights of {num_tokens} tokens and {top_k} experts, or one more for the shared expert, "
@@ -182,7 +182,7 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
 
 
 def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """Return the addend, times its weight if there is one; this product has the addend's rounding."""
+    """Return the addend, times its weight if there is one, in the addend's dtype."""
     dtype = compute_dtype(addend)
     if weights.shape[1] == top_k:
         return addend.to(dtype)
@@ -190,7 +190,7 @@ def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
 
 
 def sum_of_ranks_ref(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -> Tensor:
-    """Return the sum over ranks of the first rows of each part, in the order of the ranks; see `sum_of_ranks`."""
+    """Torch twin of `sum_of_ranks`."""
     dtype = compute_dtype(parts)
     total = torch.zeros(num_tokens, parts.shape[2], dtype=dtype, device=parts.device)
     for part in parts:

@@ -19,7 +19,7 @@ _MOST_SHARED_TOKENS = 2
 
 
 class SharedExpert(NamedTuple):
-    """The weights of the expert that every token goes to; its activation is that of the others.
+    """The weights of the shared expert; its activation is that of the others.
 
     Args:
         first: [inner, inputs]; [2 * inner, inputs] for gated activations, the gates first.
@@ -31,9 +31,9 @@ class SharedExpert(NamedTuple):
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return whether the launches of routed experts compute the shared one as well: for hardly any tokens.
+    """Return True if `routed_experts` should compute the shared expert too: for very few tokens.
 
-    They read its weights once a token; a product of its own reads them once.
+    It would read the shared weights once per token; a GEMM of its own reads them once.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
@@ -50,27 +50,26 @@ def routed_experts(
     first_expert: int = 0,
     addend: Callable[[], Tensor] | None = None,
     shared: SharedExpert | None = None,
-    beside: OverlappedExpert | None = None,
+    overlapped: OverlappedExpert | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, of those whose weights are here.
+    """Return the weighted sum of each token's experts on this rank.
 
     Long because of its contract.
 
     Args:
         x: [tokens, inputs].
         ids: [tokens, top_k] int32: each token's experts; -1 for none.
-        weights: [tokens, top_k] float32: what each of them weighs; or [tokens, top_k + 1], whose last one weighs
-            the shared expert, given as `shared` or as `addend`.
-        first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, see `grouped_gemm`.
+        weights: [tokens, top_k] float32: weight of each expert; or [tokens, top_k + 1], with the shared expert's last,
+            for `shared` or `addend`.
+        first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, as in `grouped_gemm`.
         second: [experts, outputs, inner].
-        activation: In the first product's launch.
-        apart: An activation that the first product does not have, applied to its result; None for none.
-        first_expert: Number of the first expert whose weights are here.
-        addend: Returns [tokens, outputs], which is added to the sum; called once all else that does not need it is
-            launched, so that it may wait for another stream. None for none.
-        shared: An expert of all tokens, whose product is added; only where `takes_shared_expert`, and
-            without an activation `apart`.
-        beside: What to launch in between, where it takes least time; None for nothing. Its result is not added.
+        activation: Fused into the first GEMM.
+        apart: An activation that is not fused, applied to the first GEMM's result; None for none.
+        first_expert: Number of the first expert of this rank.
+        addend: Returns [tokens, outputs] to add to the sum; called after all independent work is launched, so it may
+            wait for another stream. None for none.
+        shared: The shared expert's weights, to add its output; only if `takes_shared_expert`, and without `apart`.
+        overlapped: Launched in between, where it takes least time; None for nothing. Its result is not added.
 
     Returns:
         [tokens, outputs] in x's dtype.
@@ -84,19 +83,19 @@ def routed_experts(
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)
-    comes_behind = fills_card and len(x) > MOST_TOKENS_OVERLAPPING_ROUTING
-    if beside is not None and not comes_behind:
-        beside.launch(behind=False)
+    comes_last = fills_card and len(x) > MOST_TOKENS_OVERLAPPING_ROUTING
+    if overlapped is not None and not comes_last:
+        overlapped.launch(after_queued=False)
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
         return _of_few_tokens(x, ids, weights, first, second, activation, apart, first_expert, addend, shared)
     order = order_by_expert(ids, len(first), first_expert)
-    if beside is not None and comes_behind:
+    if overlapped is not None and comes_last:
         order.tiles  # noqa: B018 (its launch comes first)
-        beside.launch(behind=True)
+        overlapped.launch(after_queued=True)
     inner = grouped_gemm(x, first, order, top_k=ids.shape[1], activation=activation)
     follows_first = fills_card and apart is None
     rows = grouped_gemm(inner if apart is None else apart(inner), second, order, follows_first=follows_first)
-    return weighted_sum(rows, order.places, weights, None if addend is None else addend())
+    return weighted_sum(rows, order.positions, weights, None if addend is None else addend())
 
 
 def _of_few_tokens(

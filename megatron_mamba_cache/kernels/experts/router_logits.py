@@ -1,11 +1,10 @@
-"""The router's weights times the tokens, in fp32.
+"""Router logits: the router's weights times the tokens, in fp32.
 
-Up to 2,048 tokens, with up to 128 experts 4,096, would keep few multiprocessors busy, so that their inputs are cut into
-parts, whose products are added where experts are chosen, always in one order. One token in 16 bits is multiplied as by
-any linear layer.
+Up to 2,048 tokens (4,096 with up to 128 experts) would keep few multiprocessors busy, so their inputs are split, and
+routing adds the partial logits in a fixed order. One 16-bit token is multiplied as by any linear layer.
 
-Graph safe. A token's logits depend on that token alone, to the bit, within a form: one token, up to 256, up to 2,048,
-up to 4,096, or more.
+Graph safe. A token's logits depend on that token alone, to the bit, within each of these ranges: one token, up to 256,
+up to 2,048, up to 4,096, or more.
 """
 
 import torch
@@ -57,23 +56,23 @@ def _logits_kernel(
         is_input = begin + element < INPUTS
         weight = tl.load(weights + begin, mask=is_expert[:, None] & is_input[None, :], other=0)
         given = tl.load(tokens + begin, mask=is_token[None, :] & is_input[:, None], other=0)
-        if _IS_INTERPRETED:  # it would multiply the bits of bf16 instead of its values
+        if _IS_INTERPRETED:  # the interpreter would multiply the bits of bf16 instead of its values
             weight, given = weight.to(tl.float32), given.to(tl.float32)
         total = tl.dot(weight, given, total, input_precision=PRECISION)
     row = part.to(tl.int64) * num_tokens + token
-    places = logits + row[None, :] * NUM_EXPERTS + expert[:, None]
-    tl.store(places, total, mask=is_expert[:, None] & is_token[None, :])
+    pointers = logits + row[None, :] * NUM_EXPERTS + expert[:, None]
+    tl.store(pointers, total, mask=is_expert[:, None] & is_token[None, :])
 
 
 def router_logits(x: Tensor, gate: Tensor) -> Tensor:
-    """Return the products of tokens with the router's weights, for `route`.
+    """Return partial router logits, for `route`.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
         gate: [experts, inputs], contiguous, of the tokens' dtype.
 
     Returns:
-        [parts, tokens, experts] float32: products of parts of the inputs, whose sum is the logits.
+        [parts, tokens, experts] float32: their sum over parts of the inputs is the logits.
 
     Raises:
         ValueError: If shapes, strides, dtypes or devices disagree.
@@ -114,7 +113,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
 def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
     if num_tokens <= 2048:
         return 8
-    # With more experts there are enough programs, and parts only add logits to be written and read.
+    # With more experts there are enough programs; splitting would only add logits to write and read.
     return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1
 
 

@@ -1,9 +1,9 @@
 """Routing: each token's experts and their weights.
 
-A program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2. The best
-expert is found `top_k` times: the largest key, an integer in the order of the scores, and the lowest number that has
-it, so that equal scores go to the lowest number. If the shared expert has a gate, the program computes its weight too.
-All arithmetic is fp32. A token's result depends on that token alone. Graph safe.
+One program per token, with its experts in registers as [groups, experts of a group], both padded to powers of 2. The
+best expert is found `top_k` times: the largest key, an integer in the order of the scores, and the lowest number among
+equal keys. If the shared expert has a gate, the program computes its weight too. All arithmetic is fp32. A token's
+result depends on that token alone. Graph safe.
 """
 
 import torch
@@ -33,7 +33,7 @@ def _ordered(score):
 
 @triton.jit
 def _first_best(key, number, axis: tl.constexpr):
-    """Return the lowest number that the largest key of an axis has; a warp finds either by one instruction."""
+    """Return the lowest number with the largest key of an axis; a warp finds either by one instruction."""
     best = tl.max(key, axis=axis, keep_dims=True)
     return tl.min(tl.where(key == best, number, 0x7FFFFFFF), axis=axis, keep_dims=True)
 
@@ -57,11 +57,11 @@ def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.c
 
 
 @triton.jit
-def _sum_parts(places, part_stride, exists, PARTS: tl.constexpr):
-    """Return logits; minus infinity where there are none."""
-    logit = tl.load(places, mask=exists, other=float("-inf")).to(tl.float32)
+def _sum_slices(pointers, part_stride, exists, PARTS: tl.constexpr):
+    """Sum partial logits; minus infinity where there are none."""
+    logit = tl.load(pointers, mask=exists, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        logit += tl.load(places + part * part_stride, mask=exists, other=0).to(tl.float32)
+        logit += tl.load(pointers + part * part_stride, mask=exists, other=0).to(tl.float32)
     return logit
 
 
@@ -114,7 +114,7 @@ def _route_kernel(
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
-    logit = _sum_parts(logits + token * stride + expert, part_stride, exists, PARTS)
+    logit = _sum_slices(logits + token * stride + expert, part_stride, exists, PARTS)
     if IS_SIGMOID:
         score = 1 / (1 + tl.exp(-logit))
         choice = score
@@ -139,8 +139,8 @@ def _route_kernel(
         picked = tl.where(slot == k, number, picked)
         key = tl.where(expert == number, _LOWEST, key)
     is_picked = (slot < TOP_K) & (picked < NUM_GROUPS * GROUP_SIZE)
-    place = tl.where(is_picked, picked // GROUP_SIZE * WIDTH + picked % GROUP_SIZE, 0)
-    weight = tl.where(is_picked, tl.gather(tl.reshape(score, [GROUPS * WIDTH]), place, 0), 0.0)
+    index = tl.where(is_picked, picked // GROUP_SIZE * WIDTH + picked % GROUP_SIZE, 0)
+    weight = tl.where(is_picked, tl.gather(tl.reshape(score, [GROUPS * WIDTH]), index, 0), 0.0)
     if NORMALIZES:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.1754943508222875e-38)
     if HAS_PADDING:
@@ -163,18 +163,18 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts, best first, and their weights.
 
-    Of experts with equal scores the one with the lowest number is chosen. The reference computes float64 logits.
-    Long because of its contract.
+    Among experts with equal scores the lowest number is chosen. The reference computes float64 logits. Long because of
+    its contract.
 
     Args:
         logits: [parts, tokens, experts], summed over parts; experts contiguous.
         bias: [experts], added to the scores for the choice only; None for none.
-        is_real: [tokens] int32, 0 for tokens of padding, which get expert -1; None if all are real.
-        shared: The gate of an expert that every token goes to; None if there is none.
+        is_real: [tokens] int32, 0 for padding tokens, which get expert -1; None if all are real.
+        shared: The gate of the shared expert; None without it.
 
     Returns:
-        Experts [tokens, top_k] int32, and weights [tokens, top_k] float32; with a gate [tokens, top_k + 1], whose last
-        one is that of the shared expert.
+        Experts [tokens, top_k] int32, and weights [tokens, top_k] float32; with a gate [tokens, top_k + 1], the shared
+        expert's last.
 
     Raises:
         ValueError: If shapes, strides or devices disagree, or the rule does not fit the number of experts.

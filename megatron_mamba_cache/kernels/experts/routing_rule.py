@@ -20,15 +20,15 @@ class SharedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How tokens choose experts from a router's logits, and what the chosen ones weigh.
+    """How tokens choose experts from router logits, and the weights of the chosen ones.
 
     Args:
         top_k: Experts of a token.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         num_groups: Groups of consecutive experts, all of one size; 1 for none.
-        top_groups: Groups that a token's experts may be in: those whose best experts score most together.
-        num_scoring: How many of a group's best experts score it.
-        normalizes: Whether a token's weights are divided by their sum.
+        top_groups: Groups that a token's experts may be in: those whose best experts have the highest total score.
+        num_scoring: How many of a group's best experts count for its score.
+        normalizes: True to divide a token's weights by their sum.
         scale: Factor on all weights.
 
     Raises:
@@ -53,7 +53,7 @@ class RoutingRule:
             )
 
     def check(self, num_experts: int) -> None:
-        """Raise `ValueError` unless this many experts can be chosen from."""
+        """Raise `ValueError` unless the rule fits this many experts."""
         if num_experts % self.num_groups:
             raise ValueError(f"{num_experts} experts do not divide into {self.num_groups} groups of one size")
         in_reach = num_experts // self.num_groups * self.top_groups

@@ -1,7 +1,7 @@
-"""The second products of a few tokens, summed: each token's experts by their weights, and the shared expert.
+"""Second GEMM of a few tokens, summed: each token's experts by their weights, and the shared expert.
 
-Grid: tokens times tiles of outputs; a program goes through the token's experts in their order, then to the shared one.
-A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no atomics.
+Grid: tokens times tiles of outputs; a program processes the token's experts in order, then the shared one. A token's
+bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no atomics.
 """
 
 import torch
@@ -18,11 +18,11 @@ from .reference_experts import check_weights, summed_gemm_ref
 __all__ = ["summed_gemm", "summed_gemm_ref"]
 
 _ROWS = 2
-"""Outputs of a program: with four, hardly more programs than fit on the card at once would leave a long tail."""
+"""Outputs of a program: with four, a little more than one wave of programs would leave a long tail."""
 _AHEAD = 1
-"""Experts of a token whose weights a program loads before it waits for the first products."""
+"""Experts of a token whose weights are loaded before the first GEMM is awaited."""
 _MOST_UNROLLED = 10
-"""Experts of a token up to which a program's code goes through them one by one."""
+"""Most experts of a token for an unrolled loop."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr):
-    """Return where a pair's expert has its weights, and whether it is here."""
+    """Return a pointer to the weights of a pair's expert, and True if it is on this rank."""
     expert = tl.load(ids + pair).to(tl.int64) - first_expert
     return weight + expert * SIZE, (expert >= 0) & (expert < NUM_EXPERTS)
 
@@ -83,7 +83,7 @@ def _sum_kernel(
 ):
     """Sum ROWS outputs of a token over its experts, and the shared one. Long because of its arguments."""
     if FOLLOWS_PAIRS:
-        release(OVERLAPS)  # choices were written before the products of pairs were begun
+        release(OVERLAPS)  # the choice of experts was written before the first GEMM began
     else:
         await_inputs(OVERLAPS)
     token = tl.program_id(1).to(tl.int64)
@@ -145,25 +145,25 @@ def summed_gemm(
     first_expert: int = 0,
     follows_pairs: bool = False,
 ) -> Tensor:
-    """Return for each token the weighted sum of its rows' products with their experts' weights.
+    """Return each token's weighted sum of its rows' products with their experts' weights.
 
     Long because of its contract.
 
     Args:
-        rows: [tokens * top_k, inputs], contiguous; those of experts that are elsewhere are not read.
+        rows: [tokens * top_k, inputs], contiguous; those of other ranks' experts are not read.
         weight: [experts, outputs, inputs], contiguous.
         ids: [tokens, top_k] int32, contiguous: each token's experts.
-        shares: [tokens, top_k] float32, contiguous: what each of them weighs; or [tokens, top_k + 1], whose last one
-            is that of the shared expert: of `shared_rows`, or of the addend, whose product is rounded first.
+        shares: [tokens, top_k] float32, contiguous: weight of each expert; or [tokens, top_k + 1], with the shared
+            expert's last: of `shared_rows`, or of the addend, whose product is rounded first.
         addend: [tokens, outputs], contiguous, added to the sum; None for none.
         shared_rows: [tokens, shared inputs], contiguous, whose products with the shared expert's weights are added.
-        shared_weight: [outputs, shared inputs], contiguous; None for no such expert.
-        first_expert: Number of the first expert whose weights are here.
-        follows_pairs: True if `pair_gemm` with these `ids` is the last launch on this stream, and no other
-            stream's work is waited for behind it: then experts' weights may be read before it has ended.
+        shared_weight: [outputs, shared inputs], contiguous; None for no shared expert.
+        first_expert: Number of the first expert of this rank.
+        follows_pairs: True if `pair_gemm` with these `ids` is the last launch on this stream, and the kernel waits for
+            no other stream after it: then experts' weights may be read before it has ended.
 
     Returns:
-        [tokens, outputs] in the rows' dtype; the products are not rounded before they are summed.
+        [tokens, outputs] in the rows' dtype; products are not rounded before they are summed.
 
     Raises:
         ValueError: If shapes, dtypes or strides disagree.

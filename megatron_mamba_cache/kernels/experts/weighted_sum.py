@@ -1,7 +1,7 @@
 """The weighted sum of a token's experts.
 
-Layout: rows in the order of experts, a row a pair of a token and an expert. Grid: a program a token and WIDTH of its
-outputs, which reads the token's rows in the order of its slots: always the same sum. Graph safe: no host sync, no
+Layout: rows in the order of experts, one row for each (token, expert) pair. Grid: a program for each token and WIDTH of
+its outputs, which reads the token's rows in the order of its slots: always the same sum. Graph safe: no host sync, no
 atomics.
 """
 
@@ -80,7 +80,7 @@ _SUM_WIDTH = 1024
 @triton.jit
 def _weighted_sum_kernel(
     rows,
-    places,
+    positions,
     weights,
     addend,
     out,
@@ -96,11 +96,11 @@ def _weighted_sum_kernel(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < OUTPUTS
     total = tl.zeros([WIDTH], tl.float32)
-    for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all rows are under way at once
-        place = tl.load(places + token * TOP_K + slot).to(tl.int64)
-        weight = tl.where(place >= 0, tl.load(weights + token * NUM_WEIGHTS + slot), 0)
-        is_there = tl.where(inside, place, -1) >= 0  # the interpreter makes no mask of `inside & (place >= 0)`
-        row = tl.load(rows + tl.maximum(place, 0) * OUTPUTS + column, mask=is_there, other=0)
+    for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all loads are in flight at once
+        position = tl.load(positions + token * TOP_K + slot).to(tl.int64)
+        weight = tl.where(position >= 0, tl.load(weights + token * NUM_WEIGHTS + slot), 0)
+        is_there = tl.where(inside, position, -1) >= 0  # the interpreter makes no mask of `inside & (position >= 0)`
+        row = tl.load(rows + tl.maximum(position, 0) * OUTPUTS + column, mask=is_there, other=0)
         total += weight * row.to(tl.float32)
     if HAS_ADDEND:
         added = tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
@@ -110,13 +110,13 @@ def _weighted_sum_kernel(
     tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+def weighted_sum(rows: Tensor, positions: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
     """Return for each token the sum of its experts' rows times their weights, in the order of its slots.
 
     Args:
         rows: [pairs, outputs], contiguous.
-        places: [tokens, top_k] int32: which row each slot has; -1 for none.
-        weights: [tokens, top_k] float32, contiguous; or [tokens, top_k + 1], whose last one is the addend's.
+        positions: [tokens, top_k] int32: row of each slot; -1 for none.
+        weights: [tokens, top_k] float32, contiguous; or [tokens, top_k + 1], with the addend's last.
         addend: [tokens, outputs], contiguous, added to the sum; its product with a weight is rounded first. None for
             none.
 
@@ -128,16 +128,16 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor |
 
     Reference: `weighted_sum_ref`. CUDA-graph safe: no host sync, one launch.
     """
-    check_weights(weights, *places.shape)
+    check_weights(weights, *positions.shape)
     if not launches_kernel(rows) or not is_computed_in_fp32(rows):
-        return weighted_sum_ref(rows, places, weights, addend)
-    (num_tokens, top_k), outputs = places.shape, rows.shape[1]
+        return weighted_sum_ref(rows, positions, weights, addend)
+    (num_tokens, top_k), outputs = positions.shape, rows.shape[1]
     out = torch.empty(num_tokens, outputs, dtype=rows.dtype, device=rows.device)
     if out.numel() == 0:
         return out
     _weighted_sum_kernel[(num_tokens, triton.cdiv(outputs, _SUM_WIDTH))](
         rows=rows,
-        places=places,
+        positions=positions,
         weights=weights,
         addend=rows if addend is None else addend,
         out=out,

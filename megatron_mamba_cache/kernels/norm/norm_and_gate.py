@@ -2,7 +2,7 @@
 
 All heads share one weight vector. Layout: tokens of any stride, channels contiguous. Grid: a program holds several
 heads in registers, which need not be of one token; sharing a program does not change a head's bits. Arithmetic is fp32;
-the normalized values, and their products with the weights, are rounded to y's dtype first. Graph safe.
+the normalized values, and their products with the weights, are cast to y's dtype first. Graph safe.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """What lies between two layers, in one pass: the residual sum that ends one, and the RMS norm that begins the next.
 
-Layout: tokens contiguous. Grid: a program a token, whose channels it holds in registers. The sum is rounded before it
+Layout: tokens contiguous. Grid: a program a token, whose channels it holds in registers. The sum is cast before it
 is normed, so both have the bits of two passes. All arithmetic is fp32. Graph safe: no host sync.
 """
 
@@ -33,17 +33,17 @@ def _add_and_norm_kernel(
     let_next_begin(OVERLAPS)
     channel = tl.arange(0, WIDTH)
     inside = channel < CHANNELS
-    place = tl.program_id(0).to(tl.int64) * CHANNELS + channel
+    index = tl.program_id(0).to(tl.int64) * CHANNELS + channel
     scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32) + offset
     await_written(OVERLAPS)
-    added = tl.load(output + place, mask=inside, other=0).to(tl.float32)
-    kept = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
-    rounded = (added * multiplier).to(total.dtype.element_ty).to(tl.float32)
-    rounded = (kept + rounded).to(total.dtype.element_ty)
-    tl.store(total + place, rounded, mask=inside)
-    values = rounded.to(tl.float32)
+    added = tl.load(output + index, mask=inside, other=0).to(tl.float32)
+    kept = tl.load(residual + index, mask=inside, other=0).to(tl.float32)
+    cast = (added * multiplier).to(total.dtype.element_ty).to(tl.float32)
+    cast = (kept + cast).to(total.dtype.element_ty)
+    tl.store(total + index, cast, mask=inside)
+    values = cast.to(tl.float32)
     mean = tl.sum(values * values, axis=0) / CHANNELS
-    tl.store(normed + place, (values * (1 / tl.sqrt(mean + eps)) * scale).to(normed.dtype.element_ty), mask=inside)
+    tl.store(normed + index, (values * (1 / tl.sqrt(mean + eps)) * scale).to(normed.dtype.element_ty), mask=inside)
 
 
 def add_and_norm(

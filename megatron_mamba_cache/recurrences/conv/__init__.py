@@ -1,1 +1,1 @@
-"""The causal convolution: prefill over packed rows, verification of drafts, and the windows it keeps."""
+"""The causal convolution: prefill of packed requests, verification of drafts, and its windows."""

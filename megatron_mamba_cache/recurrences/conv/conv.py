@@ -1,17 +1,18 @@
-"""Causal convolution over packed rows, with SiLU, from and to the windows of state slots.
+"""Causal convolution of packed requests, with SiLU, from and to the windows of state slots.
 
     history = initial window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias)
 
-The d_conv - 1 inputs before a row's end go to its final slot, those before a chunk's end to the chunk's slot.
+The d_conv - 1 inputs before a request's end go to its final slot, those before a chunk's end to the chunk's slot.
 
-An initial slot may be its own row's final slot, so the program that reads a row's initial window also writes its final
-one. Each program does one of three parts, for a tile of channels:
+An initial slot may be the same request's final slot, so the program that reads the initial window also writes the final
+one. A program has one of three roles, for a tile of channels:
 
-    row     its first d_conv - 1 tokens, the only ones that read the initial window, and all windows with a part of it
-    chunk   the window at its end, if it holds only inputs of this step
-    tile    packed tokens of any rows, except each row's first d_conv - 1; slow if they belong to several rows
+    row     a request's first d_conv - 1 tokens, the only ones that read the initial window, and all windows with
+            inputs of it
+    chunk   the window at a chunk's end, if it holds only inputs of this step
+    tile    packed tokens of any requests, except the first d_conv - 1 of each; slow if they belong to several
 
-Grid: rows, chunks and tiles times the tiles of channels. Graph safe: no host sync, one launch, grid fixed by the
+Grid: requests, chunks and tiles times the tiles of channels. Graph safe: no host sync, one launch, grid fixed by the
 shapes of the arguments.
 """
 
@@ -89,11 +90,11 @@ def _convolve_mixture(
     D_CONV: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute the tokens that have D_CONV - 1 tokens of their row before them; clear those past all rows."""
+    """Compute the tokens with D_CONV - 1 tokens of the same request before them; clear those past all requests."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_seqlens + 1, num_rows, token)
     is_past = row == num_rows
-    # Past the last row this is the end of the rows.
+    # Past the last request this is the end of all.
     in_row = token - tl.load(rows.cu_seqlens + row)
     is_mine = (in_row >= D_CONV - 1) & ~is_past
     token = token.to(tl.int64)[:, None]
@@ -184,29 +185,29 @@ def causal_conv(
     ends: Tensor | None = None,
     after_cut: bool = False,
 ) -> Tensor:
-    """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
+    """Convolve packed requests causally and apply SiLU, carrying each window from and to the pool.
 
-    Write the last d_conv - 1 raw inputs of each row into its final slot, and those at each chunk's end into its chunk
-    slot, in place. A token's bits depend on its row alone, not on where the row was cut or on other rows.
+    Writes the last d_conv - 1 raw inputs of each request into its final slot, and those at each chunk's end into its
+    chunk slot, in place. A token's bits depend on its request alone, not on cuts or on other requests.
 
     Args:
         x: [tokens, conv_dim]; any stride between tokens.
         weight: [conv_dim, d_conv]; the last column weighs the newest input.
         bias: [conv_dim].
-        conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window
-            rows are used.
-        ends: [slots, window, conv_dim]; the pool that `rows.chunk_slots` number, for the windows at chunk ends. None:
+        conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window rows
+            are used.
+        ends: [slots, window, conv_dim]; the pool of `rows.chunk_slots`, for the windows at chunk ends. None:
             `conv_pool`.
-        after_cut: True if `cut_rows` was launched right before: both run at once.
+        after_cut: True if `cut_rows` was launched right before: both run concurrently.
 
     Returns:
-        [tokens, conv_dim] in x's dtype; zeros past the last row.
+        [tokens, conv_dim] in x's dtype; zeros past the last request.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `causal_conv_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
-    at capture.
+    Reference: `causal_conv_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
+    capture.
     """
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 1)
     if ends is not None:

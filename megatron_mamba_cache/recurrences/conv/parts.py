@@ -1,7 +1,7 @@
-"""What the convolution kernels call: a tile's weights and weighted sum, the parts of a prefill, checks of arguments.
+"""Device functions of the convolution kernels, and checks of arguments.
 
 The sum fuses multiplication and addition by hand, oldest input first, so that a token's bits are the same in every
-kernel and at every place in a tile.
+kernel and at every position in a tile.
 """
 
 from typing import NamedTuple
@@ -84,10 +84,10 @@ def begin_row(
     y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row's first tokens and store its final window and those that hold part of the initial one.
+    """Compute a request's first tokens and store its final window and those with inputs of the initial one.
 
     Args:
-        ends: Where the windows at chunk ends go.
+        ends: Receives the windows at chunk ends.
     """
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
@@ -167,7 +167,9 @@ def convolve_run(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Compute a tile of one row's tokens, each with D_CONV - 1 before it; load each input once, AT_ONCE at a time."""
+    """Compute a tile of one request's tokens, each with D_CONV - 1 before it; load each input once, AT_ONCE at a
+    time.
+    """
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -205,7 +207,7 @@ def convolve_part(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Compute a tile's tokens of a row, `low` to `high`, that have D_CONV - 1 before them; clear what follows it."""
+    """Compute a tile's tokens `low` to `high` of a request, with D_CONV - 1 before them; clear the tokens after it."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)

@@ -1,4 +1,4 @@
-"""Reference of the causal depthwise convolution over packed rows, and of its form for a few tokens a row."""
+"""Reference of the causal depthwise convolution of packed requests, for prefill and for a few tokens each."""
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ def causal_conv_ref(
     rows: PrefillBatch,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
+    """Convolve packed requests causally and apply SiLU, carrying each window from and to the pool.
 
-    Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
+    Writes in place the last d_conv - 1 raw inputs at each request's end into its final slot, and at each chunk's end
     into its chunk slot. Initial windows are read before any write.
 
     Args:
@@ -30,13 +30,13 @@ def causal_conv_ref(
         ends: A pool of the same kind, for the windows at chunk ends. None: `conv_pool`.
 
     Returns:
-        [tokens, conv_dim] in x's dtype; zeros past the last row.
+        [tokens, conv_dim] in x's dtype; zeros past the last request.
     """
     num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
     if num_rows == 0:
         return torch.zeros_like(x)
     pool = conv_pool[:, : d_conv - 1]
-    windows = load_slots(pool, rows.initial_slots, compute_dtype(x))  # [rows, d_conv - 1, conv_dim]
+    windows = load_slots(pool, rows.initial_slots, compute_dtype(x))  # [requests, d_conv - 1, conv_dim]
     inputs = _RawInputs(x, windows, rows)
 
     tokens = torch.arange(num_tokens, device=x.device)
@@ -59,10 +59,10 @@ def conv_verify_ref(
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
-    """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
+    """Convolve each request's base token and drafts, apply SiLU and advance its window in place.
 
-    Bit-equal to as many steps of one token each, whatever drafts follow a token. The window past the inputs that a row
-    keeps stays as it is.
+    Bit-equal to as many steps of one token each, whatever drafts follow a token. Window inputs past those that a
+    request keeps are unchanged.
 
     Args:
         x: [tokens, conv_dim].
@@ -70,24 +70,24 @@ def conv_verify_ref(
         conv_pool, drafts: As in `conv_verify`.
 
     Returns:
-        [tokens, conv_dim] in x's dtype; zeros past the last row.
+        [tokens, conv_dim] in x's dtype; zeros past the last request.
     """
     window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
     tokens = PackedTokens(rows)
-    inputs = tokens.gather(x).to(dtype)  # [rows, max_len, conv_dim]
+    inputs = tokens.gather(x).to(dtype)  # [requests, max_len, conv_dim]
     live, lengths = rows.columns[:, 0], rows.cu_tokens[1:] - rows.cu_tokens[:-1]
     offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
     stored = load_slots(conv_pool if drafts is None else conv_pool[:, :window_len], live, conv_pool.dtype)
     stored = windows_with_drafts(stored, drafts, live != PAD_SLOT)
     window = stored.to(dtype).gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
     # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
-    history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
+    history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [requests, window + max_len, conv_dim]
     taps = [history[:, tap : tap + rows.max_len] for tap in range(window_len)]
     y = _weigh_and_activate([*taps, inputs], weight, bias)
     kept = history[:, 1:].to(conv_pool.dtype)
-    places = torch.arange(kept.shape[1], device=x.device)
+    positions = torch.arange(kept.shape[1], device=x.device)
     num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
-    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, stored[:, : kept.shape[1]])
+    kept = torch.where((positions < num_kept[:, None])[:, :, None], kept, stored[:, : kept.shape[1]])
     in_slot = kept.shape[1] if drafts is None else min(window_len, kept.shape[1])
     store_slots(conv_pool[:, :in_slot], live, kept[:, :in_slot])
     if drafts is not None:
@@ -97,16 +97,18 @@ def conv_verify_ref(
 
 
 class _RawInputs:
-    """The raw inputs of each row: its tokens, and its initial window at the positions before them."""
+    """The raw inputs of each request: its tokens, preceded by its initial window."""
 
     def __init__(self, x: Tensor, windows: Tensor, rows: PrefillBatch) -> None:
-        self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # an index_select needs a token to point at
-        self._windows = windows.flatten(0, 1)  # [rows * (d_conv - 1), conv_dim]
+        self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # index_select needs at least one token
+        self._windows = windows.flatten(0, 1)  # [requests * (d_conv - 1), conv_dim]
         self._window_len = windows.shape[1]
         self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], up to a window before the row."""
+        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], up to a window before the
+        start.
+        """
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
         if self._window_len == 0:
             return tokens

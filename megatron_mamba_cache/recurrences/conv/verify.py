@@ -1,12 +1,12 @@
-"""Causal convolution of decode and verify steps: a row's base token and drafts; the window advances in place.
+"""Causal convolution of decode and verify steps: a base token and drafts; the window advances in place.
 
-A row's window is in the slot of its column 0; the rest of it may be in its ring's draft inputs. It begins at input
-`accepted` - 1, and after the step at the slot's start:
+A request's window is in the slot of its column 0; the rest of it may be in the draft inputs of its ring. It begins at
+input `accepted` - 1, and after the step at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
-Layout: a program owns one row and a tile of channels. It reads the window before it writes, and its tokens in order.
-Grid: a program for each row and tile, plus one row that clears the outputs past the last row. Graph safe: no
+Layout: a program owns one request and a tile of channels. It reads the window before it writes, and its tokens in
+order. Grid: a program for each request and tile, plus one that clears the outputs past the last request. Graph safe: no
 host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
@@ -88,17 +88,17 @@ def _conv_verify_kernel(
 
     stored = windows.pool + live.to(tl.int64) * windows.slot_stride + channel
     if drafts is not None:
-        behind = drafts.pool + tl.load(drafts.buffers + row).to(tl.int64) * drafts.ring_stride + channel
+        tail = drafts.pool + tl.load(drafts.buffers + row).to(tl.int64) * drafts.ring_stride + channel
     window = ()
     for k in tl.static_range(D_CONV - 1):
         time = accepted - 1 + k
         if drafts is None:
             old = tl.load(stored + time * windows.time_stride, mask=inside, other=0.0)
         else:
-            is_behind = time >= D_CONV - 1
-            old = tl.load(stored + time * windows.time_stride, mask=only_if(~is_behind, inside), other=0.0)
-            later = behind + (time - (D_CONV - 1)) * drafts.time_stride
-            old = tl.where(is_behind, tl.load(later, mask=only_if(is_behind, inside), other=0.0), old)
+            is_in_tail = time >= D_CONV - 1
+            old = tl.load(stored + time * windows.time_stride, mask=only_if(~is_in_tail, inside), other=0.0)
+            later = tail + (time - (D_CONV - 1)) * drafts.time_stride
+            old = tl.where(is_in_tail, tl.load(later, mask=only_if(is_in_tail, inside), other=0.0), old)
         window = appended(window, old.to(tl.float32))
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -119,7 +119,7 @@ def _conv_verify_kernel(
         else:
             is_draft = token > start
             tl.store(stored + time * windows.time_stride, kept, mask=only_if((time >= 0) & ~is_draft, inside))
-            tl.store(behind + (token - start - 1) * drafts.time_stride, kept, mask=only_if(is_draft, inside))
+            tl.store(tail + (token - start - 1) * drafts.time_stride, kept, mask=only_if(is_draft, inside))
         window = appended(window, kept.to(tl.float32))[1:]
 
 
@@ -133,10 +133,10 @@ def conv_verify(
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
-    """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
+    """Convolve each request's base token and drafts, apply SiLU and advance its window in place.
 
-    Bit-equal to as many steps of one token each, whatever drafts follow a token. A padded row and tokens past the last
-    row give zeros and touch nothing; window rows past those that the row's tokens reach stay as they are.
+    Bit-equal to as many steps of one token each, whatever drafts follow a token. Padding requests and tokens past the
+    last request give zeros and write nothing; window inputs past those that the tokens reach are unchanged.
 
     Args:
         x: [tokens, conv_dim]; any stride between tokens.
@@ -144,7 +144,7 @@ def conv_verify(
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], channels contiguous; window >= d_conv - 2 + rows.max_len, or d_conv - 1 if
             `drafts` are given.
-        drafts: Where the rest of the windows is, with room for rows.max_len - 1 inputs; None: a slot has all of it.
+        drafts: The rest of the windows, with room for rows.max_len - 1 inputs; None if a slot has all of it.
 
     Returns:
         [tokens, conv_dim] in x's dtype.
@@ -152,8 +152,8 @@ def conv_verify(
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `conv_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
-    at capture.
+    Reference: `conv_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
+    capture.
     """
     check_decode_batch(rows, x.device)
     _check_windows(x, weight, bias, conv_pool, rows, drafts)

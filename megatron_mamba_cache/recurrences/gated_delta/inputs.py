@@ -129,7 +129,7 @@ class KernelGates(NamedTuple):
 
 
 def kernel_tokens(tokens: DeltaTokens) -> KernelTokens:
-    """Return what the kernels read of the tokens."""
+    """Return the kernels' view of the tokens."""
     packed = (tokens.q, tokens.k, tokens.v, tokens.b, tokens.a)
     return KernelTokens(*packed, *(tensor.stride(0) for tensor in packed))
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a recurrence: the sizes of its layers on this rank, and how rows of a step compute."""
+"""Gated DeltaNet as a recurrence: the sizes of its layers on this rank, prefill and decode."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class GatedDeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """The sizes of Gated DeltaNet layers on this rank; a `Recurrence`. States after drafts have slots.
+    """The sizes of Gated DeltaNet layers on this rank; a `Recurrence`. Draft states are in slots.
 
     Args:
         num_key_heads, num_value_heads: Value head h reads key head h // (value heads / key heads).
@@ -70,7 +70,7 @@ class GatedDelta:
     def prefill(
         self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
-        """Compute packed prompt tokens; write the states at boundaries and at the rows' ends, in place.
+        """Compute packed prompt tokens; write the states at boundaries and at the requests' ends, in place.
 
         Args:
             qkv: [tokens, conv_dim], as projected.
@@ -95,10 +95,10 @@ class GatedDelta:
         rows: DecodeBatch,
         replay: ReplayBatch | None = None,
     ) -> Tensor:
-        """Compute one token and the drafts of each row, in place; arguments and result as in `prefill`.
+        """Compute each request's next token and its drafts, in place; arguments and result as in `prefill`.
 
         Args:
-            replay: None: states after drafts have slots.
+            replay: None: draft states are in slots.
         """
         if replay is not None:
             raise ValueError(f"states of {self.name} layers cannot be replayed: keep states after drafts in slots")

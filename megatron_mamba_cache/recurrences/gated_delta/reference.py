@@ -8,11 +8,11 @@ from torch import Tensor
 from ...kernels.reference import compute_dtype
 from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
-from ..slot_copies import load_slots, store_empty_rows, store_slots
+from ..slot_copies import load_slots, store_empty_requests, store_slots
 from .inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
 _TOKENS_AT_ONCE = 64
-"""Tokens of which all states are kept until those at boundaries are stored."""
+"""All states of so many tokens are kept at once, until those at boundaries are stored."""
 
 
 def delta_scan_ref(
@@ -22,9 +22,10 @@ def delta_scan_ref(
     rows: PrefillBatch,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Compute packed rows token by token, carrying each row's state from and to the pool.
+    """Compute packed requests token by token, carrying each request's state from and to the pool.
 
-    A token's bits depend on its row's tokens and initial state alone. Writes the states at chunk and row ends in place.
+    A token's bits depend on its request's tokens and initial state alone. Writes the states at chunk and request ends
+    in place.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
@@ -33,40 +34,40 @@ def delta_scan_ref(
     Returns:
         [tokens, value heads, value_dim] in v's dtype; zeros past the last chunk.
     """
-    store_empty_rows(pool, rows)
+    store_empty_requests(pool, rows)
     num_tokens, num_chunks = tokens.v.shape[0], rows.chunk_requests.shape[0]
     if num_tokens == 0 or num_chunks == 0:
         return torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
     dtype = compute_dtype(tokens.v)
-    steps, places = _Steps(tokens, gates, dtype), _token_places(rows, num_tokens)
+    steps, positions = _Steps(tokens, gates, dtype), _token_slots(rows, num_tokens)
     state = torch.zeros(pool.shape[1:], dtype=dtype, device=pool.device)
     outputs = []
     for first in range(0, num_tokens, _TOKENS_AT_ONCE):
         group = slice(first, first + _TOKENS_AT_ONCE)
         states = []
-        for token, initial in enumerate(load_slots(pool, places.initial_slots[group], dtype).unbind(), first):
-            state, y = steps.advance(torch.where(places.is_first[token], initial, state), token)
+        for token, initial in enumerate(load_slots(pool, positions.initial_slots[group], dtype).unbind(), first):
+            state, y = steps.advance(torch.where(positions.is_first[token], initial, state), token)
             states.append(state)
             outputs.append(y)
         ends = torch.stack(states)
         if quantized is None:
-            store_slots(pool, places.boundary_slots[group], ends)
+            store_slots(pool, positions.boundary_slots[group], ends)
         else:
-            store_quantized_ref(quantized, places.boundary_slots[group], ends)
-        store_slots(pool, places.final_slots[group], ends)
-    return torch.where(places.exists[:, None, None], torch.stack(outputs), 0).to(tokens.v.dtype)
+            store_quantized_ref(quantized, positions.boundary_slots[group], ends)
+        store_slots(pool, positions.final_slots[group], ends)
+    return torch.where(positions.exists[:, None, None], torch.stack(outputs), 0).to(tokens.v.dtype)
 
 
 def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+    """Advance each state over its base token and drafts, and keep the state after each, in place.
 
-    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
+    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
 
     Returns:
-        [tokens, value heads, value_dim] in v's dtype; zeros past the last row.
+        [tokens, value heads, value_dim] in v's dtype; zeros past the last request.
     """
     dtype = compute_dtype(tokens.v)
     packed = PackedTokens(rows)
@@ -75,7 +76,7 @@ def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows
     )
     steps = _Steps(padded, gates, dtype)
     source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
-    states = load_slots(pool, source, dtype)  # [rows, value heads, key_dim, value_dim]
+    states = load_slots(pool, source, dtype)  # [requests, value heads, key_dim, value_dim]
     outputs, kept = [], []
     for token in range(rows.max_len):
         states, y = steps.advance(states, token)
@@ -87,13 +88,13 @@ def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows
     return packed.scatter(torch.stack(outputs, dim=1), tokens.v)
 
 
-class _TokenPlaces(NamedTuple):
-    """Slots and row ends of each packed token, [tokens]; PAD_SLOT where a token has no slot.
+class _TokenSlots(NamedTuple):
+    """Slots and request ends of each packed token, [tokens]; PAD_SLOT where a token has no slot.
 
     Args:
-        exists: False past the last row.
-        is_first: True for the first token of its row.
-        initial_slots: Of the state before the token, if it is its row's first.
+        exists: False past the last request.
+        is_first: True for the first token of its request.
+        initial_slots: Of the state before the token, if it is its request's first.
         boundary_slots, final_slots: Of the state after the token, if it is the last of its chunk or row.
     """
 
@@ -104,18 +105,18 @@ class _TokenPlaces(NamedTuple):
     final_slots: Tensor
 
 
-def _token_places(rows: PrefillBatch, num_tokens: int) -> _TokenPlaces:
+def _token_slots(rows: PrefillBatch, num_tokens: int) -> _TokenSlots:
     num_chunks = rows.chunk_requests.shape[0]
-    places = torch.arange(num_tokens, device=rows.cu_seqlens.device)
+    positions = torch.arange(num_tokens, device=rows.cu_seqlens.device)
     chunk_ends, cu_seqlens = rows.cu_chunks[1:].to(torch.int64), rows.cu_seqlens.to(torch.int64)
-    chunk = torch.searchsorted(chunk_ends, places, right=True)
+    chunk = torch.searchsorted(chunk_ends, positions, right=True)
     exists = chunk < num_chunks
     chunk = chunk.clamp_max(num_chunks - 1)
     row = rows.chunk_requests.index_select(0, chunk).to(torch.int64)
-    is_first = exists & (places == cu_seqlens.index_select(0, row))
-    is_last = exists & (places + 1 == cu_seqlens.index_select(0, row + 1))
-    is_end = exists & (places + 1 == chunk_ends.index_select(0, chunk))
-    return _TokenPlaces(
+    is_first = exists & (positions == cu_seqlens.index_select(0, row))
+    is_last = exists & (positions + 1 == cu_seqlens.index_select(0, row + 1))
+    is_end = exists & (positions + 1 == chunk_ends.index_select(0, chunk))
+    return _TokenSlots(
         exists=exists,
         is_first=is_first,
         initial_slots=torch.where(is_first, rows.initial_slots.index_select(0, row), PAD_SLOT),
@@ -125,7 +126,7 @@ def _token_places(rows: PrefillBatch, num_tokens: int) -> _TokenPlaces:
 
 
 class _Steps:
-    """Tokens as each step reads them, [tokens, ..., value heads, ...]: queries and keys normalized, gates computed."""
+    """Tokens as each step reads them, [tokens, ..., value heads, ...]: normalized q and k, and gates."""
 
     def __init__(self, tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> None:
         times = tokens.v.shape[-2] // tokens.q.shape[-2]

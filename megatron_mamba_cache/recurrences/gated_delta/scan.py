@@ -1,7 +1,7 @@
-"""Scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
+"""Scan of packed prefills: each starts from its slot's state and stores states at boundaries and at its end.
 
-`tile_systems` computes what depends on no state, for all tiles at once; `scan_portable` walks the tiles of each row.
-Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`tile_systems` computes what depends on no state, for all tiles at once; `scan_portable` walks the tiles of each
+request. Graph safe: no host sync, grids fixed by the shapes of the arguments.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels.kernel_launches import launches_kernel
 from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates
-from ..row_tiles import TileShape, tile_shape
+from ..request_tiles import TileShape, tile_shape
 from .inputs import DeltaTokens, GateWeights, check_pool, check_tokens
 from .reference import delta_scan_ref
 from .scan_portable import scan_portably
@@ -28,11 +28,11 @@ def delta_scan(
     grain: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+    """Scan packed requests chunk by chunk, carrying each request's state from and to the pool.
 
-    A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
-    at chunk and row ends in place. Keys of more than 256 dimensions, and dtypes other than bfloat16 and float32, use
-    the twin.
+    A request resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the
+    states at chunk and request ends in place. Keys of more than 256 dimensions, and dtypes other than bfloat16 and
+    float32, use the twin.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.

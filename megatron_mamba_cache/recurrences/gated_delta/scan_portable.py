@@ -1,7 +1,7 @@
 """The scan of the gated delta rule in plain Triton, with the systems of `tile_systems`.
 
-One program takes some channels of a head of a row and walks the row's tiles, with its state in registers, transposed
-and in float32. In a tile that reaches beyond its row, it reads only the row's tokens.
+One program takes some channels of a head of a request and walks the request's tiles, with its state in registers,
+transposed and in float32. In a tile that reaches beyond its request, it reads only the request's tokens.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...kernels.kernel_launches import num_multiprocessors
 from ..batches import PrefillBatch
 from ..quantized_states import QuantizedStates, quantized_pointers
-from ..row_tiles import LEAST_WIDTH, tiled_rows
+from ..request_tiles import LEAST_WIDTH, tiled_view
 from .inputs import DeltaTokens
 from .tile_systems import TileSystems
 from .tile_updates import advance_tile, store_boundary, store_state
 
-_ALIGNMENT = 16  # bytes, of what TMA copies
+_ALIGNMENT = 16  # bytes, for TMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class ScanTiling:
 
     Args:
         channels: Of value_dim, of a program; a power of two.
-        num_warps: Of a program.
         num_stages: Tiles whose inputs are in shared memory.
         by_tma: True if TMA copies inputs where it can, False if threads do.
     """
@@ -83,9 +82,9 @@ def _scan_partly(
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan the row's tile `t`, of which only the tokens from `low` to `high`, exclusive, are the row's."""
-    place = tl.arange(0, WIDTH)
-    token = begin + t * LENGTH + place
+    """Scan the request's tile `t`, of which only the tokens from `low` to `high`, exclusive, are the request's."""
+    index = tl.arange(0, WIDTH)
+    token = begin + t * LENGTH + index
     inside = (token >= low) & (token < tl.minimum(high, begin + (t + 1) * LENGTH))
     token = token.to(tl.int64)
     dim = tl.arange(0, state.shape[1])[None, :]
@@ -96,7 +95,7 @@ def _scan_partly(
     k = tl.load(packed.k + token[:, None] * packed.k_stride + key_head * KEY_DIM + dim, mask=exists, other=0.0)
     channel += head * VALUE_DIM
     v = tl.load(packed.v + token[None, :] * packed.v_stride + channel, mask=is_value, other=0.0)
-    square = (at + t) * (WIDTH * WIDTH) + place[:, None] * WIDTH + place[None, :]
+    square = (at + t) * (WIDTH * WIDTH) + index[:, None] * WIDTH + index[None, :]
     solved, scores = tl.load(packed.solved + square), tl.load(packed.scores + square)
     y, state = advance_tile(state, q, k, v, solved, scores, factors + t * (4 * WIDTH), tl.load(kept + t), PRECISION)
     tl.store(packed.y + token[None, :] * (HEADS * VALUE_DIM) + channel, y, mask=is_value)
@@ -134,7 +133,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned differently."""
+    """Long because Triton takes descriptors one by one, and tiles at a request's edges are scanned differently."""
     PARTS: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS
     first = tl.program_id(0) % PARTS * CHANNELS
     head = tl.program_id(0) // PARTS % HEADS
@@ -152,7 +151,7 @@ def _scan_kernel(
     if initial >= 0:
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=is_state, other=0.0).to(tl.float32)
 
-    # Where the row's tiles begin, in tokens and in tile numbers: see `row_tiles`.
+    # Where the request's tiles begin, in tokens and in tile numbers: see `request_tiles`.
     first_chunk = tl.load(rows.cu_request_chunks + row)
     num_chunks = tl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
@@ -209,10 +208,10 @@ def scan_portably(
     quantized: QuantizedStates | None = None,
     tiling: ScanTiling | None = None,
 ) -> None:
-    """Scan the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
+    """Scan requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Args:
-        quantized: Where states at chunk ends go; None: to slots of `pool`.
+        quantized: Receives states at chunk ends; None: slots of `pool` do.
     """
     num_heads, value_dim = tokens.v.shape[1:]
     key_heads, key_dim = tokens.q.shape[1:]
@@ -226,7 +225,7 @@ def scan_portably(
     _scan_kernel[(num_parts * num_heads * num_rows,)](
         packed=packed,
         **_described(packed, tokens, tiles, tiling),
-        rows=tiled_rows(rows),
+        rows=tiled_view(rows),
         factors=tiles.factors,
         kept=tiles.kept,
         tile_slots=tiles.slots,
@@ -252,7 +251,7 @@ def scan_portably(
 def _described(
     packed: _Packed, tokens: DeltaTokens, tiles: TileSystems, tiling: ScanTiling
 ) -> dict[str, TensorDescriptor | None]:
-    """Return the tiles of packed tensors as TMA copies them; None where it cannot copy whole tiles."""
+    """Return TMA descriptors of packed tensors; None where TMA cannot copy whole tiles."""
     key_dim, value_dim, width = tokens.q.shape[2], tokens.v.shape[2], tiles.shape.width
     has_whole_tiles = (
         tiling.by_tma

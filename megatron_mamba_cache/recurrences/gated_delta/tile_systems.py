@@ -1,4 +1,4 @@
-"""First kernel of the scan: per tile, all that needs no state: the solved system, scores and decays.
+"""First kernel of the scan: the state-independent terms of each tile: solved system, scores and decays.
 
 For token i of a tile, with G the sum of g from the tile's start through it:
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...kernels.overlap import await_inputs, overlapping
 from ..batches import PAD_SLOT, PrefillBatch
-from ..row_tiles import TileShape, find_tile, rows_to_cut
+from ..request_tiles import TileShape, cut_view, find_tile
 from .inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 
 NUM_FACTORS = 4
@@ -45,7 +45,7 @@ class TileSystems:
             and 1 / the key's length, multiplied.
         kept: [heads, tiles] float32; what is left at the tile's end of the state at its start.
         slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
-        y: [tokens, heads, value_dim]; the scan writes its outputs here; zeros past the last row.
+        y: [tokens, heads, value_dim]; the scan writes its outputs here; zeros past the last request.
     """
 
     shape: TileShape
@@ -162,14 +162,14 @@ def _systems_kernel(
     SOLVES_IN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because one launch finds a tile, solves its system and clears outputs past the last row."""
+    """Long because one launch finds a tile, solves its system and clears outputs past the last request."""
     await_inputs(OVERLAPS)
     tile = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     key_head = head // HEADS_A_KEY
 
     channel = tl.arange(0, LANES)
-    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last row
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last request
         at = y + (tl.cast(token, tl.int64) * HEADS + head) * VALUE_DIM + channel
         tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=channel < VALUE_DIM)
 
@@ -184,8 +184,8 @@ def _systems_kernel(
         tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
 
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
-    place = tl.arange(0, WIDTH)
-    token = begin + place
+    index = tl.arange(0, WIDTH)
+    token = begin + index
     inside = (token >= start) & (token < tl.minimum(end, begin + LENGTH))
     token = token.to(tl.int64)
     dim = tl.arange(0, triton.next_power_of_2(KEY_DIM) if KEY_DIM > 16 else 16)[None, :]
@@ -208,7 +208,7 @@ def _systems_kernel(
     decay = tl.exp2(tl.where(i >= j, between, float("-inf"))) * of_key[None, :]
 
     at = head.to(tl.int64) * num_tiles + tile
-    of_tile = factors + at * (4 * WIDTH) + place
+    of_tile = factors + at * (4 * WIDTH) + index
     tl.store(of_tile, tl.exp2(sums) * of_key)
     tl.store(of_tile + WIDTH, strength)
     tl.store(of_tile + 2 * WIDTH, tl.exp2(sums) * of_query)
@@ -228,7 +228,7 @@ def solve_tiles(
     shape: TileShape,
     max_registers: int = MAX_REGISTERS,
 ) -> TileSystems:
-    """Cut the rows into tiles, solve each tile's system, and clear the outputs of tokens past the last row.
+    """Cut requests into tiles, solve each tile's system, and clear the outputs of padding tokens.
 
     Args:
         rows: At least one chunk.
@@ -241,7 +241,7 @@ def solve_tiles(
     _systems_kernel[(num_tiles * num_heads,)](
         tokens=kernel_tokens(tokens),
         gates=KernelGates(gates.A_log, gates.dt_bias),
-        rows=rows_to_cut(rows),
+        rows=cut_view(rows),
         solved=systems.solved,
         scores=systems.scores,
         factors=systems.factors,

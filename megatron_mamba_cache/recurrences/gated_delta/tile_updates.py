@@ -22,11 +22,11 @@ def advance_tile(state, q, k, v, solved, scores, factors, kept, PRECISION: tl.co
     """
     WIDTH: tl.constexpr = k.shape[0]
     token = tl.arange(0, WIDTH)
-    # Factors are loaded where they are used: together they would take as many registers as the state.
-    rounded = state.to(k.dtype)
-    held = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
-    from_state = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
-    # Fused by hand: every form rounds alike.
+    # Factors are loaded right before their use: all at once would take as many registers as the state.
+    cast_state = state.to(k.dtype)
+    held = tl.dot(cast_state, tl.trans(k), input_precision=PRECISION)
+    from_state = tl.dot(cast_state, tl.trans(q), input_precision=PRECISION)
+    # Fused by hand: every compiled variant rounds alike.
     wanted = tl.fma(-tl.load(factors + token)[None, :], held, v.to(tl.float32))
     beta = tl.load(factors + WIDTH + token)
     written = tl.dot(wanted.to(k.dtype), tl.trans(solved), wanted * beta[None, :], input_precision=PRECISION)
@@ -47,7 +47,7 @@ def store_state(states, slot_stride, slot, state, is_state):
 def store_boundary(
     states, slot_stride, quantized, slot, state, is_state, head, first, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """Store the state at a tile's end, quantized if there are places for that."""
+    """Store the state at a tile's end, quantized if `quantized` is given."""
     if quantized is None:
         store_state(states, slot_stride, slot, state, is_state)
     elif slot >= 0:

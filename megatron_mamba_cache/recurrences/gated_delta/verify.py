@@ -1,14 +1,14 @@
-"""State update of decode and verify steps: a row's base token and drafts, and the state after each of them.
+"""State update of decode and verify steps: a request's base token and drafts, and the state after each of them.
 
     kept = exp(g) state;  u = beta (v - k kept);  state = kept + k u;  y = q state
 
-Each row reads the state that its last step accepted, once, and writes one state a token; between tokens a state stays
-in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one. Both sums over key_dim are
-taken of the state before the token, since q state = q kept + (q k) u.
+Each request reads the state that its last step accepted, once, and writes one state a token; between tokens a state
+stays in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one. Both sums over
+key_dim are taken of the state before the token, since q state = q kept + (q k) u.
 
-Layout: a program owns one row and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
-key_dim: no sum crosses programs. Grid: a program for each row, head and width, plus one row that clears the outputs
-past the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Layout: a program owns one request and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
+key_dim: no sum crosses programs. Grid: a program for each request, head and width, plus one request that clears the
+outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -39,11 +39,10 @@ from .reference import delta_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """Channels a program and launch settings. The choice may change only the order of sums over key_dim.
+    """Channels of a program and launch settings; may change only the order of sums over key_dim.
 
     Args:
         width: columns of value_dim of a program, a power of two.
-        num_warps: warps of a program.
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
     """
 
@@ -170,15 +169,14 @@ def delta_verify(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+    """Advance each state over its base token and drafts, and keep the state after each, in place.
 
-    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype. A padded row
-    and tokens past the last row give zeros and touch nothing.
+    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype. Padding requests and
+    tokens past the last request give zeros and write nothing.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.
-        after_conv: True if `conv_verify` was launched right before and wrote q, k and v: states are read while it
-            still runs.
+        after_conv: True if `conv_verify` was launched right before and wrote q, k and v: states are read concurrently.
 
     Returns:
         [tokens, value heads, value_dim] in v's dtype.
@@ -186,8 +184,8 @@ def delta_verify(
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `delta_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
-    at capture.
+    Reference: `delta_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
+    capture.
     """
     check_tokens(tokens, gates)
     check_pool(tokens, pool)

@@ -1,8 +1,8 @@
-"""The loads and stores of the scan on Hopper GPUs, by TMA through shared memory, while other warps compute; Gluon.
+"""TMA loads and stores of the scan on Hopper GPUs, through shared memory, concurrent with compute; Gluon.
 
-Loads: one warp fills a ring of tiles ahead of the warps that scan. A tile's box may reach beyond its row. Then the warp
-clears the tokens outside the row before it signals that the tile is full: a product with a neighbour's NaN would be
-NaN, whatever its weight.
+Loads: one warp fills pipeline stages ahead of the warps that scan. A tile's box may reach beyond its request. Then the
+warp clears the tokens outside the request before it signals that the tile is full: a product with a neighbour's NaN
+would be NaN, whatever its weight.
 
 Stores: TMA reads the buffer of a store after the call returns. Stores complete in the order in which they began: a
 tile's outputs, then its state. So a float32 state, which has its own buffer, may still be in flight while the next tile
@@ -20,9 +20,9 @@ from ..quantized_states import LEAST, MOST_FP8, MOST_INT8
 
 @aggregate
 class Sizes:
-    """Compile-time sizes: those of a layer, and how a program splits them.
+    """Compile-time sizes of a layer and of a program's share.
 
-    A program scans CHANNELS channels of each of TOGETHER heads, in tiles of LENGTH tokens of which STAGES are held.
+    A program scans CHANNELS channels of TOGETHER heads, in tiles of LENGTH tokens; STAGES tiles are in flight.
     """
 
     HEADS: gl.constexpr
@@ -65,7 +65,7 @@ class PackedTiles:
 
 @aggregate
 class Span:
-    """A row's tiles: packed tokens low to high, cut from `begin` on; the number of the first tile, and how many."""
+    """A request's tiles: packed tokens low to high, cut from `begin` on; the number of the first tile, and how many."""
 
     low: gl.tensor
     high: gl.tensor
@@ -83,8 +83,8 @@ class Span:
 
 
 @aggregate
-class Ring:
-    """The tiles, with the barriers that signal when one is full and when it may be overwritten.
+class Pipeline:
+    """The stages of input tiles, with the barriers that signal when one is full or free.
 
     C, B [STAGES, LENGTH, D_STATE]; x [STAGES * TOGETHER, LENGTH, CHANNELS]; decays [2 * STAGES * TOGETHER, 1, LENGTH],
     a head's decays before its gains.
@@ -110,11 +110,11 @@ class Ring:
 
 
 @gluon.jit
-def allocate_ring(tiles, sizes):
-    """Return an empty ring; call it before warps are specialized."""
+def allocate_pipeline(tiles, sizes):
+    """Return empty stages; call it before warp specialization."""
     tokens_by_dim: gl.constexpr = [sizes.STAGES, sizes.LENGTH, sizes.D_STATE]
     heads: gl.constexpr = sizes.STAGES * sizes.TOGETHER
-    ring = Ring(
+    pipeline = Pipeline(
         gl.allocate_shared_memory(gl.bfloat16, tokens_by_dim, tiles.C.layout),
         gl.allocate_shared_memory(gl.bfloat16, tokens_by_dim, tiles.B.layout),
         gl.allocate_shared_memory(gl.bfloat16, [heads, sizes.LENGTH, sizes.CHANNELS], tiles.x.layout),
@@ -124,16 +124,16 @@ def allocate_ring(tiles, sizes):
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )
     for stage in gl.static_range(sizes.STAGES):
-        mbarrier.init(ring.full.index(stage), count=1)
-        mbarrier.init(ring.empty.index(stage), count=sizes.TOGETHER)
-    mbarrier.init(ring.clearing, count=1)
+        mbarrier.init(pipeline.full.index(stage), count=1)
+        mbarrier.init(pipeline.empty.index(stage), count=sizes.TOGETHER)
+    mbarrier.init(pipeline.clearing, count=1)
     fence_async_shared()
-    return ring
+    return pipeline
 
 
 @gluon.jit
 def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
-    """Return the span of a row's tiles; see `tiles`."""
+    """Return the span of a request's tiles; see `tiles`."""
     low = gl.load(rows.cu_seqlens + row)
     high = gl.load(rows.cu_seqlens + row + 1)
     first_chunk = gl.load(rows.cu_request_chunks + row)
@@ -145,48 +145,50 @@ def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def fill_ahead(tiles, ring, span, head, channel, num_tiles, sizes):
-    """Fill the ring with a row's tiles, from the first to the last, as they become empty; one warp."""
+def fill(tiles, pipeline, span, head, channel, num_tiles, sizes):
+    """Load a request's tiles into free stages, first to last; runs in one warp."""
     clear_phase = 0
     for k in range(span.count):
         stage = k % sizes.STAGES
-        full = ring.full.index(stage)
+        full = pipeline.full.index(stage)
         token = span.begin + k * sizes.LENGTH
-        mbarrier.wait(ring.empty.index(stage), (k // sizes.STAGES & 1) ^ 1)
+        mbarrier.wait(pipeline.empty.index(stage), (k // sizes.STAGES & 1) ^ 1)
         if (token >= span.low) & (token + sizes.LENGTH <= span.high):
-            _copy_tile(tiles, ring, stage, full, token, span.first + k, head, channel, num_tiles, sizes)
+            _copy_tile(tiles, pipeline, stage, full, token, span.first + k, head, channel, num_tiles, sizes)
         else:
-            _copy_tile(tiles, ring, stage, ring.clearing, token, span.first + k, head, channel, num_tiles, sizes)
-            mbarrier.wait(ring.clearing, clear_phase)
+            _copy_tile(
+                tiles, pipeline, stage, pipeline.clearing, token, span.first + k, head, channel, num_tiles, sizes
+            )
+            mbarrier.wait(pipeline.clearing, clear_phase)
             clear_phase ^= 1
-            _clear_outside(ring.B.index(stage), token, span.low, span.high)
+            _clear_outside(pipeline.B.index(stage), token, span.low, span.high)
             for part in gl.static_range(sizes.TOGETHER):
-                _clear_outside(ring.x.index(stage * sizes.TOGETHER + part), token, span.low, span.high)
+                _clear_outside(pipeline.x.index(stage * sizes.TOGETHER + part), token, span.low, span.high)
             fence_async_shared()
             mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _copy_tile(tiles, ring, stage, barrier, token, tile, head, channel, num_tiles, sizes):
+def _copy_tile(tiles, pipeline, stage, barrier, token, tile, head, channel, num_tiles, sizes):
     """Start copying a tile; `barrier` signals when it has arrived."""
     SHARED_BYTES: gl.constexpr = 2 * 2 * sizes.LENGTH * sizes.D_STATE
     HEAD_BYTES: gl.constexpr = 2 * sizes.LENGTH * sizes.CHANNELS + 2 * 4 * sizes.LENGTH
     mbarrier.expect(barrier, SHARED_BYTES + sizes.TOGETHER * HEAD_BYTES)
     dim = head // (sizes.HEADS // sizes.GROUPS) * sizes.D_STATE
-    load_tile(tiles.C, [token, dim], barrier, ring.C.index(stage))
-    load_tile(tiles.B, [token, dim], barrier, ring.B.index(stage))
+    load_tile(tiles.C, [token, dim], barrier, pipeline.C.index(stage))
+    load_tile(tiles.B, [token, dim], barrier, pipeline.B.index(stage))
     for part in gl.static_range(sizes.TOGETHER):
-        place = stage * sizes.TOGETHER + part
+        index = stage * sizes.TOGETHER + part
         x_channel = (head + part) * sizes.HEAD_DIM + channel
-        load_tile(tiles.x, [token, x_channel], barrier, ring.x.index(place))
+        load_tile(tiles.x, [token, x_channel], barrier, pipeline.x.index(index))
         vector = ((head + part) * num_tiles + tile) * 2
-        load_tile(tiles.decays, [vector, 0], barrier, ring.decays.index(2 * place))
-        load_tile(tiles.decays, [vector + 1, 0], barrier, ring.decays.index(2 * place + 1))
+        load_tile(tiles.decays, [vector, 0], barrier, pipeline.decays.index(2 * index))
+        load_tile(tiles.decays, [vector + 1, 0], barrier, pipeline.decays.index(2 * index + 1))
 
 
 @gluon.jit
 def _clear_outside(tile, begin, low, high):
-    """Clear the tokens of a tile that are not the row's, eight at a time: one warp has few registers."""
+    """Clear a tile's tokens outside the request, eight at a time: one warp has few registers."""
     WIDTH: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     for eight in gl.static_range(tile.shape[0] // 8):
@@ -218,7 +220,7 @@ class Results:
 
 @aggregate
 class Scratch:
-    """What four warps hold in shared memory: weighted inputs, the state in bf16, and a state and outputs to be stored.
+    """Shared memory of four warps: weighted inputs, the state in bf16, and a state and outputs to store.
 
     A bf16 pool takes the state as it is: `leaving` is then `state`.
     """
@@ -238,11 +240,7 @@ class Scratch:
 
 @gluon.jit
 def await_scratch(results, kept):
-    """Wait until the last tile's outputs are stored, and its state if the next one uses the same buffer.
-
-    Args:
-        kept: Slot that the last tile's state is being stored to, if not negative.
-    """
+    """Wait until the last tile's outputs are stored, and its state, in slot `kept` if any, if its buffer is reused."""
     if results.pool.dtype.element_ty != gl.bfloat16 and kept >= 0:
         tma.store_wait(1)
     else:
@@ -251,7 +249,7 @@ def await_scratch(results, kept):
 
 @gluon.jit
 def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
-    """Write a tile's outputs, for the row's tokens only."""
+    """Store a tile's outputs, for the request's tokens only."""
     OUT: gl.constexpr = y.type.layout
     is_whole = (token >= span.low) & (token + sizes.LENGTH <= span.high)
     if is_whole:
@@ -264,8 +262,8 @@ def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
         lane = gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
         inside = (tokens >= span.low) & (tokens < span.high)
         first = results.y + head * sizes.HEAD_DIM + channel
-        places = first + tokens[:, None].to(gl.int64) * (sizes.HEADS * sizes.HEAD_DIM) + lane[None, :]
-        gl.store(places, y, mask=inside[:, None])
+        pointers = first + tokens[:, None].to(gl.int64) * (sizes.HEADS * sizes.HEAD_DIM) + lane[None, :]
+        gl.store(pointers, y, mask=inside[:, None])
 
 
 @gluon.jit
@@ -281,10 +279,10 @@ def put_state(results, scratch, state, kept, slot, head, channel, sizes):
 
 
 @gluon.jit
-def put_quantized(places, state, slot, head, channel, sizes):
-    """Quantize the state after a tile into a slot, as `store_quantized` does: boundaries are few, so bytes are, too."""
+def put_quantized(pointers, state, slot, head, channel, sizes):
+    """Quantize the state after a tile into a slot, as `store_quantized` does; boundaries are rare."""
     OUT: gl.constexpr = state.type.layout
-    IS_INT8: gl.constexpr = places.stored.dtype.element_ty == gl.int8
+    IS_INT8: gl.constexpr = pointers.stored.dtype.element_ty == gl.int8
     MOST: gl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8
     scale = gl.div_rn(gl.max(gl.abs(state), axis=0), MOST)
     scale = gl.where(scale < LEAST, 0.0, scale)
@@ -293,7 +291,7 @@ def put_quantized(places, state, slot, head, channel, sizes):
         values = gl.floor(values + 0.5)
     dim = gl.arange(0, sizes.D_STATE, layout=gl.SliceLayout(1, OUT))
     lane = channel + gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
-    scales = places.scales + slot.to(gl.int64) * places.scales_slot + head * sizes.HEAD_DIM
+    scales = pointers.scales + slot.to(gl.int64) * pointers.scales_slot + head * sizes.HEAD_DIM
     gl.store(scales + lane, scale)
-    stored = places.stored + slot.to(gl.int64) * places.stored_slot + head * (sizes.D_STATE * sizes.HEAD_DIM)
-    gl.store(stored + dim[:, None] * sizes.HEAD_DIM + lane[None, :], values.to(places.stored.dtype.element_ty))
+    stored = pointers.stored + slot.to(gl.int64) * pointers.stored_slot + head * (sizes.D_STATE * sizes.HEAD_DIM)
+    gl.store(stored + dim[:, None] * sizes.HEAD_DIM + lane[None, :], values.to(pointers.stored.dtype.element_ty))

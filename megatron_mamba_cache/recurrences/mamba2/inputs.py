@@ -1,4 +1,4 @@
-"""What the recurrence of a Mamba2 layer reads: packed tokens, weights and time steps, for kernels and twins.
+"""Inputs of the recurrence of a Mamba2 layer: packed tokens, weights and time steps, for kernels and twins.
 
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t        y_t = C_t h_t + D x_t
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels.kernel_language import softplus, softplus_ref
 
 NO_LIMIT = (0.0, math.inf)
-"""Time-step limits that change nothing."""
+"""No limits on time steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _check_tensor(
     """Raise a ValueError unless a tensor has a shape and is contiguous within a token.
 
     Args:
-        last_strides: Those within a token of a contiguous tensor; others may be as good where sizes are 0 or 1.
+        last_strides: Strides within a token of a contiguous tensor; others may do if sizes are 0 or 1.
     """
     if tensor.shape != shape:
         raise ValueError(f"need {name} of shape {shape}, found {tuple(tensor.shape)}")
@@ -137,13 +137,13 @@ class KernelWeights(NamedTuple):
 
 
 def kernel_tokens(tokens: SSMTokens) -> KernelTokens:
-    """Return what the kernels read of the tokens."""
+    """Return the kernels' view of the tokens."""
     packed = (tokens.x, tokens.dt, tokens.B, tokens.C)
     return KernelTokens(*packed, *(tensor.stride(0) for tensor in packed))
 
 
 def kernel_weights(weights: SSMWeights) -> KernelWeights:
-    """Return what the kernels read of the weights."""
+    """Return the kernels' view of the weights."""
     return KernelWeights(weights.A_log, weights.D, weights.dt_bias, *weights.dt_limit)
 
 

@@ -1,4 +1,4 @@
-"""Mamba2 as a recurrence: the sizes of its layers on this rank, and how rows of a step compute."""
+"""Mamba2 as a recurrence: the sizes of its layers on this rank, prefill and decode."""
 
 from dataclasses import dataclass
 
@@ -68,11 +68,11 @@ class Mamba2:
 
     @property
     def replays_fast(self) -> bool:
-        """True if states are replayed by a kernel for the current device."""
+        """True if the current device has a kernel that replays these states."""
         return replays_fast(self.head_dim, self.d_state)
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
-        """Return the layout of the buffer that replayed states keep for each running request.
+        """Return the layout of the replay buffer of each running request.
 
         Args:
             fold_len: Tokens after which a replayed state is written.
@@ -94,7 +94,7 @@ class Mamba2:
     def prefill(
         self, xbc: Tensor, dt: Tensor, weights: Mamba2Weights, states: LayerStates, rows: PrefillBatch
     ) -> Tensor:
-        """Compute packed prompt tokens; write the states at boundaries and at the rows' ends, in place.
+        """Compute packed prompt tokens; write the states at boundaries and at the requests' ends, in place.
 
         Args:
             xbc: [tokens, conv_dim], as projected.
@@ -134,10 +134,10 @@ class Mamba2:
         rows: DecodeBatch,
         replay: ReplayBatch | None,
     ) -> Tensor:
-        """Compute one token and the drafts of each row, in place; arguments and result as in `prefill`.
+        """Compute each request's next token and its drafts, in place; arguments and result as in `prefill`.
 
         Args:
-            replay: The rows as replayed states read them; None if states after drafts have slots.
+            replay: The batch of replayed states; None if draft states are in slots.
         """
         replayed: ReplayedLayer | None = states.drafts if replay is not None else None
         tail = None

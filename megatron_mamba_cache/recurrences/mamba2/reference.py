@@ -1,4 +1,4 @@
-"""Reference of the SSD scan over packed rows (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and of its few-token form."""
+"""Reference of the SSD scan of packed requests (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and of decode steps."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from ...kernels.reference import along_first_dim, compute_dtype
 from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
-from ..slot_copies import load_slots, store_empty_rows, store_slots
+from ..slot_copies import load_slots, store_empty_requests, store_slots
 from .inputs import SSMTokens, SSMWeights
 
 _CHUNKS_AT_ONCE = 16
-"""Chunks that are computed at once, except for their states; memory grows with this and with their length squared."""
+"""Chunks computed at once, except for their states; memory grows with this and with their length squared."""
 
 
 def ssd_scan_ref(
@@ -23,11 +23,11 @@ def ssd_scan_ref(
     chunk_size: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+    """Scan packed requests chunk by chunk, carrying each request's state from and to the pool.
 
     Computes the recurrence of `inputs` by the block decomposition of section 6. Every chunk is padded to
-    `chunk_size`, so its bits depend on its tokens and incoming state alone: a row resumed at a chunk's end, in any
-    packing, continues bit-equal. Writes the states at chunk and row ends into `ssm_pool` in place.
+    `chunk_size`, so its bits depend on its tokens and incoming state alone: a request resumed at a chunk's end, in any
+    packing, continues bit-equal. Writes the states at chunk and request ends into `ssm_pool` in place.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim].
@@ -39,8 +39,8 @@ def ssd_scan_ref(
     """
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_requests.shape[0]
-    store_empty_rows(ssm_pool, rows)
-    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what is past a chunk's end
+    store_empty_requests(ssm_pool, rows)
+    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row receives padding
     if num_tokens == 0 or num_chunks == 0:
         return y[:num_tokens]
     dtype = compute_dtype(x)
@@ -64,25 +64,25 @@ def ssd_scan_ref(
 
 
 def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+    """Advance each state over its base token and drafts, and keep the state after each, in place.
 
-    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
+    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim].
 
     Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last row.
+        [tokens, heads, head_dim] in x's dtype; zeros past the last request.
     """
     dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
     A, D = weights.decay(dtype), weights.D.to(dtype)
     packed = PackedTokens(rows)
     x, dt, B, C = (packed.gather(t).to(dtype) for t in (tokens.x, tokens.dt, tokens.B, tokens.C))
-    dt = weights.time_steps(dt, dtype)  # all four are [rows, max_len, ...]
+    dt = weights.time_steps(dt, dtype)  # all four are [requests, max_len, ...]
     B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))  # consecutive heads share a group
     decays, scaled = torch.exp(dt * A), dt[:, :, :, None] * x
     source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
-    states = load_slots(ssm_pool, source, dtype)  # [rows, heads, d_state, head_dim]
+    states = load_slots(ssm_pool, source, dtype)  # [requests, heads, d_state, head_dim]
     outputs, kept = [], []
     for j in range(rows.max_len):
         states = decays[:, j, :, None, None] * states + B[:, j, :, :, None] * scaled[:, j, :, None, :]
@@ -98,9 +98,9 @@ def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, r
 class _ChunkSlots:
     starts: Tensor  # [chunks] int64
     ends: Tensor  # [chunks] int64
-    is_first: Tensor  # [chunks] bool: the chunk opens its row
-    initial_slots: Tensor  # [chunks]: its row's
-    stored_slots: Tensor  # [chunks, 2]: where the state at its end goes, as a boundary and as the row's last
+    is_first: Tensor  # [chunks] bool: the chunk opens its request
+    initial_slots: Tensor  # [chunks]: its request's
+    stored_slots: Tensor  # [chunks, 2]: where the state at its end goes, as a boundary and as the request's last
 
 
 def _chunk_slots(rows: PrefillBatch) -> _ChunkSlots:
@@ -115,13 +115,13 @@ def _chunk_slots(rows: PrefillBatch) -> _ChunkSlots:
 
 
 def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return chunks' tokens [chunks, chunk_size, ...] in `dtype`; zeros past a chunk's end, whatever is there."""
+    """Return chunks' tokens [chunks, chunk_size, ...] in `dtype`, padded with zeros."""
     tokens = packed.index_select(0, positions.flatten())
     return torch.where(along_first_dim(inside.flatten(), tokens), tokens, 0).to(dtype).unflatten(0, positions.shape)
 
 
 def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: QuantizedStates | None) -> None:
-    """Write the states at the ends of chunks, [chunks, ...], where they go, [chunks, 2]: see `_ChunkSlots`."""
+    """Write the states at chunk ends, [chunks, ...], to their slots, [chunks, 2]: see `_ChunkSlots`."""
     if quantized is None:
         store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
     else:
@@ -131,9 +131,9 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: Quan
 
 @dataclass(frozen=True, slots=True)
 class _ChunkScan:
-    """The part of a scan's chunks that needs no state; heads and groups come before tokens.
+    """The state-independent terms of a scan's chunks; heads and groups come before tokens.
 
-    Each product is of one chunk, on memory of its own: how a CPU rounds it depends on the number of matrices and on
+    Each matmul is of one chunk, on memory of its own: on a CPU its rounding depends on the number of matrices and on
     their addresses.
     """
 
@@ -147,7 +147,7 @@ class _ChunkScan:
     skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
 
     def carry(self, state: Tensor, initial: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Carry a state through the chunks; those that are first of their rows begin with `initial` [chunks, ...].
+        """Carry a state through the chunks; first chunks of requests begin with `initial` [chunks, ...].
 
         Returns:
             The outputs [chunks, chunk_size, heads, head_dim] and the states after the chunks.

@@ -1,7 +1,7 @@
-"""SSD scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
+"""SSD scan of packed prefills: each starts from its slot's state and stores states at boundaries and at its end.
 
-`tiles` cuts the rows and sums the decays, then one of two kernels scans: that of `scan_hopper` if it can run, else that
-of `scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`tiles` cuts the requests and sums the decays, then one of two kernels scans: that of `scan_hopper` if it can run, else
+that of `scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
 """
 
 from functools import cache
@@ -13,29 +13,29 @@ from torch import Tensor
 from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
 from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates
-from ..row_tiles import TILE_LEN, TileShape, tile_shape
+from ..request_tiles import TILE_LEN, TileShape, tile_shape
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
 from .scan_portable import scan_portably
 from .tiles import HopperTiling, ScanTiles, cut_tiles, head_slices
 
 _DTYPES = (torch.bfloat16, torch.float32)
-_ALIGNMENT = 16  # bytes, of what TMA copies
+_ALIGNMENT = 16  # bytes, for TMA
 _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
-_CHANNELS = 64  # of a head that four warps scan
+_CHANNELS = 64  # channels of a head scanned by four warps
 
 
 def cut_rows(
     dt: Tensor, weights: SSMWeights, rows: PrefillBatch, chunk_size: int, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles | None:
-    """Cut the rows for a scan, which needs their time steps only; return None if such rows are left to the twin.
+    """Cut requests into tiles for a scan, from their time steps; None if the scan uses the twin.
 
-    Heads and states whose sizes are left to the twin are cut for nothing. Launched right before `causal_conv`, which
-    must be told so, it runs at the same time.
+    Sizes of heads and states that use the twin too are not checked. Launched right before `causal_conv`, with its
+    `after_cut` set, it runs concurrently.
 
     Args:
-        dt: [tokens, heads]; see `SSMTokens`.
-        chunk_size: See `ssd_scan`.
+        dt: [tokens, heads]; as in `SSMTokens`.
+        chunk_size: As in `ssd_scan`.
         dtype: Of the tokens that will be scanned.
 
     CUDA-graph safe: no host sync, one launch.
@@ -56,11 +56,11 @@ def ssd_scan(
     *,
     tiles: ScanTiles | None = None,
 ) -> Tensor:
-    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+    """Scan packed requests chunk by chunk, carrying each request's state from and to the pool.
 
-    A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
-    at chunk and row ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that is not a
-    power of two from 16 on, states of more than 128 x 128 a head, and float64 use the twin.
+    A request resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the
+    states at chunk and request ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that
+    is not a power of two from 16 on, states of more than 128 x 128 a head, and float64 use the twin.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
@@ -108,9 +108,9 @@ def scan_tiles(
     *,
     tiles: ScanTiles | None = None,
 ) -> Tensor:
-    """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
+    """Scan with the Hopper kernel and this tiling, or the portable one; `ssd_scan` checks and chooses.
 
-    A head whose channels are not a power of two takes a launch for each of its slices.
+    A head with a number of channels that is not a power of two takes a launch for each of its slices.
     """
     if tiles is None:
         tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)
@@ -118,7 +118,7 @@ def scan_tiles(
         if tiling is None:
             scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, quantized)
         else:
-            from .scan_hopper import scan_on_hopper  # Gluon is imported where it is used
+            from .scan_hopper import scan_on_hopper  # Gluon is imported on demand
 
             in_slice = tiling.within(channels.width)
             scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, quantized)
@@ -126,7 +126,7 @@ def scan_tiles(
 
 
 def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
-    """Return the fastest tiling for `num_rows` rows: few rows must be spread, many share what they read.
+    """Return the fastest tiling for `num_rows` requests: few must be spread, many share what they read.
 
     A head of more than 64 channels is split in any case: the tiles and states of two such heads outgrow shared memory.
     """

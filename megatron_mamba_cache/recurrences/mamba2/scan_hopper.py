@@ -1,8 +1,8 @@
-"""The SSD scan on Hopper GPUs, in Gluon: copies, matrix products and element-wise work overlap. bf16 tokens.
+"""The SSD scan on Hopper GPUs, in Gluon: copies, matmuls and element-wise work overlap. bf16 tokens.
 
-It computes the same bits as `scan_portable`. A program takes one head of a row, or two heads of a group, which share
-the tiles of B and C. Four warps scan a head; one more fills the ring of tiles ahead of them. The scores of a tile need
-no state, so they begin while the tile before it finishes.
+It computes the same bits as `scan_portable`. A program takes one head of a request, or two heads of a group, which
+share the tiles of B and C. Four warps scan a head; one more fills the pipeline stages. The scores of a tile need no
+state, so they begin while the tile before it finishes.
 """
 
 from functools import cache
@@ -22,15 +22,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..batches import PrefillBatch
 from ..quantized_states import QuantizedStates, quantized_pointers
-from ..row_tiles import TILE_LEN, tiled_rows
+from ..request_tiles import TILE_LEN, tiled_view
 from .hopper_pipeline import (
     PackedTiles,
     Results,
     Scratch,
     Sizes,
-    allocate_ring,
+    allocate_pipeline,
     await_scratch,
-    fill_ahead,
+    fill,
     find_span,
     put_outputs,
     put_quantized,
@@ -45,12 +45,12 @@ _FILL_REGISTERS = 40
 
 @gluon.jit
 def _scan_head(
-    ring, scratch, results, quantized, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
+    pipeline, scratch, results, quantized, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
     PART: gl.constexpr,
 ):  # fmt: skip
-    """Scan some channels of a head of a row, with four warps.
+    """Scan some channels of a head of a request, with four warps.
 
-    Long because the order of its asynchronous products and waits is the algorithm.
+    Long because the order of its asynchronous matmuls and waits is the algorithm.
     """
     LENGTH: gl.constexpr = sizes.LENGTH
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # outputs, and the state
@@ -70,22 +70,24 @@ def _scan_head(
     scores = no_scores
     kept = initial * 0 - 1  # no tile has stored a state
     if span.count > 0:
-        mbarrier.wait(ring.full.index(0), 0)
-        begun = warpgroup_mma(ring.C.index(0), ring.B.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        mbarrier.wait(pipeline.full.index(0), 0)
+        begun = warpgroup_mma(
+            pipeline.C.index(0), pipeline.B.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
         scores = warpgroup_mma_wait(0, deps=[begun])
 
     for k in range(span.count):
         stage = k % sizes.STAGES
-        x = ring.x.index(stage * sizes.TOGETHER + PART)
-        decays = ring.decays.index(2 * (stage * sizes.TOGETHER + PART)).reshape([LENGTH])
-        gains = ring.decays.index(2 * (stage * sizes.TOGETHER + PART) + 1).reshape([LENGTH])
+        x = pipeline.x.index(stage * sizes.TOGETHER + PART)
+        decays = pipeline.decays.index(2 * (stage * sizes.TOGETHER + PART)).reshape([LENGTH])
+        gains = pipeline.decays.index(2 * (stage * sizes.TOGETHER + PART) + 1).reshape([LENGTH])
         next_total = gl.load(totals + gl.minimum(k + 1, span.count - 1) * (2 * LENGTH))
         slot = gl.load(tile_slots + k)
 
-        y = warpgroup_mma(ring.C.index(stage), scratch.state, no_outputs, use_acc=False, is_async=True)
+        y = warpgroup_mma(pipeline.C.index(stage), scratch.state, no_outputs, use_acc=False, is_async=True)
         _weigh(x, gains, total, scratch.weighted)
         state = state * gl.exp2(total)
-        state = warpgroup_mma(ring.B.index(stage).permute((1, 0)), scratch.weighted, state, is_async=True)
+        state = warpgroup_mma(pipeline.B.index(stage).permute((1, 0)), scratch.weighted, state, is_async=True)
 
         shares = _share(scores, decays, gains, gl.DotOperandLayout(0, OUT, 2))
         skipped = x.load(OUT).to(gl.float32) * skip
@@ -96,15 +98,19 @@ def _scan_head(
 
         following = (k + 1) % sizes.STAGES
         if k + 1 < span.count:
-            mbarrier.wait(ring.full.index(following), (k + 1) // sizes.STAGES & 1)
+            mbarrier.wait(pipeline.full.index(following), (k + 1) // sizes.STAGES & 1)
         begun = warpgroup_mma(
-            ring.C.index(following), ring.B.index(following).permute((1, 0)), no_scores, use_acc=False, is_async=True
+            pipeline.C.index(following),
+            pipeline.B.index(following).permute((1, 0)),
+            no_scores,
+            use_acc=False,
+            is_async=True,
         )
         state = warpgroup_mma_wait(2, deps=[state])
         await_scratch(results, kept)
         scratch.state.store(state.to(gl.bfloat16))
         y, shares = warpgroup_mma_wait(1, deps=[y, shares])
-        mbarrier.arrive(ring.empty.index(stage), count=1)
+        mbarrier.arrive(pipeline.empty.index(stage), count=1)
         put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
         if quantized is None:
             if slot >= 0:
@@ -185,7 +191,7 @@ def _scan_kernel(
 
     tiles = PackedTiles(x_tiles, B_tiles, C_tiles, decay_tiles)
     results = Results(y, y_tiles, pool, pool_states, slot_stride)
-    ring = allocate_ring(tiles, sizes)
+    pipeline = allocate_pipeline(tiles, sizes)
     weighted = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], x_tiles.layout)
     state = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, D_STATE, CHANNELS], x_tiles.layout)
     y_copy = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], y_tiles.layout)
@@ -197,19 +203,20 @@ def _scan_kernel(
     totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
     scratch = Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
     skip = gl.load(D + head).to(gl.float32)
-    first = (ring, scratch, results, quantized, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
-    filling = (tiles, ring, span, head, channel, num_tiles, sizes)
+    first = (pipeline, scratch, results, quantized, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
+    filling = (tiles, pipeline, span, head, channel, num_tiles, sizes)
     if TOGETHER == 1:
-        gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
+        gl.warp_specialize([(_scan_head, first), (fill, filling)], [1], [FILL_REGISTERS])
     else:
         totals += num_tiles.to(gl.int64) * (2 * LENGTH)
         scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
         second = (
-            ring, scratch, results, quantized, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1
+            pipeline, scratch, results, quantized, span, totals, slots, skip, initial, final,
+            head + 1, channel, sizes, 1,
         )  # fmt: skip
         gl.warp_specialize(
-            [(_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
+            [(_scan_head, first), (_scan_head, second), (fill, filling)],
             [4, 1],
             [SCAN_REGISTERS, FILL_REGISTERS],
         )
@@ -225,7 +232,7 @@ def scan_on_hopper(
     tiling: HopperTiling,
     quantized: QuantizedStates | None = None,
 ) -> None:
-    """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
+    """Scan channels of the requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Long because the kernel's arguments are named one by one.
 
@@ -245,7 +252,7 @@ def scan_on_hopper(
         y_tiles=_described(tiles.y.flatten(1), [TILE_LEN, tiling.channels]),
         decay_tiles=_described(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
         pool_states=_described(_rows_of(ssm_pool), [d_state, tiling.channels]),
-        rows=tiled_rows(rows),
+        rows=tiled_view(rows),
         y=tiles.y,
         D=D,
         decays=tiles.decays,
@@ -286,7 +293,7 @@ def _described(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 @cache
 def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return a block's layout in shared memory; cached, as Triton takes longer to make it than to describe a matrix."""
+    """Return a block's shared-memory layout; cached, since Triton is slow to make one."""
     if block[0] == 1:
         return gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))

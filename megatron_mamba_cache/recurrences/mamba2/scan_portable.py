@@ -1,14 +1,14 @@
 """The SSD scan in plain Triton: for every GPU, for float32 tokens, and in the interpreter.
 
-One program takes a head of a row, or a slice of its channels, and walks the row's tiles, its state in registers, in
-float32. Per tile, with the decays of `tiles`:
+One program takes a head of a request, or a slice of its channels, and walks the request's tiles, its state in
+registers, in float32. Per tile, with the decays of `tiles`:
 
     scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; for float32, 2^(decay_i - decay_j + gain_j)
     y = scores x + 2^decay (C state) + D x
     state = 2^total state + B^T (2^(total + gain) x)
 
 It reads inputs once, writes outputs once, and stores a state only if a tile ends on a boundary. In a tile that reaches
-beyond its row, it reads only the row's tokens.
+beyond its request, it reads only the request's tokens.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..batches import PrefillBatch
 from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
-from ..row_tiles import tiled_rows
+from ..request_tiles import tiled_view
 from .inputs import SSMTokens
 from .tiles import HeadSlice, ScanTiles
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
-_LEAST_LANES = 64  # of bf16 products: with fewer, Triton 3.6 reads out of bounds on Hopper GPUs
+_LEAST_LANES = 64  # of bf16 matmuls: with fewer, Triton 3.6 reads out of bounds on Hopper GPUs
 
 
 class _Packed(NamedTuple):
@@ -58,7 +58,7 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
     exponent = tl.where(token[:, None] >= token[None, :], exponent, float("-inf"))
     scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
     from_state = tl.dot(C, state.to(C.dtype), input_precision=PRECISION)
-    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # explicit, so that every form rounds alike
+    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # explicit, so that every compiled variant rounds alike
     y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
     weighted = x * tl.exp2(left + gain)[:, None]
     state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)
@@ -71,7 +71,7 @@ def _advance_partly(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
     D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan the tile at `begin`, of which only the tokens from `low` to `high`, exclusive, are the row's."""
+    """Scan the tile at `begin`, of which only the tokens from `low` to `high`, exclusive, are the request's."""
     token = begin + tl.arange(0, WIDTH)
     inside = ((token >= low) & (token < high))[:, None]
     token = token.to(tl.int64)[:, None]
@@ -99,7 +99,7 @@ def _store_boundary(
     states, slot_stride, quantized, slot, state, head,
     HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the state at a tile's end, quantized if there are places for that."""
+    """Store the state at a tile's end, quantized if `quantized` is given."""
     if quantized is None:
         _store_state(states, slot_stride, slot, state, CHANNELS)
     elif slot >= 0:
@@ -140,7 +140,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned differently."""
+    """Long because Triton takes descriptors one by one, and tiles at a request's edges are scanned differently."""
     row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS
     group = head // (HEADS // GROUPS)
@@ -155,7 +155,7 @@ def _scan_kernel(
     if initial >= 0:
         state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=lane < CHANNELS, other=0.0).to(tl.float32)
 
-    # Where the row's tiles begin, in tokens and in tile numbers: see `tiles`.
+    # Where the request's tiles begin, in tokens and in tile numbers: see `tiles`.
     first_chunk = tl.load(rows.cu_request_chunks + row)
     num_chunks = tl.load(rows.cu_request_chunks + row + 1) - first_chunk
     first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
@@ -205,7 +205,7 @@ def scan_portably(
     channels: HeadSlice,
     quantized: QuantizedStates | None = None,
 ) -> None:
-    """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
+    """Scan channels of the requests from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Args:
         tokens: d_state is a power of two of at least 16.
@@ -222,7 +222,7 @@ def scan_portably(
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
         y_tiles=_described(tiles.y.flatten(1), shape.width, lanes),
-        rows=tiled_rows(rows),
+        rows=tiled_view(rows),
         D=D,
         decays=tiles.decays,
         tile_slots=tiles.slots,
@@ -248,7 +248,7 @@ def scan_portably(
 
 
 def lanes_of(width: int, dtype: torch.dtype) -> int:
-    """Return the width of the products for `width` channels; lanes past the channels are masked."""
+    """Return the width of the matmuls for `width` channels; lanes past the channels are masked."""
     return width if dtype == torch.float32 else max(width, _LEAST_LANES)
 
 

@@ -1,6 +1,6 @@
-"""How the SSD scan is cut: rows into tiles, with the decays of each tile's tokens; heads into slices.
+"""Cuts of the SSD scan: requests into tiles, with the decays of their tokens; heads into slices.
 
-`row_tiles` says where tiles begin.
+`request_tiles` defines where tiles begin.
 
 Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.overlap import await_then_release, overlapping
 from ..batches import PAD_SLOT, PrefillBatch
-from ..row_tiles import TileShape, find_tile, rows_to_cut
+from ..request_tiles import TileShape, cut_view, find_tile
 from .inputs import SSMWeights, time_step
 
 _HEADS_AT_A_TIME = 8
@@ -47,12 +47,12 @@ def head_slices(head_dim: int) -> list[HeadSlice]:
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """One way to split the scan on a Hopper GPU; every one gives the same bits.
+    """One way to split the scan on a Hopper GPU; all give the same bits.
 
     Args:
         heads: Heads of a program, 1 or 2; two share their group's tiles of B and C.
-        channels: Channels of a head that a program takes, a power of two from 16 on.
-        num_stages: Tiles in a program's ring, at least 2.
+        channels: Channels of a head in a program, a power of two from 16 on.
+        num_stages: Pipeline stages of a program, at least 2.
     """
 
     heads: int
@@ -72,9 +72,9 @@ class ScanTiles:
         decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
             through the token, and log2 of its time step. For bf16 tokens the second is stored minus the first: that
             saves the scan a sum, but under strong decays it rounds off digits, which only float32 tokens have. A token
-            outside its row has no decay and a time step of 0.
+            outside its request has no decay and a time step of 0.
         slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
-        y: [tokens, heads, head_dim]; the scan writes its outputs here; zeros past the last row.
+        y: [tokens, heads, head_dim]; the scan writes its outputs here; zeros past the last request.
     """
 
     shape: TileShape
@@ -108,7 +108,7 @@ def _tiles_kernel(
     SUBTRACTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because one launch finds a tile, sums its decays and clears the outputs past the last row."""
+    """Long because one launch finds a tile, sums its decays and clears the outputs past the last request."""
     await_then_release(OVERLAPS)
     tile = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
@@ -117,7 +117,7 @@ def _tiles_kernel(
     lane = tl.arange(0, LANES)
     channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
     cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
-    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last row
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # past the last request
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
 
     chunk = tile // PER_CHUNK
@@ -145,20 +145,20 @@ def _tiles_kernel(
     gain = tl.where(step > 0, tl.log2(tl.where(step > 0, step, 1.0)), float("-inf"))
     if SUBTRACTS:
         gain -= decay
-    place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
-    tl.store(decays + place, decay, mask=has_head[None, :])
-    tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
+    index = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
+    tl.store(decays + index, decay, mask=has_head[None, :])
+    tl.store(decays + index + WIDTH, gain, mask=has_head[None, :])
 
 
 def cut_tiles(
     dt: Tensor, weights: SSMWeights, rows: PrefillBatch, shape: TileShape, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles:
-    """Cut the rows into tiles, sum their decays, and clear the outputs of tokens past the last row.
+    """Cut requests into tiles, sum their decays, and clear the outputs of padding tokens.
 
-    The next kernel may read at once what was written before this one.
+    The next kernel may immediately read anything written before this one.
 
     Args:
-        dt: [tokens, heads]; see `SSMTokens`.
+        dt: [tokens, heads]; as in `SSMTokens`.
         rows: At least one chunk.
         dtype: Of the scanned tokens and of the outputs.
     """
@@ -173,7 +173,7 @@ def cut_tiles(
         dt=dt,
         A_log=weights.A_log,
         dt_bias=weights.dt_bias,
-        rows=rows_to_cut(rows),
+        rows=cut_view(rows),
         decays=decays,
         slots=slots,
         y=y,

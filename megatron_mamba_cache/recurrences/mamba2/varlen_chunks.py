@@ -1,4 +1,4 @@
-"""SSM chunks of packed rows, cut at packed positions: for callers that bring their own varlen kernels."""
+"""SSM chunks of packed requests, cut at packed positions: for external varlen kernels."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ _MAX_INT32 = 2**31 - 1
 
 
 class VarlenChunks(NamedTuple):
-    """The chunk metadata of packed rows; unpacks in this order, all int32.
+    """The chunk metadata of packed requests; unpacks in this order, all int32.
 
     Args:
         cu_chunk_seqlens: [chunks + 1]; packed starts of the chunks, and the end of the last one.
-        last_chunk_indices: [rows]; each row's last chunk, -1 for an empty row.
-        seq_idx_chunks: [chunks]; the row that a chunk belongs to.
+        last_chunk_indices: [requests]; each request's last chunk, -1 for an empty row.
+        seq_idx_chunks: [chunks]; the request that a chunk belongs to.
     """
 
     cu_chunk_seqlens: Tensor
@@ -23,12 +23,12 @@ class VarlenChunks(NamedTuple):
 
 
 def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> VarlenChunks:
-    """Cut packed rows at row boundaries and at multiples of `chunk_size` in the packed positions.
+    """Cut packed requests at request boundaries and at multiples of `chunk_size` in the packed positions.
 
-    Synchronizes the device: the number of chunks depends on the rows.
+    Synchronizes the device: the number of chunks depends on the requests.
 
     Args:
-        query_start_loc: [rows + 1] integers that start at 0 and never decrease: the packed row starts.
+        query_start_loc: [requests + 1] integers that start at 0 and never decrease: the packed request starts.
 
     Raises:
         ValueError: If `query_start_loc` is not such a tensor or ends beyond int32, or `chunk_size` is below 1.
@@ -39,7 +39,7 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> V
     cuts = torch.unique(torch.cat([starts, multiples]))  # [chunks + 1], sorted
     row_ends = starts[1:].contiguous()
     rows = torch.searchsorted(row_ends, cuts[:-1].contiguous(), right=True)  # [chunks]; skips empty rows
-    last = torch.searchsorted(cuts, row_ends) - 1  # [rows]
+    last = torch.searchsorted(cuts, row_ends) - 1  # [requests]
     last = torch.where(row_ends > starts[:-1], last, -1)
     return VarlenChunks(cuts.to(torch.int32), last.to(torch.int32), rows.to(torch.int32))
 

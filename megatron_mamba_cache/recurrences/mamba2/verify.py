@@ -1,13 +1,13 @@
-"""State update of decode and verify steps: a row's base token and drafts, and the state after each of them.
+"""State update of decode and verify steps: a request's base token and drafts, and the state after each of them.
 
     state = exp(dt * A) * state + B (dt * x);  y = C state + D x;  dt = clamp(softplus(dt + bias));  A = -exp(A_log)
 
-Each row reads the state that its last step accepted, once, and writes one state a token; between tokens a state stays
-in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one.
+Each request reads the state that its last step accepted, once, and writes one state a token; between tokens a state
+stays in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one.
 
-Layout: a program owns one row and `width` columns of head_dim of one head's state [d_state, head_dim], all of d_state:
-no sum crosses programs. Grid: a program for each row, head and width, plus one row that clears the outputs past
-the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Layout: a program owns one request and `width` columns of head_dim of one head's state [d_state, head_dim], all of
+d_state: no sum crosses programs. Grid: a program for each request, head and width, plus one request that clears the
+outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,10 @@ from .reference import state_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """How states are split over programs; the choice may change only the order of the sum over d_state.
+    """How states are split over programs; may change only the order of the sum over d_state.
 
     Args:
         width: columns of head_dim of a program, a power of two.
-        num_warps: warps of a program.
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
     """
 
@@ -43,7 +42,7 @@ class VerifyTiling:
 
 TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
 _FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
-"""For models of so few heads that a row would keep only half of a GPU's multiprocessors busy."""
+"""For models of so few heads that a request would keep only half of a GPU's multiprocessors busy."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -152,16 +151,15 @@ def state_verify(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+    """Advance each state over its base token and drafts, and keep the state after each, in place.
 
-    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype. A padded row
-    and tokens past the last row give zeros and touch nothing.
+    Bit-equal to as many steps of one token each: between tokens states have the pool's dtype. Padding requests and
+    tokens past the last request give zeros and write nothing.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         tiling: None: by the number of heads.
-        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: states are read while it
-            still runs.
+        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: states are read concurrently.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype.
@@ -169,8 +167,8 @@ def state_verify(
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `state_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
-    at capture.
+    Reference: `state_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed at
+    capture.
     """
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)

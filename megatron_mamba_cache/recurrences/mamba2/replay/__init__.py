@@ -1,1 +1,1 @@
-"""Decode and verify steps that replay states from a checkpoint and a ring of the tokens that follow it."""
+"""Decode and verify steps that replay states from a base state and a ring of the tokens after it."""

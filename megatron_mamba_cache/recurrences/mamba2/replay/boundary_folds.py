@@ -1,15 +1,15 @@
-"""States at block boundaries: which rows of a verify step reached one, and their states, written into reserved slots.
+"""Cache states at block boundaries: plan which requests of a verify step reached one, and fold their states.
 
 The plan is made on the device. With running = computed + scheduled - drafts,
 
     end = (running + max(accepted, 1) - 1) // block_size * block_size;  reached iff end >= running and end > 0
 
-A step folds its checkpoint up to the last multiple of the ring length that it finds computed, so what is left to fold
-for the boundary begins there. A program decides _ROWS rows.
+A step folds its base up to the last multiple of the ring length among its computed tokens, so the fold for the boundary
+begins there. A program decides for _ROWS requests.
 
-The fold takes a checkpoint and the ring entries that follow it. Grid: the programs that stay resident. Each reads all
-rows, numbers those that have a target, and takes every n-th of their tiles, all layers: one row spreads over the whole
-GPU, and a step without a target costs one decision.
+The fold takes a base and the ring entries after it. Grid: the resident programs. Each reads all requests, numbers those
+with a target, and takes every n-th of their tiles, all layers: one request uses the whole GPU, and a step without a
+target costs one decision.
 
 Graph safe: no host sync, one launch each, grids fixed at capture.
 """
@@ -79,18 +79,18 @@ def _plan_kernel(
 
 
 def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Return what to fold for the rows of a verify step that reached a boundary; see `fold_boundaries`.
+    """Return the folds of a verify step's requests that reached a boundary, for `fold_boundaries`.
 
     Args:
-        rows: The step's rows, as its states were replayed.
-        align: The same rows, with how many tokens each kept; columns are not read.
+        rows: The step's batch of replayed states.
+        align: The same requests, with the tokens that each kept; columns are not read.
 
     Reference: `plan_boundary_folds_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
     num_rows = rows.slots.shape[0]
     if not launches_kernel(rows.slots) or not num_rows:
         return plan_boundary_folds_ref(rows, align, ring_len, block_size)
-    # Lines of whole 16 bytes, so that every number of rows runs the same compiled kernels.
+    # Lines of whole 16 bytes, so that every number of requests runs the same compiled kernels.
     plan = torch.empty((3, -(-num_rows // _LANES) * _LANES), dtype=torch.int32, device=rows.slots.device)
     _plan_kernel[(triton.cdiv(num_rows, _ROWS),)](
         plan=plan,
@@ -115,10 +115,10 @@ def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, blo
 def fold_boundaries(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Write each row's state after its first `ends` tokens into its target, all layers, in place.
+    """Write each request's state after its first `ends` tokens into its target, all layers, in place.
 
-    The state is the row's checkpoint and the ring entries from `folded` to `ends`, folded as `state_replay` does: at a
-    multiple of the ring's length it is bit-equal to the checkpoint of a later step, unless it is quantized. A row
+    The state is the request's base and the ring entries from `folded` to `ends`, folded as `state_replay` does: at a
+    multiple of the ring's length it is bit-equal to the base of a later step, unless it is quantized. A request
     without a target or slot writes nothing, whatever its counts. Every other slot stays as it is.
 
     Args:
@@ -142,7 +142,7 @@ def fold_boundaries(
         fold_boundaries_ref(ssm_pools, rings, rows, ring_len, quantized)
         return
     if quantized is None and folds_by_mma(ssm_pools, rings.x.dtype):
-        from .fold_mma import fold_by_mma  # Gluon is imported where it is used
+        from .fold_mma import fold_by_mma  # Gluon is imported on demand
 
         fold_by_mma(ssm_pools, rings, rows, ring_len)
     else:
@@ -231,7 +231,7 @@ def _fold_boundaries_kernel(
 def fold_portably(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
 ) -> None:
-    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks."""
+    """Write each request's state at its end into its target, all layers, in place; `fold_boundaries` checks."""
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     _fold_boundaries_kernel[(_num_programs(ssm_pools.device),)](
         pool=ssm_pools,

@@ -1,6 +1,6 @@
 """The factors of a replayed step's outputs, which all states of a group share, and the step's tokens in the ring.
 
-With L the sum of dt * A from the checkpoint on, C_t the step's t-th token and S the checkpoint,
+With L the sum of dt * A from the base on, C_t the step's t-th token and S the base,
 
     y_t = exp(L_t) (C_t S) + sum over j <= t of exp(L_t - L_j) dt_j (B_j . C_t) x_j + D x_t
 
@@ -8,9 +8,9 @@ This kernel computes the factors of S and of each x_j, D among them, appends B a
 to the ring and clears the outputs of padding; the kernels of `outputs` do the rest.
 
 Logarithms of decays are summed in float64: differences of long sums keep their digits. Launched after a convolution, it
-reads what that one does not write while it still runs. Grid: a program for each row and block of heads, plus one row
-that clears the outputs past the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the
-arguments.
+reads what that one does not write while it still runs. Grid: a program for each request and block of heads, plus one
+request that clears the outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of
+the arguments.
 """
 
 from dataclasses import dataclass
@@ -26,24 +26,24 @@ from ...batches import PAD_SLOT, ReplayBatch
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
 from .ring import ReplayRing, kernel_ring, kernel_rows
 
-_LEAST_OWN = 8  # one form of the kernels up to that many tokens
+_LEAST_OWN = 8  # one compiled variant up to that many tokens
 _HEADS_AT_A_TIME = 16
 _PAD = tl.constexpr(PAD_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCoefficients:
-    """The factors of a step's outputs, float32; those of tokens that a row lacks are undefined.
+    """The factors of a step's outputs, float32; those of tokens that a request lacks are undefined.
 
     Args:
-        checkpoint: [rows, max_tokens, heads]; of the checkpoint's product with C.
-        inputs: [rows, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the step's
-            tokens; 0 for one that comes later, undefined from the row's last one on.
-        ring_len: Places for the ring's tokens.
-        own: Places for the step's tokens, a power of two.
+        base: [requests, max_tokens, heads]; of the base's product with C.
+        inputs: [requests, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the
+            step's tokens; 0 for one that comes later, undefined from the request's last one on.
+        ring_len: Room for the ring's tokens.
+        own: Room for the step's tokens, a power of two.
     """
 
-    checkpoint: Tensor
+    base: Tensor
     inputs: Tensor
     ring_len: int
     own: int
@@ -62,7 +62,7 @@ def _scores(c, b):
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
 def _coefficients_kernel(
     y,
-    checkpoint_factors,
+    base_factors,
     input_factors,
     tokens,
     weights,
@@ -83,7 +83,7 @@ def _coefficients_kernel(
     READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute the factors of a row and some heads of a group; append their time steps, and B.
+    """Compute the factors of a request and some heads of a group; append their time steps, and B.
 
     Long because all factors follow from the same few values in registers.
     """
@@ -103,29 +103,29 @@ def _coefficients_kernel(
     folded = tl.load(rows.folded + row, mask=is_live, other=0)
     computed = tl.load(rows.computed + row, mask=is_live, other=0)
 
-    # A matrix product has at least 16 rows.
-    PLACES: tl.constexpr = RING if TOKENS == 1 or RING > 16 else 16
+    # A tensor-core matmul has at least 16 rows.
+    PADDED: tl.constexpr = RING if TOKENS == 1 or RING > 16 else 16
     SOURCES: tl.constexpr = TOKENS if TOKENS == 1 or TOKENS > 16 else 16
     first = tl.maximum(folded, computed // RING * RING)
     kept = computed - first  # tokens of the ring that no fold has reached, fewer than RING
     count = end - start
     h = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, triton.next_power_of_2(D_STATE) if D_STATE > 16 else 16)
-    w = tl.arange(0, PLACES)
+    w = tl.arange(0, PADDED)
     u = tl.arange(0, SOURCES)
     t = tl.arange(0, TOKENS)
     has_h = (h < HEADS_A_GROUP)[:, None]
     has_n = (n < D_STATE)[None, :]
     head = group * HEADS_A_GROUP + h
-    places = (first + w) % CAPACITY
-    new_places = (computed + u) % CAPACITY
+    indices = (first + w) % CAPACITY
+    new_indices = (computed + u) % CAPACITY
     is_kept = has_h & (w < kept)[None, :]
     is_source = has_h & only_if(is_live, u < count)[None, :]
     is_target = has_h & only_if(is_live, t < count)[None, :]
 
     steps = ring.steps + number * ring.steps_ring + head
-    kept_steps = steps[:, None] + places[None, :] * ring.steps_place
-    kept_dt = tl.load(kept_steps, mask=is_kept, other=0.0)  # [heads, PLACES]
+    kept_steps = steps[:, None] + indices[None, :] * ring.steps_stride
+    kept_dt = tl.load(kept_steps, mask=is_kept, other=0.0)  # [heads, PADDED]
     kept_decay = tl.load(kept_steps + HEADS, mask=is_kept, other=0.0).to(tl.float64)
     dt = tokens.dt + head[:, None]
     new_dt = tl.load(dt + (start + u).to(tl.int64)[None, :] * tokens.dt_stride, mask=is_source, other=0.0)
@@ -134,14 +134,14 @@ def _coefficients_kernel(
     skip = tl.load(weights.D + head, mask=h < HEADS_A_GROUP, other=0.0).to(tl.float32)
     bias = tl.load(weights.dt_bias + head, mask=h < HEADS_A_GROUP, other=0.0)[:, None]
     ring_b = ring.B + number * ring.B_ring + group * D_STATE + n[None, :]
-    kept_b = tl.load(ring_b + places[:, None] * ring.B_place, mask=(w < kept)[:, None] & has_n, other=0.0)
+    kept_b = tl.load(ring_b + indices[:, None] * ring.B_stride, mask=(w < kept)[:, None] & has_n, other=0.0)
     new_dt = tl.where(is_source, time_step(new_dt, bias, weights.dt_min, weights.dt_max), 0.0)
     own_dt = tl.where(is_target, time_step(own_dt, bias, weights.dt_min, weights.dt_max), 0.0)
     before = tl.sum(kept_decay, axis=1)[:, None]
     until_kept = tl.cumsum(kept_decay, axis=1)
     until_source = before + tl.cumsum((new_dt * A).to(tl.float64), axis=1)
     until_target = before + tl.cumsum((own_dt * A).to(tl.float64), axis=1)
-    of_checkpoint = tl.exp(until_target.to(tl.float32))
+    of_base = tl.exp(until_target.to(tl.float32))
     of_kept = tl.exp((until_target[:, :, None] - until_kept[:, None, :]).to(tl.float32)) * kept_dt[:, None, :]
     is_same = (t[:, None] == u[None, :])[None, :, :]
     of_new = (until_target[:, :, None] - until_source[:, None, :]).to(tl.float32)
@@ -164,15 +164,15 @@ def _coefficients_kernel(
     c = tokens.C + (start + t).to(tl.int64)[:, None] * tokens.C_stride + in_group
     c = tl.load(c, mask=(t < count)[:, None] & has_n, other=0.0)  # [TOKENS, d_state]
     if block == 0:
-        tl.store(ring_b + new_places[:, None] * ring.B_place, new_b, mask=(u < count)[:, None] & has_n)
-    new_steps = steps[:, None] + new_places[None, :] * ring.steps_place
+        tl.store(ring_b + new_indices[:, None] * ring.B_stride, new_b, mask=(u < count)[:, None] & has_n)
+    new_steps = steps[:, None] + new_indices[None, :] * ring.steps_stride
     tl.store(new_steps, new_dt, mask=is_source)
     tl.store(new_steps + HEADS, new_dt * A, mask=is_source)
 
     line = (tl.cast(row, tl.int64) * max_tokens + t)[None, :] * HEADS + head[:, None]
-    tl.store(checkpoint_factors + line, of_checkpoint, mask=is_target)
+    tl.store(base_factors + line, of_base, mask=is_target)
     lines = input_factors + line[:, :, None] * (RING + OWN)
-    of_kept *= _scores(c, kept_b)[None, :, :]  # [heads, TOKENS, PLACES]
+    of_kept *= _scores(c, kept_b)[None, :, :]  # [heads, TOKENS, PADDED]
     tl.store(lines + w[None, None, :], of_kept, mask=is_target[:, :, None] & (w < RING)[None, None, :])
     of_new *= _scores(c, new_b)[None, :, :]
     of_new = tl.where(is_same, of_new + skip[:, None, None], of_new)
@@ -190,12 +190,12 @@ def append_and_weigh(
     *,
     after_conv: bool,
 ) -> ReplayCoefficients:
-    """Append each row's B and time steps to its ring, clear outputs of padding in `y`, in place; return the factors.
+    """Append each request's B and time steps to its ring, clear padding in `y`, in place; return the factors.
 
-    Long because it names what the kernel takes.
+    Long because it names the kernel's arguments.
 
     Args:
-        after_conv: See `state_replay`.
+        after_conv: As in `state_replay`.
     """
     heads, head_dim = tokens.x.shape[1:]
     groups, d_state = tokens.B.shape[1:]
@@ -211,7 +211,7 @@ def append_and_weigh(
     )
     _coefficients_kernel[((num_rows + 1) * num_blocks,)](
         y=y,
-        checkpoint_factors=factors.checkpoint,
+        base_factors=factors.base,
         input_factors=factors.inputs,
         tokens=kernel_tokens(tokens),
         weights=kernel_weights(weights),

@@ -1,4 +1,4 @@
-"""Replayed states: no state is kept for a draft; a ring keeps the inputs of tokens that the live slot does not hold."""
+"""Replayed states: drafts have no states; a ring keeps the inputs of tokens after the live slot's state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ...cached_form import StoredStates
 from ...draft_inputs import DraftInputs
 from ...interface import LiveState
 from ...quantized_states import QuantizedStates
-from ...window import columns_of, settling_rows
+from ...window import accepted_columns, columns_of
 from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
 
@@ -21,10 +21,10 @@ _STEP_VALUES = 2  # dt, and dt * A
 
 
 class ReplayedLayer(NamedTuple):
-    """The rings of one layer, which decode rows read and write besides slots.
+    """The rings of one layer, which decoding requests read and write besides slots.
 
     Args:
-        draft_inputs: [rings, drafts, conv_dim]; where the rows' conv windows continue. None without drafts.
+        draft_inputs: [rings, drafts, conv_dim]; where the requests' conv windows continue. None without drafts.
     """
 
     ring: ReplayRing
@@ -57,15 +57,15 @@ class ReplayStorage:
     def cache_boundaries(
         self, stored: StoredStates, replay: ReplayBatch | None, rows: AlignBatch, block_size: int
     ) -> None:
-        """Fold the states at the boundaries that rows reached into their targets, and copy the windows there."""
+        """Fold the states at the boundaries that requests reached into their targets, and copy the windows there."""
         assert replay is not None
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
-        place = stored.place(_SSM)
-        quantized = place if isinstance(place, QuantizedStates) else None
+        storage = stored.storage(_SSM)
+        quantized = storage if isinstance(storage, QuantizedStates) else None
         fold_boundaries(self._live.parts[_SSM], self._rings, folds, self._ring_len, quantized)
         stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
-    def settle(self, states: Sequence[LiveState]) -> None:
+    def resolve(self, states: Sequence[LiveState]) -> None:
         """Fold what rings hold into the live slots, and move the conv windows on, all layers, in place."""
         folding = [state for state in states if state.folded < state.computed]
         if folding:
@@ -75,7 +75,7 @@ class ReplayStorage:
             fold_boundaries(ssm, self._rings, BoundaryFolds(slots, rings, folded, ends, slots), self._ring_len)
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
-            rows, buffers = settling_rows(shifted, self._live.device)
+            rows, buffers = accepted_columns(shifted, self._live.device)
             self._live.align_copy(rows, block_size=1, tails=self._tails(buffers), only_windows=True)
 
     def _tails(self, rings: Tensor) -> dict[int, DraftInputs]:

@@ -34,26 +34,26 @@ def _eighths(d_state: int, bits: int) -> int:
 
 
 @gluon.constexpr_function
-def _places(ring_len: int) -> int:
+def _padded(ring_len: int) -> int:
     """Return the depth of the product."""
     return max(16, ring_len)
 
 
 @gluon.jit
 def _factors(
-    steps, ring, begin, position, until, HEADS: gl.constexpr, CAPACITY: gl.constexpr, LAYOUT: gl.constexpr, PLACES
+    steps, ring, begin, position, until, HEADS: gl.constexpr, CAPACITY: gl.constexpr, LAYOUT: gl.constexpr, PADDED
 ):
-    """Return the factor of the state, and those of x at PLACES positions from `begin` on, float32."""
-    j = gl.arange(0, PLACES, layout=LAYOUT)
+    """Return the factor of the state, and those of x at PADDED positions from `begin` on, float32."""
+    j = gl.arange(0, PADDED, layout=LAYOUT)
     at = begin + j
-    dt = gl.load(steps + at % CAPACITY * ring.steps_place, mask=(at >= position) & (at < until), other=0.0)  # [PLACES]
-    later = gl.zeros([PLACES], gl.float64, layout=LAYOUT)
+    dt = gl.load(steps + at % CAPACITY * ring.steps_stride, mask=(at >= position) & (at < until), other=0.0)  # [PADDED]
+    later = gl.zeros([PADDED], gl.float64, layout=LAYOUT)
     total = gl.full([], 0.0, gl.float64)
     # One by one: any kernel's layout gives the same sums.
-    for i in gl.static_range(PLACES):
+    for i in gl.static_range(PADDED):
         entry = begin + i
         decay = gl.load(
-            steps + entry % CAPACITY * ring.steps_place + HEADS, mask=(entry >= position) & (entry < until), other=0.0
+            steps + entry % CAPACITY * ring.steps_stride + HEADS, mask=(entry >= position) & (entry < until), other=0.0
         ).to(gl.float64)
         later = gl.where(j < i, later + decay, later)
         total += decay
@@ -73,16 +73,16 @@ def _load_slice(
     D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr,
-    PLACES: gl.constexpr,
+    PADDED: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Return a slice of the state, [elements, width], and of the entries' B, [PLACES, elements]."""
+    """Return a slice of the state, [elements, width], and of the entries' B, [PADDED, elements]."""
     TILE: gl.constexpr = left_layout(8 * EIGHTHS, WIDTH)
-    KEYS: gl.constexpr = left_layout(PLACES, 8 * EIGHTHS)
-    at = begin + gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEYS))
+    KEYS: gl.constexpr = left_layout(PADDED, 8 * EIGHTHS)
+    at = begin + gl.arange(0, PADDED, layout=gl.SliceLayout(1, KEYS))
     keys = gl.load(
         b
-        + (at % CAPACITY)[:, None] * ring.B_place
+        + (at % CAPACITY)[:, None] * ring.B_stride
         + _elements(SLICE, EIGHTHS, D_STATE, gl.SliceLayout(0, KEYS))[None, :],
         mask=((at >= position) & (at < until))[:, None],
         other=0.0,
@@ -134,25 +134,27 @@ def _fold_period(
 
     Long because the operands stay in registers.
     """
-    PLACES: gl.constexpr = _places(RING)
+    PADDED: gl.constexpr = _padded(RING)
     EIGHTHS: gl.constexpr = _eighths(D_STATE, target.dtype.element_ty.primitive_bitwidth)
     SLICES: gl.constexpr = D_STATE // (8 * EIGHTHS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, elements]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    ENTRIES: gl.constexpr = left_layout(PLACES, WIDTH)
+    ENTRIES: gl.constexpr = left_layout(PADDED, WIDTH)
     TILE: gl.constexpr = left_layout(8 * EIGHTHS, WIDTH)
     state, keys = _load_slice(
-        source, b, ring, begin, position, until, 0, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PLACES, WIDTH
+        source, b, ring, begin, position, until, 0, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PADDED, WIDTH
     )
-    at = begin + gl.arange(0, PLACES, layout=gl.SliceLayout(1, ENTRIES))
+    at = begin + gl.arange(0, PADDED, layout=gl.SliceLayout(1, ENTRIES))
     values = gl.load(
-        x + (at % X_CAPACITY)[:, None] * ring.x_place + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ENTRIES))[None, :],
+        x
+        + (at % X_CAPACITY)[:, None] * ring.x_stride
+        + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ENTRIES))[None, :],
         mask=((at >= position) & (at < until))[:, None],
         other=0.0,
     )
     of_state, of_values = _factors(
-        steps, ring, begin, position, until, HEADS, CAPACITY, gl.SliceLayout(1, ENTRIES), PLACES
+        steps, ring, begin, position, until, HEADS, CAPACITY, gl.SliceLayout(1, ENTRIES), PADDED
     )
     low, middle, high = split_into_bf16(of_values[:, None] * values.to(gl.float32))
     low, middle, high = as_left(low, LEFT), as_left(middle, LEFT), as_left(high, LEFT)
@@ -160,7 +162,7 @@ def _fold_period(
         # Read ahead of the write, which a later read may not overtake.
         if number + 1 < SLICES:
             following = _load_slice(
-                source, b, ring, begin, position, until, number + 1, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PLACES, WIDTH
+                source, b, ring, begin, position, until, number + 1, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PADDED, WIDTH
             )
         right = as_right_rows(keys, RIGHT)
         sums = gl.zeros([WIDTH, 8 * EIGHTHS], gl.float32, layout=SUMS)
@@ -195,12 +197,12 @@ def fold_tile(
 ):
     """Write the state at `source` after the ring's entries from `position` to `end` to `target`: `width` columns.
 
-    Both are where the tile begins, and may be the same. The state is rounded to their dtype at every multiple of RING
+    Both are where the tile begins, and may be the same. The state is cast to their dtype at every multiple of RING
     on the way, and at the end; without entries it is copied. Every lane may read the tile and overwrite the entries
     afterwards. One warp.
 
     Args:
-        x, b, steps: Where the head's inputs at place 0 of the ring are; x the tile's.
+        x, b, steps: Where the head's inputs at index 0 of the ring are; x the tile's.
     """
     begin = position // RING * RING
     for _ in range(gl.maximum((end + RING - 1) // RING - position // RING, 1)):
@@ -270,7 +272,7 @@ def _fold_boundaries_kernel(
 
 
 def fold_by_mma(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
-    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks.
+    """Write each request's state at its end into its target, all layers, in place; see `fold_boundaries`, which checks.
 
     Args:
         ssm_pools: States of a shape that `folds_by_mma`.

@@ -1,10 +1,10 @@
-"""Operands of bf16 products of one warp: layouts, exact splits of float32, and a state's slices; Gluon.
+"""Operands of bf16 mma of one warp: layouts, exact splits of float32, and slices of a state; Gluon.
 
-Tiles are loaded in the layouts of the products' operands, so that nothing moves between lanes. An operand's places are
-numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e) is d_state, or a token,
-number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
+Tiles are loaded in the layouts of the operands, so that nothing moves between lanes. An operand's elements are numbered
+by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e) is d_state, or a token, number
+(q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
 
-Layouts are made while a kernel is compiled: hooks on compilations could not write them down if they were arguments.
+Layouts are made at compile time: compilation hooks could not serialize them as arguments.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ def _bits(first: int, count: int, dim: int) -> list[list[int]]:
 
 @gluon.constexpr_function
 def left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
-    """Return the layout of a left operand as it lies in memory, [depth, width]: q is the high bits of depth."""
+    """Return the layout of a left operand in memory, [depth, width]: q is the high bits of depth."""
     depth_bits, width_bits = depth.bit_length() - 3, width.bit_length() - 4
     return gl.DistributedLinearLayout(
         reg_bases=_bits(0, width_bits, 1) + _bits(0, depth_bits, 0),
@@ -33,7 +33,7 @@ def left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
-    """Return the layout of a right operand as it lies in memory, [tokens, depth]."""
+    """Return the layout of a right operand in memory, [tokens, depth]."""
     depth_bits, token_bits = depth.bit_length() - 3, tokens.bit_length() - 4
     return gl.DistributedLinearLayout(
         reg_bases=_bits(0, depth_bits, 1) + _bits(3, token_bits, 0),
@@ -113,7 +113,7 @@ def split_into_bf16(values):
 
 @gluon.constexpr_function
 def slice_len(d_state: int) -> int:
-    """Return how much of d_state a slice has: a warp multiplies one while it loads the next."""
+    """Return the d_state slice that a warp double-buffers."""
     return min(d_state, 32)
 
 

@@ -1,15 +1,15 @@
 """Outputs of decode and verify steps whose states are replayed: a state is read once, and written only by a fold.
 
-    y_t = factor_t (C_t S) + sum over the tokens j since the checkpoint S of factor_tj x_j
+    y_t = factor_t (C_t S) + sum over the tokens j since the base S of factor_tj x_j
 
 `coefficients` computes the factors and appends B and time steps; then one kernel does the rest: that of `outputs_sums`
-or `outputs_mma` on a Hopper GPU, or the one here, in Triton, for every shape and device. If a row's kept tokens
+or `outputs_mma` on a Hopper GPU, or the one here, in Triton, for every shape and device. If a request's kept tokens
 have passed a multiple of the ring's length, it folds them first: S = exp(dt * A) * S + B (dt * x), token by token as
 `state_verify` does or, on a Hopper GPU where x and B are bf16, a period at once; rounded to the pool's dtype at every
-multiple. So a checkpoint's bits depend on its tokens alone. It appends x last, and may overwrite what it has folded.
+multiple. So a base's bits depend on its tokens alone. It appends x last, and may overwrite what it has folded.
 
-Layout: a program owns one row and `width` columns of head_dim of one head's state [d_state, head_dim], all of d_state:
-no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
+Layout: a program owns one request and `width` columns of head_dim of one head's state [d_state, head_dim], all of
+d_state: no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
 """
 
 from collections.abc import Callable
@@ -42,19 +42,18 @@ def state_replay(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
+    """Fold due ring entries, compute the outputs of each request's tokens, and append them to its ring, in place.
 
-    With boundary = computed // ring_len * ring_len, a row with boundary > folded first folds the ring's entries from
-    `folded` to `boundary` into its checkpoint; the caller then counts them as folded. No other state is written. A
-    checkpoint's bits depend on its tokens alone, not on the steps that fed them. A padding row and tokens past the last
-    row give zeros and touch nothing.
+    With boundary = computed // ring_len * ring_len, a request with boundary > folded first folds the ring's entries
+    from `folded` to `boundary` into its base; the caller then counts them as folded. No other state is written. The
+    bits of a base depend on its tokens alone, not on the steps that fed them. Padding requests and tokens past the last
+    request give zeros and write nothing.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
         ring_len: Positions from one fold to the next, a power of two from 4 on.
-        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: all else is read while it
-            still runs.
+        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: all else is read concurrently.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype.
@@ -112,11 +111,11 @@ def _load_entry(
 ):
     """Load x, B, the time step and its product with A of one head at a position; zeros from `end` on."""
     exists = position < end
-    place = position % CAPACITY
-    values = tl.load(x + position % X_CAPACITY * ring.x_place, mask=only_if(exists, has_p), other=0.0)
-    keys = tl.load(b + place * ring.B_place, mask=only_if(exists, has_n), other=0.0)
-    dt = tl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
-    decay = tl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
+    index = position % CAPACITY
+    values = tl.load(x + position % X_CAPACITY * ring.x_stride, mask=only_if(exists, has_p), other=0.0)
+    keys = tl.load(b + index * ring.B_stride, mask=only_if(exists, has_n), other=0.0)
+    dt = tl.load(steps + index * ring.steps_stride, mask=exists, other=0.0)
+    decay = tl.load(steps + index * ring.steps_stride + HEADS, mask=exists, other=0.0)
     return values, keys, dt, decay
 
 
@@ -142,7 +141,7 @@ def fold_entries(
     It is rounded to the pool's dtype at every multiple of RING on the way, and nowhere else.
 
     Args:
-        x, b, steps: Where the head's inputs at place 0 of the ring are.
+        x, b, steps: Where the head's inputs at index 0 of the ring are.
         has_n, has_p: Which rows and columns of the state exist.
     """
     entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
@@ -155,7 +154,7 @@ def fold_entries(
             entry = following
             following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
             increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
-            # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
+            # Fused by hand: the compiler's choice may differ between compiled variants.
             state = tl.fma(tl.exp(decay), state, increment)
         if until % RING == 0:
             state = state.to(pool.dtype.element_ty).to(tl.float32)
@@ -164,7 +163,7 @@ def fold_entries(
 
 
 def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
-    """Return what launches a tiling's kernel; Gluon is imported where it is used."""
+    """Return the launch function of a tiling's kernel; imports Gluon on demand."""
     if tiling.kernel == "portable":
         return replay_portably
     if tiling.kernel == "sums":
@@ -184,7 +183,7 @@ def _state_replay_kernel(
     slot_stride,
     ring,
     rows,
-    checkpoint_factors,
+    base_factors,
     input_factors,
     max_tokens,
     HEADS: tl.constexpr,
@@ -227,7 +226,7 @@ def _state_replay_kernel(
     state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)  # [d_state, width]
     xs = ring.x + number * ring.x_ring + head * HEAD_DIM + p
     ring_x = tl.load(
-        xs[None, :] + ((first + w) % X_CAPACITY)[:, None] * ring.x_place,
+        xs[None, :] + ((first + w) % X_CAPACITY)[:, None] * ring.x_stride,
         mask=(w < computed - first)[:, None] & has_p[None, :],
         other=0.0,
     ).to(tl.float32)  # [RING, width]
@@ -245,7 +244,7 @@ def _state_replay_kernel(
         )
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
         tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
-    tl.store(xs[None, :] + ((computed + u) % X_CAPACITY)[:, None] * ring.x_place, own_x, mask=is_own)
+    tl.store(xs[None, :] + ((computed + u) % X_CAPACITY)[:, None] * ring.x_stride, own_x, mask=is_own)
     own_x = own_x.to(tl.float32)
 
     await_launcher(OVERLAPS)
@@ -255,7 +254,7 @@ def _state_replay_kernel(
         line = (tl.cast(row, tl.int64) * max_tokens + t) * HEADS + head
         of_ring = tl.load(input_factors + line * (RING + OWN) + w)
         of_own = tl.load(input_factors + line * (RING + OWN) + RING + u, mask=u < count, other=0.0)
-        out = tl.load(checkpoint_factors + line) * tl.sum(state * c[:, None], axis=0)
+        out = tl.load(base_factors + line) * tl.sum(state * c[:, None], axis=0)
         out += tl.sum(of_ring[:, None] * ring_x, axis=0)
         # A later token may hold NaN, which a factor of 0 would not keep out.
         out += tl.sum(of_own[:, None] * tl.where((u <= t)[:, None], own_x, 0.0), axis=0)
@@ -281,7 +280,7 @@ def replay_portably(
         slot_stride=ssm_pool.stride(0),
         ring=kernel_ring(ring),
         rows=kernel_rows(rows),
-        checkpoint_factors=factors.checkpoint,
+        base_factors=factors.base,
         input_factors=factors.inputs,
         max_tokens=rows.max_tokens,
         HEADS=heads,

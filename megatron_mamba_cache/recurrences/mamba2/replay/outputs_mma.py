@@ -1,10 +1,10 @@
-"""The outputs of replayed states by products of bf16 on tensor cores, in Gluon, for Hopper GPUs and bf16 tokens.
+"""Replay outputs by bf16 tensor-core mma, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp owns `width` columns of a head's state. It loads them in the layout of the products' operands, so nothing moves
-between lanes. float32 states and factors are split into three bf16 numbers that add up to them: every product is exact,
-every sum is one of float32. Checkpoints have the bits of `fold_mma`. The fold and the state's loads begin while
-`coefficients` runs. A state is read in slices, one after another, and once more if it is folded: so one of 16 bits is
-prefetched to the L2 cache as a whole.
+A warp owns `width` columns of a head's state. It loads them in the layout of the operands, so nothing moves between
+lanes. float32 states and factors are split into three bf16 numbers that add up to them: every product is exact, every
+sum is float32. Bases have the bits of `fold_mma`. The fold and the state's loads begin while `coefficients` runs. A
+state is read in slices, one after another, and once more if it is folded: so a 16-bit one is prefetched to the L2 cache
+as a whole.
 """
 
 from torch import Tensor
@@ -54,7 +54,7 @@ def _state_mma_kernel(
     slot_stride,
     ring,
     rows,
-    checkpoint_factors,
+    base_factors,
     input_factors,
     max_tokens,
     HEADS: gl.constexpr,
@@ -66,7 +66,7 @@ def _state_mma_kernel(
     RING: gl.constexpr,
     OWN: gl.constexpr,
     WIDTH: gl.constexpr,
-    PLACES: gl.constexpr,
+    PADDED: gl.constexpr,
     TOKENS: gl.constexpr,
     PREFETCHES: gl.constexpr,
     OVERLAPS: gl.constexpr,
@@ -78,8 +78,8 @@ def _state_mma_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     SLICES: gl.constexpr = D_STATE // slice_len(D_STATE)
-    KEPT: gl.constexpr = left_layout(PLACES, WIDTH)
-    KEPT_FACTORS: gl.constexpr = right_layout(OWN, PLACES)
+    KEPT: gl.constexpr = left_layout(PADDED, WIDTH)
+    KEPT_FACTORS: gl.constexpr = right_layout(OWN, PADDED)
     NEW: gl.constexpr = left_layout(TOKENS, WIDTH)
     NEW_FACTORS: gl.constexpr = right_layout(OWN, TOKENS)
     OUTPUT: gl.constexpr = output_layout(OWN, WIDTH)
@@ -133,10 +133,10 @@ def _state_mma_kernel(
     queries = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE
     state, keys = load_slice(states, queries, tokens.C_stride, count, 0, D_STATE, HEAD_DIM, OWN, WIDTH)
 
-    w = gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEPT))
+    w = gl.arange(0, PADDED, layout=gl.SliceLayout(1, KEPT))
     kept_x = gl.load(
         xs
-        + ((first + w) % X_CAPACITY)[:, None] * ring.x_place
+        + ((first + w) % X_CAPACITY)[:, None] * ring.x_stride
         + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, KEPT))[None, :],
         mask=(w < computed - first)[:, None],
         other=0.0,
@@ -164,10 +164,10 @@ def _state_mma_kernel(
     await_launcher(OVERLAPS)
     line = row.to(gl.int64) * max_tokens * HEADS + head
     t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
-    of_checkpoint = gl.load(checkpoint_factors + line + t * HEADS, mask=t < count, other=0.0)
+    of_base = gl.load(base_factors + line + t * HEADS, mask=t < count, other=0.0)
     input_factors += line * (RING + OWN)
     t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEPT_FACTORS))
-    w = gl.arange(0, PLACES, layout=gl.SliceLayout(0, KEPT_FACTORS))
+    w = gl.arange(0, PADDED, layout=gl.SliceLayout(0, KEPT_FACTORS))
     of_kept = gl.load(
         input_factors + t[:, None] * (HEADS * (RING + OWN)) + w[None, :],
         mask=(t < count)[:, None] & (w < RING)[None, :],
@@ -197,12 +197,12 @@ def _state_mma_kernel(
         LEFT,
         RIGHT,
     )
-    sums *= of_checkpoint[None, :]
+    sums *= of_base[None, :]
     sums = _multiply_right(kept_x, of_kept, sums, LEFT, RIGHT)
     u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
     gl.store(
         xs
-        + ((computed + u) % X_CAPACITY)[:, None] * ring.x_place
+        + ((computed + u) % X_CAPACITY)[:, None] * ring.x_stride
         + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
         new_x,
         mask=(u < count)[:, None],
@@ -252,7 +252,7 @@ def replay_by_mma(
         slot_stride=ssm_pool.stride(0),
         ring=kernel_ring(ring),
         rows=kernel_rows(rows),
-        checkpoint_factors=factors.checkpoint,
+        base_factors=factors.base,
         input_factors=factors.inputs,
         max_tokens=rows.max_tokens,
         HEADS=heads,
@@ -264,7 +264,7 @@ def replay_by_mma(
         RING=factors.ring_len,
         OWN=own,
         WIDTH=width,
-        PLACES=max(16, factors.ring_len),
+        PADDED=max(16, factors.ring_len),
         TOKENS=max(16, own),
         PREFETCHES=_prefetches(ssm_pool),
         num_warps=1,
@@ -275,5 +275,5 @@ def replay_by_mma(
 
 
 def _prefetches(ssm_pool: Tensor) -> bool:
-    """Return whether to prefetch states to the L2 cache, which speeds up those of 16 bits and slows down others."""
+    """Return True to prefetch states to the L2 cache: faster for 16-bit states, slower for others."""
     return ssm_pool.element_size() == 2 and ssm_pool.data_ptr() % 16 == 0 and ssm_pool.stride(0) % 8 == 0

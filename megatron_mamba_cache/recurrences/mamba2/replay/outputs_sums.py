@@ -1,9 +1,8 @@
-"""The outputs of replayed states by plain sums, in Gluon, for Hopper GPUs: the fastest form for few tokens a row.
+"""Replay outputs by plain sums, in Gluon, for Hopper GPUs: the fastest kernel for few tokens per request.
 
-A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so that a
-product with C adds up within lanes, and only one sum a column and token crosses them. Checkpoints have the bits of
-`fold_mma` where tokens are bf16, and else those of `outputs`. The fold and the state's loads begin
-while `coefficients` runs.
+A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so products
+with C are summed within lanes, and only one sum per column and token crosses them. Bases have the bits of `fold_mma`
+for bf16 tokens, else those of `outputs`. The fold and the state's loads begin while `coefficients` runs.
 """
 
 from torch import Tensor
@@ -28,11 +27,11 @@ _ACCESS = 16  # bytes of a load
 def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
     """Load x, B, the time step and its product with A at a position; zeros from `end` on."""
     exists = position < end
-    place = position % CAPACITY
-    values = gl.load(x + position % X_CAPACITY * ring.x_place, mask=exists, other=0.0)
-    keys = gl.load(b + place * ring.B_place, mask=exists, other=0.0)
-    dt = gl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
-    decay = gl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
+    index = position % CAPACITY
+    values = gl.load(x + position % X_CAPACITY * ring.x_stride, mask=exists, other=0.0)
+    keys = gl.load(b + index * ring.B_stride, mask=exists, other=0.0)
+    dt = gl.load(steps + index * ring.steps_stride, mask=exists, other=0.0)
+    decay = gl.load(steps + index * ring.steps_stride + HEADS, mask=exists, other=0.0)
     return values, keys, dt, decay
 
 
@@ -70,13 +69,13 @@ def _fold_entries(
 
 
 @gluon.jit
-def _load_factors(c, checkpoint_factors, input_factors, c_stride, HEADS: gl.constexpr, t, count, w, u, RING, OWN):
+def _load_factors(c, base_factors, input_factors, c_stride, HEADS: gl.constexpr, t, count, w, u, RING, OWN):
     exists = t < count
     line = input_factors + t * (HEADS * (RING + OWN))
     of_ring = gl.load(line + w, mask=exists & (w < RING), other=0.0)
     of_own = gl.load(line + RING + u, mask=exists & (u < count), other=0.0)
-    of_checkpoint = gl.load(checkpoint_factors + t * HEADS, mask=exists, other=0.0)
-    return gl.load(c + t * c_stride, mask=exists, other=0.0), of_ring, of_own, of_checkpoint
+    of_base = gl.load(base_factors + t * HEADS, mask=exists, other=0.0)
+    return gl.load(c + t * c_stride, mask=exists, other=0.0), of_ring, of_own, of_base
 
 
 @gluon.jit(do_not_specialize=["max_tokens"])
@@ -87,7 +86,7 @@ def _state_sums_kernel(
     slot_stride,
     ring,
     rows,
-    checkpoint_factors,
+    base_factors,
     input_factors,
     max_tokens,
     HEADS: gl.constexpr,
@@ -107,11 +106,11 @@ def _state_sums_kernel(
     BY_PRODUCTS: gl.constexpr = ring.x.dtype.element_ty == gl.bfloat16
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     DEPTH: gl.constexpr = D_STATE // LANES
-    PLACES: gl.constexpr = (RING + LANES - 1) // LANES
+    PER_LANE: gl.constexpr = (RING + LANES - 1) // LANES
     TAIL: gl.constexpr = (OWN + LANES - 1) // LANES
     V: gl.constexpr = WIDTH * LANES // (32 * gl.num_warps())
     STATE: gl.constexpr = gl.BlockedLayout([1, DEPTH, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
-    KEPT: gl.constexpr = gl.BlockedLayout([1, PLACES, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    KEPT: gl.constexpr = gl.BlockedLayout([1, PER_LANE, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
     NEW: gl.constexpr = gl.BlockedLayout([1, TAIL, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
@@ -169,11 +168,11 @@ def _state_sums_kernel(
     state = gl.load(states).to(gl.float32)  # [lanes, depth, width]
 
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, KEPT)))
-    w = lane[:, None] * PLACES + gl.arange(0, PLACES, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEPT)))[None, :]
+    w = lane[:, None] * PER_LANE + gl.arange(0, PER_LANE, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEPT)))[None, :]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, KEPT)))[None, :][:, None, :]
-    places = (first + w) % X_CAPACITY
+    indices = (first + w) % X_CAPACITY
     ring_x = gl.load(
-        xs + places[:, :, None] * ring.x_place + column, mask=(w < computed - first)[:, :, None], other=0.0
+        xs + indices[:, :, None] * ring.x_stride + column, mask=(w < computed - first)[:, :, None], other=0.0
     )
 
     if not BY_PRODUCTS:  # noqa: SIM102
@@ -186,19 +185,17 @@ def _state_sums_kernel(
     ring_x = ring_x.to(gl.float32)
     c = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE + n
     line = row.to(gl.int64) * max_tokens * HEADS + head
-    checkpoint_factors += line
+    base_factors += line
     input_factors += line * (RING + OWN)
     y += start.to(gl.int64) * (HEADS * HEAD_DIM) + p
     await_launcher(OVERLAPS)
-    following = _load_factors(c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN)
-    places = (computed + u) % X_CAPACITY
-    gl.store(xs + places[:, :, None] * ring.x_place + own_column, own_x, mask=(u < count)[:, :, None])
+    following = _load_factors(c, base_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN)
+    indices = (computed + u) % X_CAPACITY
+    gl.store(xs + indices[:, :, None] * ring.x_stride + own_column, own_x, mask=(u < count)[:, :, None])
     for t in range(0, count):
-        keys, of_ring, of_own, of_checkpoint = following
-        following = _load_factors(
-            c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, t + 1, count, w, u, RING, OWN
-        )
-        out = of_checkpoint * gl.sum(state * keys.to(gl.float32)[:, :, None], axis=1)
+        keys, of_ring, of_own, of_base = following
+        following = _load_factors(c, base_factors, input_factors, tokens.C_stride, HEADS, t + 1, count, w, u, RING, OWN)
+        out = of_base * gl.sum(state * keys.to(gl.float32)[:, :, None], axis=1)
         out += gl.convert_layout(gl.sum(of_ring[:, :, None] * ring_x, axis=1), SUMS)
         # A later token may hold NaN, which a factor of 0 would not keep out.
         x = gl.where((u <= t)[:, :, None], own_x.to(gl.float32), 0.0)
@@ -230,7 +227,7 @@ def replay_by_sums(
         slot_stride=ssm_pool.stride(0),
         ring=kernel_ring(ring),
         rows=kernel_rows(rows),
-        checkpoint_factors=factors.checkpoint,
+        base_factors=factors.base,
         input_factors=factors.inputs,
         max_tokens=rows.max_tokens,
         HEADS=heads,

@@ -14,12 +14,10 @@ from .ring import BoundaryFolds, ReplayRing
 def state_replay_ref(
     tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
-
-    See `state_replay`.
+    """Torch twin of `state_replay`.
 
     Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last row.
+        [tokens, heads, head_dim] in x's dtype; zeros past the last request.
     """
     num_tokens, heads = tokens.x.shape[:2]
     y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
@@ -36,7 +34,7 @@ def state_replay_ref(
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)
-    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [rows, max_tokens], as all that follows
+    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [requests, max_tokens], as all that follows
     token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
     _append(tokens, weights, ring, rows.buffers[:, None].expand_as(token), position, token, exists)
     x, c = (packed.index_select(0, token.flatten()).to(dtype) for packed in (tokens.x, tokens.C))
@@ -53,7 +51,7 @@ def state_replay_ref(
 def fold_boundaries_ref(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`."""
+    """Write each request's state at its end into its target, all layers, in place; see `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
     targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
@@ -69,7 +67,7 @@ def fold_boundaries_ref(
 
 
 def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Return what to fold for the rows of a verify step that reached a boundary; see `plan_boundary_folds`."""
+    """Return what to fold for the requests of a verify step that reached a boundary; see `plan_boundary_folds`."""
     running = align.computed + align.scheduled - align.drafts
     end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
     reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
@@ -92,23 +90,23 @@ def _folded(
         position = rows.folded + i
         folds = is_row & (position < ends)
         states = _advanced(states, ring, rows.buffers, position, folds)
-        is_rounded = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
-        states = torch.where(is_rounded, states.to(stored).to(states.dtype), states)
+        is_inexact = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
+        states = torch.where(is_inexact, states.to(stored).to(states.dtype), states)
     return states
 
 
 def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return the most tokens of any row; on a GPU the bound, as reading the counts would wait for it."""
+    """Return the most tokens of any request; on a GPU the bound, as reading the counts would wait for it."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 
 def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:
-    """Return states [rows, heads, d_state, head_dim] after the token at `position`, unchanged where there is none."""
-    number, place = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
+    """Return states [requests, heads, d_state, head_dim] after the token at `position`, or unchanged."""
+    number, index = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
     dtype, heads = states.dtype, states.shape[1]
     x = ring.x[number, position.to(torch.int64) % ring.x_capacity].to(dtype)
-    steps = ring.steps[number, place].to(dtype)
-    b = ring.B[number, place].to(dtype).repeat_interleave(heads // ring.B.shape[2], dim=1)
+    steps = ring.steps[number, index].to(dtype)
+    b = ring.B[number, index].to(dtype).repeat_interleave(heads // ring.B.shape[2], dim=1)
     increment = b[:, :, :, None] * (steps[:, 0, :, None] * x)[:, :, None, :]
     advanced = torch.exp(steps[:, 1])[:, :, None, None] * states + increment
     return torch.where(exists[:, None, None, None], advanced, states)
@@ -126,7 +124,7 @@ def _append(
     """Write tokens to rings, in place; where there is no token, write the first one again.
 
     Args:
-        buffers, position, token, exists: Of one shape: each token's ring, its position there, its place among `tokens`.
+        buffers, position, token, exists: Of one shape: each token's ring, its position there, its index among `tokens`.
     """
     dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
     steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]
@@ -136,5 +134,5 @@ def _append(
     token, any_exists = token.flatten().index_select(0, redirect), exists.any()
     new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))
     for held, values in zip((ring.x, ring.B, ring.steps), new, strict=True):
-        place = position % held.shape[1]
-        held[number, place] = torch.where(any_exists, values, held[number, place])
+        index = position % held.shape[1]
+        held[number, index] = torch.where(any_exists, values, held[number, index])

@@ -1,8 +1,8 @@
-"""Decode rows whose states are replayed: a checkpoint, and a ring of the inputs of the tokens that follow it.
+"""Batches of replayed states: a base state, and a ring of the inputs of the tokens after it.
 
-A row's checkpoint is the state after its first `folded` tokens. The inputs of the tokens from there on are in the row's
-ring, position p at place p % capacity, where later steps overwrite those of rejected drafts and those that are folded.
-A fold brings ring entries into the checkpoint, always up to a multiple of `ring_len`.
+A request's base is the state after its first `folded` tokens. The inputs of the tokens from there on are in the
+request's ring, position p at index p % capacity, where later steps overwrite rejected drafts and folded tokens. A fold
+applies ring entries to the base, always up to a multiple of `ring_len`.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LEAST_RING_LEN = 4
 class ReplayRing:
     """One layer's rings, or with one more dimension before the others all layers'; any strides between positions.
 
-    Position p of x is at place p % x_capacity. A step appends B and time steps before it folds, and x afterwards.
+    Position p of x is at index p % x_capacity. A step appends B and time steps before it folds, and x afterwards.
 
     Args:
         x: [rings, x_capacity, heads, head_dim], contiguous within a position.
@@ -49,12 +49,12 @@ class ReplayRing:
 class BoundaryFolds:
     """States to be written into slots of their own; all tensors on the pools' device.
 
-    Targets are distinct; a target may be its own row's checkpoint, and is never another row's.
+    Targets are distinct; a target may be its own request's base, and is never another request's.
 
     Args:
-        slots, buffers, folded: [rows] int32; as in `ReplayBatch`, after the step.
-        ends: [rows] int32, at least `folded`; tokens that the written state covers.
-        targets: [rows] int32; slot that receives the state, PAD_SLOT for none.
+        slots, buffers, folded: [requests] int32; as in `ReplayBatch`, after the step.
+        ends: [requests] int32, at least `folded`; tokens that the written state covers.
+        targets: [requests] int32; slot that receives the state, PAD_SLOT for none.
     """
 
     slots: Tensor
@@ -91,13 +91,13 @@ def check_boundary_folds(rows: BoundaryFolds, device: torch.device) -> None:
 
 
 def check_ring_len(ring_len: int) -> None:
-    """Raise a ValueError unless `ring_len` is one that the kernels take."""
+    """Raise a ValueError unless the kernels support `ring_len`."""
     if ring_len < LEAST_RING_LEN or ring_len & (ring_len - 1):
         raise ValueError(f"need a ring_len that is a power of two from {LEAST_RING_LEN} on, found {ring_len}")
 
 
 def check_ring(ring: ReplayRing, tokens: SSMTokens, ring_len: int, max_tokens: int) -> None:
-    """Raise a ValueError unless `ring` holds what a step of at most `max_tokens` a row appends and folds."""
+    """Raise a ValueError unless `ring` has room for a step of at most `max_tokens` tokens per request."""
     check_ring_len(ring_len)
     heads, head_dim = tokens.x.shape[1:]
     check_shapes(ring, (ring.steps.shape[0],), heads, head_dim, tuple(tokens.B.shape[1:]), tokens.x.device)
@@ -126,8 +126,8 @@ def check_shapes(
     entries = {"x": (heads, head_dim), "B": keys, "steps": (2, heads)}
     for name, entry in entries.items():
         tensor: Tensor = getattr(ring, name)
-        num_places = tensor.shape[-3] if name == "x" and tensor.dim() >= 3 else ring.capacity
-        if tuple(tensor.shape) != (*lead, num_places, *entry):
+        num_positions = tensor.shape[-3] if name == "x" and tensor.dim() >= 3 else ring.capacity
+        if tuple(tensor.shape) != (*lead, num_positions, *entry):
             raise ValueError(f"need {name} of the ring {(*lead, 'capacity', *entry)}, found {tuple(tensor.shape)}")
         _check_entries(name, tensor, device)
 
@@ -149,9 +149,9 @@ class KernelRing(NamedTuple):
     x_ring: int
     B_ring: int
     steps_ring: int
-    x_place: int
-    B_place: int
-    steps_place: int
+    x_stride: int
+    B_stride: int
+    steps_stride: int
 
 
 class KernelRows(NamedTuple):
@@ -184,18 +184,18 @@ class KernelLayers(NamedTuple):
 
 
 def kernel_ring(ring: ReplayRing) -> KernelRing:
-    """Return what the kernels read and write of the rings; the last two strides count rings and positions."""
+    """Return the kernels' view of the rings; the last two strides count rings and positions."""
     tensors = (ring.x, ring.B, ring.steps)
     return KernelRing(*tensors, *(t.stride(-4) for t in tensors), *(t.stride(-3) for t in tensors))
 
 
 def kernel_rows(rows: ReplayBatch) -> KernelRows:
-    """Return what the kernels read of the rows."""
+    """Return the kernels' view of a batch."""
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
 
 
 def kernel_folds(rows: BoundaryFolds) -> KernelFolds:
-    """Return what the kernels read of the rows."""
+    """Return the kernels' view of boundary folds."""
     return KernelFolds(*(getattr(rows, name) for name in KernelFolds._fields))
 
 

@@ -1,4 +1,4 @@
-"""Which kernel replays or folds states, and how it splits them over programs."""
+"""The choice of the kernel that replays or folds states, and its tiling."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,11 +12,11 @@ from ..inputs import SSMTokens
 _LARGEST_TILE = 128 * 32
 """Elements of a state that one warp holds in registers."""
 _LARGEST_MULTIPLIED = 128
-"""The largest d_state that a product holds in registers."""
+"""The largest d_state that an mma keeps in registers."""
 _MOST_SUMMED = 3
-"""The most tokens of a row for which sums with float32 states are faster than products."""
+"""The most tokens of a request for which sums with float32 states are faster than mma."""
 FOLDED_ROWS = 256
-"""Rows that a program of boundary folds reads at once; more rows take several rounds."""
+"""Requests of boundary folds read at once; more take several rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class ReplayTiling:
 
     Args:
         kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
-            "products" such heads of bf16 tokens.
+            "mma" such heads of bf16 tokens.
         width: columns of head_dim of a program, a power of two.
         num_warps: warps of a program; 1 but for "portable".
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
     """
 
-    kernel: Literal["portable", "sums", "products"]
+    kernel: Literal["portable", "sums", "mma"]
     width: int
     num_warps: int
     max_registers: int
@@ -41,10 +41,10 @@ PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
 
 
 def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
-    """Return the fastest tiling for these shapes, this device and so many tokens a row, as measured.
+    """Return the fastest measured tiling for these shapes, this device and so many tokens per request.
 
-    Sums take time for every token. Products take the same for any few, but split float32 states for it. It does not
-    depend on the rows: a warmup shows each number of tokens once.
+    The time of sums grows with every token. That of mma is constant for few, but float32 states must be split. The
+    choice does not depend on the requests: a warmup compiles each number of tokens once.
     """
     width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
     if not runs_gluon(ssm_pool) or width is None:
@@ -55,16 +55,16 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
     splits_states = ssm_pool.dtype != torch.bfloat16
     if not fits_products or (splits_states and max_tokens <= _MOST_SUMMED):
         return ReplayTiling("sums", width, num_warps=1, max_registers=255)
-    return ReplayTiling("products", width, num_warps=1, max_registers=128 if splits_states else 168)
+    return ReplayTiling("mma", width, num_warps=1, max_registers=128 if splits_states else 168)
 
 
 def runs_gluon(pool: Tensor) -> bool:
-    """Return whether kernels written in Gluon compute on a pool."""
+    """Return True if Gluon kernels run on a pool's device."""
     return pool.is_cuda and _has_gluon(pool.device)
 
 
 def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
-    """Return whether the kernels that are chosen for states of a pool, or of pools, fold them as matrices.
+    """Return True if the kernels chosen for a pool's states fold them by mma.
 
     Args:
         inputs: Dtype of the rings' x and B.
@@ -74,7 +74,7 @@ def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
 
 
 def replays_fast(head_dim: int, d_state: int) -> bool:
-    """Return whether states of this shape are replayed by a kernel written in Gluon on the current device."""
+    """Return True if a Gluon kernel for the current device replays states of this shape."""
     if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
         return False
     return _has_gluon(torch.device("cuda", torch.cuda.current_device()))

@@ -1,9 +1,9 @@
-"""Tiles of a scan: cuts of its rows at absolute positions.
+"""Tiles of a scan: requests cut at absolute positions.
 
-A row is cut into its chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
-row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
+A request is cut into chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only the
+first tile of a request may begin between two cuts, and only its last may end there. (Inside one chunk no cut gives the
 absolute position; it is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk on; the tiles of a
-row's first chunk take the last of its numbers, so the numbers of a row are consecutive.
+first chunk take the last of its numbers, so the numbers of a request are consecutive.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .batches import PrefillBatch
 
 TILE_LEN = 64
 LEAST_WIDTH = 16
-"""The fewest rows of a matrix product."""
+"""The fewest rows of a tensor-core matmul."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class TileShape:
     per_chunk: int
 
 
-class CutRows(NamedTuple):
-    """The view that a kernel which cuts rows has of `PrefillBatch`."""
+class CutView(NamedTuple):
+    """A kernel's view of `PrefillBatch`, for finding a tile by its number."""
 
     cu_seqlens: Tensor
     cu_chunks: Tensor
@@ -46,7 +46,7 @@ class CutRows(NamedTuple):
     chunk_slots: Tensor
 
 
-class TiledRows(NamedTuple):
+class TiledView(NamedTuple):
     """A scan kernel's view of `PrefillBatch`."""
 
     cu_seqlens: Tensor
@@ -57,20 +57,20 @@ class TiledRows(NamedTuple):
     final_slots: Tensor
 
 
-def rows_to_cut(rows: PrefillBatch) -> CutRows:
-    """Return what a kernel reads of the rows that finds a tile by its number."""
-    return CutRows(*(getattr(rows, name) for name in CutRows._fields))
+def cut_view(rows: PrefillBatch) -> CutView:
+    """Return the view of a kernel that finds a tile by its number."""
+    return CutView(*(getattr(rows, name) for name in CutView._fields))
 
 
-def tiled_rows(rows: PrefillBatch) -> TiledRows:
-    """Return what the scan kernels read of the rows."""
-    return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
+def tiled_view(rows: PrefillBatch) -> TiledView:
+    """Return the view of the scan kernels."""
+    return TiledView(*(getattr(rows, name) for name in TiledView._fields))
 
 
 def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
-    """Return how chunks of this size are cut for tokens of this dtype; None if they are not a multiple of a tile.
+    """Return how chunks are cut for tokens of this dtype; None if the chunk size is not a multiple of a tile.
 
-    float32 products run without tensor cores, unrolled: long tiles would not fit in registers.
+    float32 matmuls run without tensor cores, unrolled: long tiles would not fit in registers.
     """
     longest = TILE_LEN if dtype == torch.bfloat16 else LEAST_WIDTH
     if chunk_size % longest == 0:
@@ -82,7 +82,7 @@ def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
 
 @triton.jit
 def find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position that it is cut at."""
+    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position of its cut."""
     row = tl.load(rows.chunk_requests + tile // PER_CHUNK)
     first_chunk = tl.load(rows.cu_request_chunks + row)
     number = tile % PER_CHUNK
