@@ -40,7 +40,7 @@ KERNELS = (
     KernelChoice("conv", _RECURRENCE, ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
     KernelChoice(
         "norm",
-        "mcore.gated_norm",
+        "mcore.mixers.caching_mixer",
         ("gated_group_norm", "norm_and_gate"),
         "gated norms of the mixers: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's "
         "spec (torch's in models that the command loads)",

@@ -50,7 +50,7 @@ class ExportedTraces(Traces):
         self._tracer: Any = None
 
     def start(self) -> None:
-        """Start the trace of a request.
+        """Set up the export of spans.
 
         Raises:
             MissingExtraError: If the extra otel is not installed.
