@@ -133,7 +133,7 @@ def build_engine(
         tokenizer: Has `tokenize`, `detokenize`, `bos` and `eod`; None: requests use token ids.
         random_seed: Seed of requests without their own.
         materialize_only_last_token_logits: False computes the logits of every token in every step.
-        scores_prompts: Whether requests may ask for prompt log-probs although only the last logits are materialized;
+        scores_prompts: True if requests may ask for prompt log-probs although only the last logits are materialized;
             see `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:

@@ -20,7 +20,7 @@ BUDGET = ("cache_gb", *SUMMANDS)
 
 
 class _Rule(NamedTuple):
-    """What a setting may be, as a predicate and in words."""
+    """Allowed values of a setting, as a predicate and in words."""
 
     allows: Callable[[Any], bool]
     text: str
@@ -58,7 +58,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "ring_len": "block_size_tokens decides after how many tokens a replayed state is written, at most 16",
     }
 )
-"""What replaces settings of earlier releases."""
+"""Replacements of settings of earlier releases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class CacheConfig:
         **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks"), bool),
         **dict.fromkeys(("run_ahead", "resident_pools"), bool),
     }
-    """What each setting may be by itself: ints, words, a bool, or a `_Rule`."""
+    """Allowed values of each setting: ints, words, a bool, or a `_Rule`."""
 
     def __new__(cls, *_: object, **settings: object) -> "CacheConfig":
         for name in settings.keys() & REMOVED.keys():
@@ -183,7 +183,7 @@ class CacheConfig:
         """Return the settings with "auto" draft states and the graphs' tokens decided.
 
         Args:
-            prefers_replay: Whether "auto" stands for "replay", where the block size allows that.
+            prefers_replay: True if "auto" stands for "replay", where the block size allows that.
             most_launched: Prompt tokens up to which the host takes longer to launch a step than a GPU to compute it.
         """
         usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens, _MOST_USUAL_GRAPH_TOKENS))
@@ -223,17 +223,17 @@ class CacheConfig:
 
     @property
     def num_draft_slots(self) -> int:
-        """The most slots that the drafts of a request take."""
+        """Maximum slots for the drafts of a request."""
         return 0 if self.replays else self.num_speculative_tokens
 
     @property
     def num_running_slots(self) -> int:
-        """The live slots and draft slots of all requests, where these have places of their own."""
+        """Live and draft slots of all requests."""
         return self.max_requests * (1 + self.num_draft_slots)
 
     @property
     def num_request_slots(self) -> int:
-        """The places for cached states that one request needs: one to cache, and what it runs with where they share."""
+        """Slots of the cache budget that one request needs: one to cache, and those that it runs with."""
         return 1 if self.quantizes_states else 2 + self.num_draft_slots
 
     def _check_memory(self) -> None:
@@ -263,10 +263,10 @@ class CacheConfig:
         drafts, block = self.num_speculative_tokens, self.block_size_tokens
         _require(drafts < block, "num_speculative_tokens", drafts, f"below block_size_tokens={block}")
         _require(requests <= tokens, "max_tokens", tokens, f"at least max_requests={requests}")
-        beside = self.max_prompt_tokens_beside_decode
-        is_count = type(beside) is int and 1 <= beside <= tokens
-        allowed_beside = f"an int from 1 to max_tokens={tokens}, or left out"
-        _require(beside is None or is_count, "max_prompt_tokens_beside_decode", beside, allowed_beside)
+        limit = self.max_prompt_tokens_beside_decode
+        is_count = type(limit) is int and 1 <= limit <= tokens
+        allowed_prompt = f"an int from 1 to max_tokens={tokens}, or left out"
+        _require(limit is None or is_count, "max_prompt_tokens_beside_decode", limit, allowed_prompt)
         num_entries = requests * -(-length // block)
         entries = f"the {num_entries} KV blocks of max_requests={requests} at block_size_tokens={block}"
         allowed_length = f"so short that it has {entries} below {_MOST_TABLE_ENTRIES}"

@@ -40,9 +40,9 @@ class CacheBudgetError(ValueError):
     Args:
         found_gb, least_gb: GiB of the budget, and the least that is enough.
         max_sequence_length: Tokens of that request.
-        share: Of the budget, the part that this model has; a draft model has the rest.
-        num_live: Requests whose live states it holds in any case; 0: those of running ones alone.
-        is_draft: Whether it is about a draft model, which drafts for texts as long as its part has room for.
+        share: This model's share of the budget; a draft model has the rest.
+        num_live: Requests whose live states are always allocated; 0: only those that run.
+        is_draft: True if it is about a draft model, which drafts for texts as long as its part has room for.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class CacheBudgetError(ValueError):
         self.max_sequence_length = max_sequence_length
         self.num_live = num_live
         part = "" if share == 1 else f", of which this model has {share:.0%}"
-        beside = f" beside the live states of max_requests={num_live}" if num_live else ""
+        live = f" beside the live states of max_requests={num_live}" if num_live else ""
         ending = f", or lower --max-model-len{' or max_requests' if num_live else ''}"
         if is_draft:
             ending = "; it drafts only for texts that its part has room for"
         super().__init__(
             f"cache_gb is {found_gb:g} GiB{part}, which cannot hold one request of max_sequence_length="
-            f"{max_sequence_length} tokens with its states{beside}: set --cache-gb to "
+            f"{max_sequence_length} tokens with its states{live}: set --cache-gb to "
             f"{math.ceil(least_gb * 1e6) / 1e6:f} or more{ending}"
         )
 

@@ -71,7 +71,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def usual_settings() -> None:
-    """See `set_usual`."""
+    """Apply the usual settings of tests."""
     set_usual()
 
 

@@ -20,7 +20,7 @@ PRELOADED = [
 def fork_server() -> ForkServerContext:
     """Return what starts such processes.
 
-    They compute on the CPU wherever they run: gloo sends nothing that lies on a device.
+    They compute on the CPU wherever they run: gloo sends no tensor of a device.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -65,7 +65,7 @@ class HybridOracle:
 
     @classmethod
     def from_megatron(cls, model: Any) -> Self:
-        """Copy the weights of a megatron-core MambaModel that lies on one rank and has norms of its own.
+        """Copy the weights of a megatron-core MambaModel that is on one rank and has its own norms.
 
         Raises:
             ValueError: If the model has a part that the oracle does not know.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 GATED_NORM_EPSILON = 1e-5
 LENGTH_EPSILON = 1e-6
-"""What Gated DeltaNet adds to the squared length of a query or key."""
+"""Epsilon that Gated DeltaNet adds to the squared length of a query or key."""
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -94,7 +94,7 @@ class GatedDeltaLayer:
 class ToyMatrixLayer:
     """Weights of one toy layer with four state tensors; the rows of `in_proj` are u, k, q, v and the memory's input.
 
-    Sums over all earlier tokens take the place of states.
+    It sums over all earlier tokens instead of keeping states.
     """
 
     input_norm: Tensor  # [hidden]
@@ -205,7 +205,7 @@ class Routing:
         top_k: Experts of a token.
         bias: [experts] added to the sigmoid of the logits for the choice; None: softmax, by the logits.
         num_groups, top_groups, num_scoring: Groups of experts, those of a token, and a group's experts that score it.
-        normalizes, scale: Whether the chosen ones' weights are divided by their sum, and then multiplied.
+        normalizes, scale: If and how the chosen ones' weights are divided by their sum and scaled.
     """
 
     top_k: int

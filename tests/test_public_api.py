@@ -1,4 +1,4 @@
-"""What the package offers, and what importing it costs."""
+"""The public API, and the cost of importing it."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ FACES = {
     "replicas": {"KeyedInferenceClient", "ReplicaEngine", "RoutingSettings"},
     "speculation": {"Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"},
 }
-"""What the documentation imports from parts of the package."""
+"""Names that the documentation imports from subpackages."""
 
 DOCUMENTED_IMPORT = re.compile(r"from (megatron_mamba_cache[\w.]*) import ([\w, ]+)")
 NEED_NO_MEGATRON = ("CacheConfig", "MambaSlotAllocator", "compute_varlen_chunk_metadata", "plan_align_copy")

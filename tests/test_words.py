@@ -55,8 +55,8 @@ NAMES = {
     r"whom?|nobody|somebody": "name the request, the caller or the thread",
 }
 
-FIXED_NAMES = {"decode_rows", "max_prompt_tokens_beside_decode"}
-"""Names of a metric and of a setting."""
+FIXED_NAMES = {"decode_rows", "max_prompt_tokens_beside_decode", "run_ahead", "tokens_per_decode_row"}
+"""Names of a metric, of settings and of a JSON field."""
 
 # In docstrings, comments and messages; lines are joined first.
 PHRASES = {

@@ -6,7 +6,7 @@ import torch
 
 
 def set_usual() -> None:
-    """Switch TF32 off, take one thread, and reckon with a CPU's speed: drafts of such models never pay on a GPU.
+    """Switch TF32 off, take one thread, and assume a CPU's speed: drafts of such models never pay on a GPU.
 
     Variables that set flags of the command are removed from the environment.
     """

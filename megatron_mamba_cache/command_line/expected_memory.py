@@ -1,4 +1,4 @@
-"""Whether a model's requests fit the memory that flags give, known before a weight is read."""
+"""True if a model's requests fit the memory that flags give, known before a weight is read."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping

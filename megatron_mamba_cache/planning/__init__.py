@@ -1,1 +1,1 @@
-"""What a cache would save on a recorded load: recorded requests, replayed through the real policy code."""
+"""Savings of a cache on a recorded load, by replaying it through the policy code."""

@@ -1,4 +1,4 @@
-"""Caches with the pools and rules of an engine with default settings, for a model's sizes, without its memory."""
+"""Caches of an engine with default settings, without device memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _DEFAULTS = CacheConfig()
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What a model stores, all ranks together.
+    """Bytes that a model caches, over all ranks.
 
     Args:
         kv_bytes_per_token: Keys and values of all attention layers.
@@ -44,14 +44,14 @@ class CacheSizes:
         return self.state_bytes / self.kv_bytes_per_token
 
     def space(self, cache_gb: float) -> SlabSpace:
-        """Return the space that a budget buys."""
+        """Return the space of a budget."""
         slab = SlabShape.fitting([self.unit])
         return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
 
 
 @dataclass(frozen=True, slots=True)
 class TieredCache:
-    """A cache, and the host's memory below it."""
+    """A cache and its host tier."""
 
     cache: PrefixCache
     tier: HostTier
@@ -60,14 +60,14 @@ class TieredCache:
 def empty_cache(
     space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction, max_requests: int = 1
 ) -> PrefixCache:
-    """Return a cache over a space, with nothing below it."""
+    """Return a cache without tiers below it."""
     return _cache(_pools(space, sizes, eviction), sizes, CacheCounters(), max_requests)
 
 
 def tiered_cache(
     device: CacheSpace, host: CacheSpace, sizes: CacheSizes, copies: Copies, times: CopyTimes, max_requests: int = 1
 ) -> TieredCache:
-    """Return a cache over a space of the device, with one of the host below it."""
+    """Return a cache with a host tier."""
     pools, counters = _pools(device, sizes), CacheCounters()
     below = _pools(host, sizes)
     tier = HostTier(pools, below, copies, _one_rank, counters, block_size=sizes.block_size, measure=lambda: times)

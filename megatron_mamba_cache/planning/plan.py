@@ -1,4 +1,4 @@
-"""What caches of several sizes would have skipped of a recorded load, by a replay without a model."""
+"""Tokens that caches of several sizes would skip of a recorded load."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _Content = tuple[ContentId, ...] | tuple[ContentId, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockText:
-    """The text of a request in KV blocks.
+    """A request's text in KV blocks.
 
     Args:
         keys: Of its complete blocks, prompt and reply.
@@ -42,7 +42,7 @@ class BlockText:
 def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
     """Return the text of each request of a load, in order.
 
-    What a reply says is seen in the next prompt that continues it; a reply that none continues is like no other text.
+    A reply is known from the next prompt that continues it; other replies share no text.
 
     Raises:
         ValueError: If blocks and hashes do not fit each other.
@@ -71,7 +71,7 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
     texts: list[BlockText] = []
     for index in reversed(range(len(prompts))):
         request, keys = load.requests[index], prompts[index]
-        # A whole run of tokens may lie behind the last block: a prompt that differs there goes on otherwise.
+        # A whole run of tokens may follow the last block; a prompt that differs there is no continuation.
         rest = request.content[len(keys) * block_size // size : request.prompt_len // size]
         after = following.get((keys[-1], rest)) if keys else None
         reply = [] if after is None else prompts[after][len(keys) :]
@@ -94,7 +94,7 @@ def _content(ids: tuple[ContentId, ...], block: int, block_size: int, size: int)
 
 
 class RecordedKeys:
-    """A growing text whose keys are known beforehand: the part of `BlockKeyChain` that the cache uses."""
+    """Block keys of a recorded text, with the interface of `BlockKeyChain`."""
 
     def __init__(self, text: BlockText, block_size: int) -> None:
         self._text = text
@@ -120,7 +120,7 @@ _ANY_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class ReplayedLoad:
-    """What a cache saved: prompt tokens, and how many of them it skipped."""
+    """Prompt tokens of a load, and those that a cache skipped."""
 
     prompt_tokens: int
     skipped_tokens: int
@@ -134,11 +134,11 @@ class ReplayedLoad:
 def replay(
     texts: Iterable[BlockText], cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object] = lambda: None
 ) -> ReplayedLoad:
-    """Serve requests one after another; one that does not fit counts as computed.
+    """Replay requests one after another; one that does not fit counts as computed.
 
     Args:
-        max_tokens: Tokens of a step, which prompts are prefilled in.
-        make_copies: Called between steps, to make the copies between tiers that were ordered.
+        max_tokens: Prompt tokens of a step.
+        make_copies: Called between steps, to make the ordered copies between tiers.
     """
     prompt_tokens = skipped_tokens = 0
     for number, text in enumerate(texts):
@@ -148,7 +148,7 @@ def replay(
 
 
 def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object]) -> int:
-    """Serve one request; return how many of its prompt tokens the cache skipped."""
+    """Replay one request; return the prompt tokens that the cache skipped."""
     prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
     spec = RequestSpec(number, prompt, text.length, SamplingSettings())
     candidate = Candidate(spec, chain=RecordedKeys(text, cache.block_size), epoch=cache.epoch)
@@ -187,10 +187,7 @@ def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> It
 
 
 def _decode(request: RunningRequest, cache: PrefixCache) -> Iterator[None]:
-    """Generate the reply, as far as there is room; yield after each step that reaches a block boundary, or the end.
-
-    The others change nothing but counts.
-    """
+    """Generate the reply while there is room; yield at block boundaries and at the end."""
     if request.length < request.spec.max_len:
         request.append([_ANY_TOKEN])
     while request.length < request.spec.max_len:
@@ -213,7 +210,7 @@ _MAX_TOKENS = CacheConfig().max_tokens
 
 @dataclass(frozen=True, slots=True)
 class PlannedCache:
-    """What a cache of one size would have skipped.
+    """Savings of a cache of one size.
 
     Args:
         cache_gb: Its budget, GiB.
@@ -227,7 +224,7 @@ class PlannedCache:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A recorded load, replayed through an unlimited cache and caches of several sizes."""
+    """Savings of an unlimited cache and of caches of several sizes."""
 
     unlimited: ReplayedLoad
     caches: tuple[PlannedCache, ...]
@@ -236,7 +233,7 @@ class Plan:
 def plan(
     load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float], host_budgets_gb: Sequence[float] = (0.0,)
 ) -> Plan:
-    """Replay a load in each size of the device's memory, with each of the host's below it.
+    """Replay a load with each device size and each host size.
 
     Raises:
         ValueError: If the blocks do not fit the load's hashes.
@@ -264,14 +261,14 @@ def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: i
 def _replayed(texts: Sequence[BlockText], sizes: CacheSizes, budget: float, host_budget: float) -> ReplayedLoad:
     if not host_budget:
         return replay(texts, empty_cache(sizes.space(budget), sizes), _MAX_TOKENS)
-    # What is on the host always comes back: the load says nothing of what copying and computing would take.
+    # The load does not record the times of copying and computing, so a restore always pays.
     free_copies = CopyTimes(block=0, state=0, token=1)
     tiered = tiered_cache(sizes.space(budget), sizes.space(host_budget), sizes, CopiesAtOnce(), free_copies)
     return replay(texts, tiered.cache, _MAX_TOKENS, tiered.tier.drain)
 
 
 class CopiesAtOnce:
-    """`Copies` that take no time, as a load replayed one request at a time needs."""
+    """`Copies` that take no time."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""Recorded loads: when requests came, how long they were, and which of them begin alike, without their texts.
+"""Recorded loads: times, lengths and shared prefixes of requests, without texts.
 
 Two formats are read, one JSON object a line, gzipped or not. In both, a hash stands for the content of one run of
 tokens, and equal hashes for equal content.
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 SESSIONS_START_WITHIN_S = 1800.0
-"""Sessions without a time of their own start spread evenly over this time, in the order of the file."""
+"""Period over which sessions without their own time start, evenly and in order."""
 _MOONCAKE_TOKENS = 512
 _MOST_TOKENS = 2**24
 
 ContentId = tuple[int, int]
-"""The content of a run of tokens: (session, hash)."""
+"""Content of a run of tokens: (session, hash)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int =
             entry = json.loads(line)
             size, found = _requests_of(entry, number, SESSIONS_START_WITHIN_S * number / len(lines))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number + 1 + skip_sessions}: {_fault(error)}") from error
+            raise ValueError(f"{path}, line {number + 1 + skip_sessions}: {_reason(error)}") from error
         requests += found
         sizes.add(size)
     if len(sizes) > 1:
@@ -92,7 +92,7 @@ def _opened(path: Path) -> Any:
     return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
 
 
-def _fault(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return f"no field {error}" if isinstance(error, KeyError) else str(error)
@@ -118,7 +118,7 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
 
 
 def _of_agents(requests: Any, start_s: float, agents: Iterator[int]) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
-    """Yield the requests of an agent and of its sub-agents, with the number of each one's agent and its arrival."""
+    """Yield the requests of an agent and its sub-agents, each with agent and arrival."""
     agent = next(agents)
     if not isinstance(requests, list) or not all(isinstance(request, Mapping) for request in requests):
         raise TypeError("requests must be a list of JSON objects")

@@ -1,4 +1,4 @@
-"""Several replicas behind a coordinator: routing by cached prefix, membership, and the engine of a replica."""
+"""Replicas of an engine and their coordinator, which routes requests by cached prefix."""
 
 from typing import TYPE_CHECKING
 

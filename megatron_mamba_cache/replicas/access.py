@@ -20,7 +20,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a listening coordinator requires of replicas.
+    """Requirements of a listening coordinator for its replicas.
 
     Args:
         proof: The proof that a replica's hello must carry.
@@ -32,7 +32,7 @@ class Admission:
 
 
 class Access(Protocol):
-    """Rules for all sockets of a coordinator, its replicas and its front end.
+    """Access rules for the sockets of a coordinator, its replicas and its front end.
 
     Args:
         host: Name or address of the interface on which sockets listen.
@@ -44,7 +44,7 @@ class Access(Protocol):
     fingerprint: str
 
     def check_hosts(self, hosts: Collection[str]) -> None:
-        """Raise `ValueError` if ranks of one launch on these hosts cannot reach each other's sockets."""
+        """Raise `ValueError` if ranks on these hosts cannot reach each other's sockets."""
 
     def check_address(self, address: str) -> None:
         """Raise `ValueError` if no coordinator under these rules can have this address."""
@@ -58,7 +58,7 @@ class Access(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What a replica needs to join.
+    """Proof and channel with which a replica joins.
 
     Args:
         proof: The proof that its hello carries.
@@ -70,7 +70,7 @@ class Joining:
 
 
 class LoopbackAccess:
-    """Any local process may be a client; only processes of the same user may be replicas. Listens on loopback only."""
+    """Loopback only: any local process may be a client, the user's processes replicas."""
 
     host = _LOOPBACK
     fingerprint = "loopback"
@@ -103,7 +103,7 @@ class LoopbackAccess:
 
 
 class _NetworkAccess:
-    """Listens on the hostname's interface, for whatever gets through the channel."""
+    """Listens on the hostname's interface for every peer that the channel admits."""
 
     def __init__(self, channel: Channel, fingerprint: str) -> None:
         self.host = socket.gethostname()

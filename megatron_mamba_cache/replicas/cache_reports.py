@@ -1,4 +1,4 @@
-"""Report to a coordinator which boundaries a replica's cache can resume from, and under which salt."""
+"""Reports of resumable boundaries and their salt to a coordinator."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CacheReports:
-    """Watches the slot pool of a context's current memory and reports net changes on request."""
+    """Reports net changes of the cached boundaries in a context's slot pool."""
 
     def __init__(self, context: MambaCacheContext, link: "ReplicaLink") -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""Settings of a socket's connections: heartbeats, and no protection, or CURVE with keys derived from one secret."""
+"""Heartbeats of sockets, and their optional CURVE encryption with keys from one secret."""
 
 import hashlib
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Channel(Protocol):
         """Prepare a socket that will connect."""
 
     def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
-        """Start checking the keys of clients that connect to this context's sockets; return a function to stop."""
+        """Start checking the keys of this context's clients; return a function that stops it."""
 
 
 class PlainChannel:
@@ -55,7 +55,7 @@ class KeyPair:
 
 
 class CurveChannel:
-    """Both ends know one secret; a client or server without it fails the handshake.
+    """CURVE with one secret; a client or server without it fails the handshake.
 
     Raises:
         ModuleNotFoundError: If libzmq was built without CURVE.
@@ -68,7 +68,7 @@ class CurveChannel:
         self._client = KeyPair.derive(secret, b"client")
 
     def secure_listener(self, socket: zmq.Socket[Any]) -> None:
-        """Accept only connections that know the server's public key, which is as secret as the secret itself."""
+        """Accept only connections that know the server's public key, itself a secret."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._server.secret)
@@ -80,19 +80,19 @@ class CurveChannel:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._client.secret)
 
     def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
-        """Refuse all other keys; see `Channel`."""
+        """Refuse all other keys; return a function that stops it."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback(credentials_provider=self)
         return authenticator.stop
 
     def callback(self, _domain: str, client_key: bytes) -> bool:
-        """Return whether a client's public key belongs to this secret; called by the authenticator."""
+        """Return True if a client's public key belongs to this secret."""
         return client_key == self._client.public
 
 
 def set_heartbeats(socket: zmq.Socket[Any]) -> None:
-    """Make ZMQ's I/O thread ping the peer every second, and close a connection that stays silent for 5 s.
+    """Ping the peer every second; close a connection after 5 s of silence.
 
     Call it before the socket binds or connects. Both sides need it: libzmq drops the timeout that a peer asks for
     (`HEARTBEAT_TTL`) as soon as that peer sends anything else.

@@ -1,4 +1,4 @@
-"""Signals to all replicas, one at a time: which replicas must answer, and what may be sent next."""
+"""Signals to all replicas, one at a time, and their answers."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.core.inference.headers import Headers
 
 ANSWERS = {Headers.PAUSE: Headers.PAUSE_ACK, Headers.STOP: Headers.STOP_ACK}
-"""Signals that every replica answers → the answer, which is announced once all have answered."""
+"""Signals that every replica answers, and the header of the answer."""
 
 SIGNALS = frozenset({Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP})
 

@@ -37,14 +37,13 @@ from .wire import FENCED, HELLO, KEYS, PROBE, UNSENT, WELCOME, WireError, hello_
 logger = logging.getLogger(__name__)
 
 _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
-"""The answer to a client's first message; Megatron's client ignores further ones."""
+"""Answer to a client's first message; Megatron's client ignores repeated ones."""
 
 
 class PrefixCoordinator(DataParallelInferenceCoordinator):
     """Serves Megatron's `InferenceClient`s over replicas that join and leave.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
-    Requests are stamped with the time at which they come.
     The sender of a request or a signal counts as a client even without a CONNECT: a client whose idle connection was
     closed reconnects under another identity without noticing. Messages that only a replica may send (replies, answers
     to signals, key reports) are ignored and logged when they come from other senders, as are malformed messages.
@@ -101,7 +100,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     @override
     def start(self) -> None:
-        """Serve until clients have stopped the engines, or the starter, all replicas and all clients have left."""
+        """Serve until the engines are stopped, or the starter and all peers have left."""
         while not self._signals.is_over and not self._is_abandoned():
             self._serve_round()
 
@@ -125,7 +124,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     @override
     def detokenize(self, finished_request_record: Any) -> None:
-        """Add the texts of a record's parts; an interrupted reply has its whole text in the first, see `join_texts`."""
+        """Add the texts of a record; the first part of an interrupted reply gets all of it."""
         super().detokenize(finished_request_record)
         first, *others = finished_request_record["requests"]
         if others:
@@ -246,7 +245,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:
-        """Fail a request that is too large to be read; any other message of that size is ignored."""
+        """Fail a request that is too large to read; ignore any other such message."""
         kind, client_request_id = opening_of(payload)
         problem = f"a message of {len(payload)} bytes, above max_request_bytes={self._settings.max_request_bytes}"
         if kind != Headers.SUBMIT_REQUEST.value:
@@ -307,7 +306,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._send(request.client, reply)
 
     def _fail_unsent(self, replica: Replica, body: list[Any]) -> None:
-        """Fail a request whose reply or progress is too large to be sent, and cancel it on its replica."""
+        """Fail and cancel a request whose reply or progress is too large to send."""
         unsent = unsent_of(body)
         request = self._in_flight.get(unsent.request_id)
         if request is not None and request.replica == replica.name:
@@ -345,7 +344,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._send(identity, message)
 
     def _send(self, identity: bytes, message: bytes) -> None:
-        """Send a message; if it cannot be delivered, a replica counts as dead and a client is forgotten."""
+        """Send a message; a replica that cannot be reached is dead, a client forgotten."""
         try:
             self._mailbox.send(identity, message)
         except zmq.ZMQError as error:

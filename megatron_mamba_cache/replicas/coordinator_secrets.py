@@ -17,7 +17,7 @@ _MAKE = "(umask 077; openssl rand -hex 32 > FILE)"
 
 @dataclass(frozen=True, slots=True)
 class JoiningSecret:
-    """A secret in a file of this user's temporary folder, which only the user's processes can read.
+    """A secret in a temporary file that only this user's processes can read.
 
     A client needs only the address, as with Megatron. A replica gets other clients' prompts, so it must know the
     secret.
@@ -28,7 +28,7 @@ class JoiningSecret:
 
     @classmethod
     def create(cls, port: int) -> Self:
-        """Draw a secret and write it for the replicas, replacing that of an earlier coordinator on the port.
+        """Write a new secret for the replicas of a port, replacing an earlier one.
 
         Raises:
             PermissionError: If the folder belongs to another user or is open to others.
@@ -100,7 +100,7 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def host_identity() -> str:
-    """Return a string that is equal in two processes only if they can reach each other over loopback.
+    """Return a string equal only in processes that share a loopback interface.
 
     The hostname alone is not enough: containers may share it, or share the host's kernel but not its network.
     """

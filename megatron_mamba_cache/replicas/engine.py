@@ -1,4 +1,4 @@
-"""The engine as one of several replicas behind a coordinator; without one it is a plain `MambaCacheEngine`."""
+"""The engine as a replica of a coordinator; without one, a plain `MambaCacheEngine`."""
 
 import asyncio
 import logging
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FAILED_STEPS = 16
-"""Consecutive failed steps after which a replica gives up and leaves its requests to others."""
+"""Consecutive failed steps after which a replica gives up; others get its requests."""
 
 
 class ReplicaEngine(MambaCacheEngine):
-    """Serves the requests of a coordinator, and reports to it where prompts can resume.
+    """Serves the requests of a coordinator and reports its cached prefixes.
 
     Sampling parameters carry values that Megatron's protocol has no field for: a client may add a spec, as in
     `sampling.add_attributes({"spec": {"tenant": "red"}})`, and those of a reply have `cached_tokens`,
@@ -61,11 +61,11 @@ class ReplicaEngine(MambaCacheEngine):
         coordinator_address: str | None = None,
         routing: RoutingSettings | None = None,
     ) -> str:
-        """Take requests from a coordinator and return its address; all ranks of a launch call it.
+        """Serve a coordinator and return its address; a collective of the launch's ranks.
 
         Args:
             inference_coordinator_port: The port that a launched coordinator tries first, or that of a running one.
-            launch_inference_coordinator: Whether the launch's first rank starts a coordinator.
+            launch_inference_coordinator: True if the launch's first rank starts a coordinator.
             coordinator_address: Address of a coordinator that another launch has started, such as "tcp://host:5555";
                 none is launched.
             routing: Settings of a coordinator that is started here; key and message limits apply to all replicas.
@@ -109,7 +109,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @zmq_context.setter
     def zmq_context(self, found: Any) -> None:
-        """Keep a `RankContext`: the one that Megatron sets when it starts to listen has unprotected sockets."""
+        """Keep a `RankContext`: Megatron's own context makes unprotected sockets."""
         self._zmq_context = self._zmq_context or found
 
     async def _take_part(
@@ -149,7 +149,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._link.wait_for_welcome(routing.join_timeout_s)
 
     def _watch_peers(self) -> None:
-        """Make every wait for another rank end with an error when the replica dies."""
+        """Make waits for another rank fail when the replica dies."""
         from .rank_sockets import PeerSocket
 
         for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
@@ -209,7 +209,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def async_step(self) -> Any:
-        """Run one step; behind a coordinator, the requests of a failed step are queued and tried again."""
+        """Run one step; with a coordinator, queue the requests of a failed step again."""
         try:
             outcome = await super().async_step()
         except CacheIntegrityError:
@@ -233,7 +233,7 @@ class ReplicaEngine(MambaCacheEngine):
         return report
 
     def _before_report(self, step_result: Any) -> None:
-        """Report where prompts can resume, before the coordinator learns which requests have ended."""
+        """Report cached prefixes before the coordinator learns which requests have ended."""
         if self.use_coordinator:
             finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
             for request_id in [*finished, *self.failed_request_ids]:
@@ -243,7 +243,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def suspend(self) -> None:
-        """Drop the rows of running requests and memory that is not resident; see `MambaCacheEngine`."""
+        """Drop running requests' states and the memory that is not resident."""
         had_memory = self.context.is_tensor_state_allocated
         super().suspend()
         if had_memory and not self.context.is_tensor_state_allocated:
@@ -251,7 +251,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def resume(self, weights_version: str | None = None) -> None:
-        """Resume with the model's current weights; see `MambaCacheEngine`."""
+        """Resume with the model's current weights."""
         had_memory = self.context.is_tensor_state_allocated
         super().resume(weights_version)
         if not had_memory:
@@ -259,7 +259,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Step for the coordinator until it stops the engine; on any exit, unfinished requests go to other replicas."""
+        """Step until the coordinator stops the engine; others get unfinished requests."""
         try:
             await super().run_engine_with_coordinator(loop=loop)
         finally:
@@ -268,7 +268,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Return whether the expert-parallel group steps; failed requests are reported before the loop rests."""
+        """Return 1 if the expert-parallel group steps; report failed requests before idling."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
         found = self.owes_step or await all_step(self._standing(local_work), self._highest_standing)
@@ -301,7 +301,7 @@ class ReplicaEngine(MambaCacheEngine):
         return highest
 
     def _send_unreported(self) -> None:
-        """Send the requests that ended in a step that raised before Megatron could send them."""
+        """Send the requests that ended in a step that raised."""
         if self._unreported and self.is_mp_coordinator:
             import msgpack
 

@@ -1,4 +1,4 @@
-"""Messages between a front end and the engines through a coordinator, beside Megatron's own.
+"""Messages of a front end to its engines, in addition to Megatron's.
 
 Megatron sends a reply whole, when a request has ended. A client whose sampling parameters set `streams` also gets
 `["progress", client's request id, {...}]` after each step; the reply still comes at the end. A client may send
@@ -14,7 +14,7 @@ from .wire import packed
 PROGRESS, CANCEL, FLUSH, WATCH, STATE, STATES = "progress", "cancel", "flush", "watch", "state", "states"
 
 STREAMS = "streams"
-"""Sampling parameter of a request whose client wants progress after each step."""
+"""Sampling parameter that requests progress after each step."""
 
 CANCELS, FLUSHES = "cancels", "flushes"
 """Sampling parameters that mark a submission as a cancel or a flush; clients may not send them."""

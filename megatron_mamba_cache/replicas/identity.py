@@ -1,4 +1,4 @@
-"""A process's place among the replicas of its launch: whether it starts the coordinator, and how it says hello."""
+"""Identity of a process in its launch: replica, rank and coordinator."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ class ReplicaIdentity:
 
 
 def starts_coordinator(groups: Any) -> bool:
-    """Return whether this process starts the coordinator of its launch."""
+    """Return True if this process starts the coordinator of its launch."""
     return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
 
 
@@ -53,7 +53,7 @@ def address_on_this_host(port: int | None, host: str) -> str:
 
 
 def check_ranks(groups: Any, access: "Access") -> None:
-    """Check that all processes of the launch may reach each other; a collective over all of them.
+    """Check that the launch's processes may reach each other; a collective.
 
     Raises:
         ValueError: On all processes, if they may not, or if their rules differ.
@@ -76,7 +76,7 @@ def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
 
 
 def agree_on_identity(groups: Any, address: str | None) -> ReplicaIdentity:
-    """Agree on the replicas and the address across all processes of the launch; a collective over all of them.
+    """Agree on replicas and address across the launch's processes; a collective.
 
     Args:
         address: On the process that starts the coordinator, or on all; None elsewhere.

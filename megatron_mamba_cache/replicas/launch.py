@@ -1,4 +1,4 @@
-"""Run a coordinator in its own process, which is as quiet as this one."""
+"""Coordinators in their own processes."""
 
 import faulthandler
 import logging
@@ -33,7 +33,7 @@ class LaunchedCoordinator:
     presence: Connection
 
     def leave(self) -> None:
-        """Let it end as soon as no replica or client is connected; the end of this process does the same."""
+        """Let the coordinator end once no replica or client is connected."""
         self.presence.close()
 
 
@@ -78,7 +78,7 @@ def launch_coordinator(
 
 @dataclass(frozen=True, slots=True)
 class _Quiet:
-    """The warnings and log levels that a process hides from its terminal."""
+    """Warnings and log levels that a process hides."""
 
     hides_warnings: bool
     levels: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The socket that replicas and clients connect to. Incoming messages and the log lines about them are bounded."""
+"""The coordinator's socket, with bounded messages and log lines."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _LINGER_MS = 5000
 _HANDSHAKE_MS = 10_000
 _MOST_UNREAD = 1000
 _MOST_UNSENT = 65_536
-"""Messages per connection. A peer that sends too fast waits; one that stops reading counts as disconnected."""
+"""Queued messages per connection; a peer that stops reading is disconnected."""
 _MOST_MESSAGES_A_ROUND = 1000
 _MOST_LINES_A_ROUND = 20
 
@@ -76,7 +76,7 @@ class Mailbox:
         self._num_ignored = 0
 
     def close(self) -> None:
-        """Stop admitting replicas and clients, send pending messages, and close all connections."""
+        """Send pending messages and close all connections."""
         self._admission.end()
         self.socket.close()
         self._end_admitting()
@@ -86,7 +86,7 @@ class Mailbox:
 def _listening_router(
     context: zmq.Context[zmq.Socket[bytes]], port: int | None, access: Access, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Return a router that listens on a port of the access's interface; on any free port if it is None or taken."""
+    """Return a router on a port of the access's interface, or on any free port."""
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected peer raises
     router.setsockopt(zmq.SNDHWM, _MOST_UNSENT)

@@ -1,4 +1,4 @@
-"""Which processes make up which replica, and which replicas are dead."""
+"""Processes of each replica, and dead replicas."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ class Replica:
 
     @property
     def is_complete(self) -> bool:
-        """True when all of its processes have said hello."""
+        """True when all of its processes have joined."""
         return len(self.members) == self.num_members
 
     @property
@@ -38,7 +38,7 @@ _MOST_DEAD = 4096
 
 
 class Membership:
-    """The replicas by name and by socket. A dead replica may not rejoin, since it may have lost messages.
+    """Replicas by name and by socket; a dead one may not rejoin.
 
     The number of dead replicas remembered is bounded; those that died first are forgotten.
     """
@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def dead_identities(self) -> list[bytes]:
-        """Sockets of processes of dead replicas; some may still be connected, or reconnect."""
+        """Sockets of dead replicas' processes; some may still be connected."""
         return list(self._dead_sockets)
 
     def __getitem__(self, name: ReplicaName) -> Replica:
@@ -73,7 +73,7 @@ class Membership:
         return None if name is None else self._replicas[name]
 
     def is_dead(self, identity: bytes) -> bool:
-        """Return whether the socket belongs to a dead replica."""
+        """Return True if the socket belongs to a dead replica."""
         return identity in self._dead_sockets
 
     def greet(self, identity: bytes, hello: Hello) -> Replica:
@@ -100,7 +100,7 @@ class Membership:
         return replica
 
     def bury(self, identity: bytes) -> list[Replica]:
-        """Remove and return the replica of a lost process and all replicas that die with it."""
+        """Remove and return the replica of a lost process and those of its domain."""
         lost = self.of_socket(identity)
         if lost is None:
             return []

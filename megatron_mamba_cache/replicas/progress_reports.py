@@ -1,4 +1,4 @@
-"""Report to a coordinator what each step added to streaming requests, and the state of the engine."""
+"""Reports of streamed tokens and of the engine's state to a coordinator."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ class ProgressReports:
         self._last_state: dict[str, Any] = {}
 
     def send(self, request_ids: Iterable[int]) -> None:
-        """Report what these requests have generated since the last report."""
+        """Report the tokens of these requests since the last report."""
         news = [(request_id, self._progress(request_id)) for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._link.send(msgpack.packb([PROGRESS, news]))
@@ -70,7 +70,7 @@ class ProgressReports:
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return what a request's parts hold beyond the first `start` generated tokens, in plain types.
+    """Return a request's progress after its first `start` tokens, in plain types.
 
     The prompt's log-probs come with the first token.
     """
@@ -89,7 +89,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
 
 
 def obeyed(engine: "MambaCacheEngine", request_id: int, sampling: Any) -> bool:
-    """Carry out a submission if it is a cancel or a flush; return whether it was one."""
+    """Carry out a submission if it is a cancel or a flush; return True if it was."""
     if getattr(sampling, CANCELS, False):
         engine.cancel_request(request_id)
         return True

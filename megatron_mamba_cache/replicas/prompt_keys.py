@@ -1,4 +1,4 @@
-"""A replica's salt, and a prompt's tokens and block keys under it: the same in a coordinator as in the replica."""
+"""Tokens and block keys of a prompt, equal in coordinator and replica."""
 
 from array import array
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..policy.identifiers import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class KeySalt:
-    """The salt that a replica's block keys are chained from, without the tenant."""
+    """Salt of a replica's block keys, without the tenant."""
 
     fingerprint: str
     weights_version: str
@@ -38,7 +38,7 @@ class PromptKeys:
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
-    """Return a prompt's token ids; a text begins with BOS as an engine would tokenize it.
+    """Return a prompt's token ids, tokenized as the engine does.
 
     Raises:
         ValueError: If it is neither text nor a list of 32-bit integers, or `add_bos` is set and there is no BOS.
@@ -58,7 +58,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
 
 
 def _are_int32(tokens: list[Any]) -> bool:
-    """Return whether all are 32-bit integers, without a look at each: a long prompt would hold up the coordinator."""
+    """Return True if all are 32-bit integers, without a Python loop."""
     if [*map(type, tokens)] != [int] * len(tokens):
         return False
     try:

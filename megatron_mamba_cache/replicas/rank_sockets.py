@@ -19,12 +19,12 @@ _ROUND_S = 0.02  # as long as Megatron's idle loop sleeps
 
 
 class Standing(IntEnum):
-    """The state of a rank before a round. The highest standing in a group decides for all its ranks."""
+    """State of a rank before a round; the highest of a group counts for all its ranks."""
 
     STOPPED = 0
     """It has received the final stop, and leaves once all ranks have received it."""
     RESTING = 1
-    """It has no requests, or was told to pause, stop or suspend."""
+    """It has no requests, or a signal to pause, stop or suspend."""
     WORKING = 2
     """It has requests: all ranks step, those without requests included."""
     SUSPENDED = 3
@@ -32,7 +32,7 @@ class Standing(IntEnum):
 
 
 async def all_step(mine: Standing, highest: Callable[[Standing], Awaitable[int]]) -> bool:
-    """Return whether the ranks of a group step now; all of them call it once per round.
+    """Return True if the ranks of a group step now; a collective of each round.
 
     If this rank has stopped, it returns once all have stopped.
 
@@ -52,7 +52,7 @@ _POLL_MS = 100
 
 
 class RankSocket(zmq.Socket[bytes]):
-    """A socket that binds to the context's interface, ignoring the one given, and uses the context's channel."""
+    """A socket that binds to its context's interface and uses its channel."""
 
     context: "RankContext"
 
@@ -62,14 +62,14 @@ class RankSocket(zmq.Socket[bytes]):
         return super().bind(f"tcp://{self.context.host}:{address.rsplit(':', 1)[1]}")
 
     def connect(self, address: str) -> Any:
-        """Connect; Megatron's own socket to the coordinator is left unconnected, since a `ReplicaLink` replaces it."""
+        """Connect, except to the coordinator: a `ReplicaLink` replaces that socket."""
         if self.type == zmq.DEALER:
             return super().connect("inproc://replaced")
         self.context.channel.secure_connection(self)
         return super().connect(address)
 
     def wait_for_subscribers(self, num_subscribers: int, timeout_s: float) -> None:
-        """Return once `num_subscribers` ranks have subscribed; they miss whatever is published before.
+        """Wait until `num_subscribers` ranks have subscribed.
 
         Raises:
             ConnectionError: If that takes longer than `timeout_s`.
@@ -106,7 +106,7 @@ class RankContext(zmq.Context[RankSocket]):
         self.publishers = []
 
     def wait_for_ranks(self, num_members: int, num_experts: int, timeout_s: float) -> None:
-        """Return once all ranks receive what this one publishes; call it before publishing.
+        """Wait until all ranks receive this rank's messages; call it before publishing.
 
         Args:
             num_members, num_experts: Ranks of the replica, and ranks that share its experts.
@@ -121,7 +121,7 @@ class RankContext(zmq.Context[RankSocket]):
             publisher.wait_for_subscribers(num_experts - 1, timeout_s)
 
     def socket(self, socket_type: int, socket_class: Any = RankSocket, **settings: Any) -> Any:
-        """Return a socket; for PUB an XPUB, which reports its subscribers."""
+        """Return a socket; an XPUB instead of a PUB, since it reports subscribers."""
         is_publisher = socket_type == zmq.PUB
         made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class, **settings)
         if is_publisher:
@@ -133,9 +133,9 @@ class RankContext(zmq.Context[RankSocket]):
 
 
 class PeerSocket:
-    """Wraps a socket of Megatron's engine, which would wait forever for a rank that has ended.
+    """A socket of Megatron's engine that fails if the rank it waits for has ended.
 
-    The coordinator notices the death, whatever this rank is doing, and tells all ranks that cannot go on.
+    The coordinator notices the death and notifies all ranks that cannot go on.
 
     Args:
         socket: The socket to read; closed with this one.

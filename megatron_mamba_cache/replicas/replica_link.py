@@ -1,4 +1,4 @@
-"""A replica's connection to the coordinator; it replaces the socket that Megatron's engine would use."""
+"""A replica's connection to the coordinator, instead of Megatron's socket."""
 
 import asyncio
 import secrets
@@ -24,15 +24,15 @@ _WELCOME_POLL_S = 0.01
 _REPORT_BYTES = 1024  # of a report without its keys
 
 COORDINATOR_SILENCE_S = 60.0
-"""A replica gives up after this long without any message from the coordinator, probes included."""
+"""Silence of the coordinator after which a replica gives up."""
 
 
 class ReplicaFencedError(RuntimeError):
-    """The coordinator has declared this replica dead, or is gone itself."""
+    """The coordinator has declared this replica dead, or has ended."""
 
 
 class ReplicaLink:
-    """Says hello, then passes Megatron's messages through; it consumes messages meant for the link itself.
+    """Joins the coordinator, then passes Megatron's messages through.
 
     Args:
         max_message_bytes: Most bytes of a message to the coordinator; see `RoutingSettings`.
@@ -72,7 +72,7 @@ class ReplicaLink:
         return self._unread.popleft() if self._unread else self._next(flags)
 
     def check(self) -> None:
-        """Check that the coordinator still counts this replica as alive; messages for the engine are kept.
+        """Check that this replica still counts as alive; keep messages for the engine.
 
         Raises:
             ReplicaFencedError: As `recv`.
@@ -109,7 +109,7 @@ class ReplicaLink:
         return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
-        """Return once the coordinator has welcomed the replica; meanwhile another task must call `recv` or `drain`.
+        """Wait for the coordinator's welcome while another task calls `recv` or `drain`.
 
         Raises:
             ConnectionError: If that takes longer than `timeout_s`.
@@ -124,7 +124,7 @@ class ReplicaLink:
             await asyncio.sleep(_WELCOME_POLL_S)
 
     def drain(self) -> None:
-        """Read and drop messages, on a process that gets its requests from another one.
+        """Read and drop messages, on a rank that gets requests from another one.
 
         Raises:
             ReplicaFencedError: As `recv`.
@@ -136,28 +136,28 @@ class ReplicaLink:
             return
 
     def send(self, message: bytes) -> None:
-        """Send a message of the engine; messages arrive in order. A part above the limit fails its request."""
+        """Send a message of the engine; a part above the limit fails its request."""
         for part in messages_within(self._max_message_bytes, message):
             self._socket.send(part)
 
     def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
-        """Tell the coordinator what has changed in the cache; `salt` is None if unchanged since the last report."""
+        """Report changes of the cache; `salt` is None if unchanged."""
         for part in reports_within(self._max_message_bytes, KeyReport(changes, salt)):
             self._socket.send(part)
 
     def close(self) -> None:
-        """Close the connection; the coordinator counts the replica as dead unless it has been stopped."""
+        """Close the connection; the replica counts as dead unless it was stopped."""
         self._socket.close()
 
 
 def _identity_of(hello: Hello) -> bytes:
-    """Return a name for the socket; where hellos carry a proof, clients cannot guess it and take it once it is free."""
+    """Return a name for the socket that clients cannot guess if hellos carry a proof."""
     name = f"{hello.replica}/{hello.member}"
     return (f"{name}/{secrets.token_hex(16)}" if hello.proof else name).encode()
 
 
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
-    """Yield an engine's message as messages of at most `max_bytes` each, in order.
+    """Split an engine's message into ones of at most `max_bytes`, in order.
 
     Replies and progress are split by request. If the part of a single request exceeds the limit, an `Unsent` replaces
     it, which makes the coordinator fail that request.
@@ -180,7 +180,7 @@ def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
 
 
 def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
-    """Yield a report as messages of at most `max_bytes` each, but of one key at least; they apply in order."""
+    """Split a report into ordered messages of at most `max_bytes`, one key at least."""
     changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
     most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
     dropped, published = changes.dropped, changes.published
@@ -195,5 +195,5 @@ def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
 
 
 def _request_id(kind: Any, entry: Any) -> int:
-    """Return the request that an entry is about: a record of a reply, or a pair of progress."""
+    """Return the request of an entry: a record of a reply, or a pair of progress."""
     return int(entry[0] if kind == PROGRESS else entry["requests"][0]["request_id"])

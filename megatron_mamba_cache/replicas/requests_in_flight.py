@@ -1,4 +1,4 @@
-"""Requests in flight: those of a dead replica can be sent again, or answered with an error."""
+"""Requests in flight, kept so that those of a dead replica can be sent again."""
 
 import time
 from collections import defaultdict
@@ -46,7 +46,7 @@ class RequestInFlight:
 
     @property
     def tenant(self) -> str:
-        """The tenant whose prefixes it may share."""
+        """Tenant whose prefixes it may share."""
         tenant = self.sampling.get(SPEC, {}).get("tenant", "")
         return tenant if isinstance(tenant, str) else ""
 
@@ -155,7 +155,7 @@ class RequestsInFlight:
 
 
 def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters after checking that every replica can read them.
+    """Check that every replica can read sampling parameters, and return them.
 
     Raises:
         ValueError: If Megatron would refuse them, or treat them as anything but data.
@@ -185,7 +185,7 @@ def _is_plain(value: Any, most_nested: int) -> bool:
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:
-    """Return Megatron's record of a request that failed outside an engine, as `serialize` would make it.
+    """Return Megatron's serialized record of a request that failed outside an engine.
 
     `InferenceClient` returns the record to its caller; the reason is the message of its second-to-last event.
     """

@@ -1,4 +1,4 @@
-"""The coordinator of a server's front end: streamed replies, cancels, flushes, and the states of the replicas."""
+"""Coordinator of a server: streamed replies, cancels, flushes, replica states."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .wire import WireError, packed
 
 
 class ServingCoordinator(PrefixCoordinator):
-    """A `PrefixCoordinator` that also speaks the messages of `front_end`; Megatron's clients are unaffected."""
+    """A `PrefixCoordinator` that also handles the messages of `front_end`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

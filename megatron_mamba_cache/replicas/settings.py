@@ -1,4 +1,4 @@
-"""How requests are spread over replicas, how often replicas are probed, and what may reach the coordinator."""
+"""Settings of a coordinator: routing, probes, limits and access."""
 
 import os
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class RoutingSettings:
         self.router()
 
     def access(self) -> "Access":
-        """Return what may reach the coordinator; it needs pyzmq.
+        """Return the access rules; needs pyzmq.
 
         Raises:
             ValueError: If the key file can no longer be read.

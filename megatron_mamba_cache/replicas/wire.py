@@ -1,4 +1,4 @@
-"""Messages between replicas and the coordinator, beside Megatron's own.
+"""Messages between replicas and the coordinator, in addition to Megatron's.
 
 Both kinds are lists packed by msgpack. Megatron's begin with a number, these with a word, so the two cannot be
 confused: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica, `["welcome"]`,
@@ -17,7 +17,7 @@ from .prompt_keys import KeySalt
 
 HELLO, KEYS, UNSENT = "hello", "keys", "unsent"
 WELCOME = msgpack.packb(["welcome"])
-"""The answer to all members of a replica once the last of them has said hello."""
+"""Sent to all members of a replica once the last one has joined."""
 
 PROBE = msgpack.packb(["probe"])
 """Sent to test the connection; a replica need not act on it."""
@@ -45,7 +45,7 @@ def packed(*message: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """How a process introduces itself.
+    """First message of a process: its replica and its rank.
 
     Args:
         replica: Unique name of its replica.
@@ -72,14 +72,14 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A replica cannot send what it computed for a request."""
+    """A request whose results are too large to send."""
 
     request_id: int
     reason: str
 
 
 def opening_of(message: bytes) -> tuple[Any, ...]:
-    """Return the kind of a message and the first value of its body, without unpacking the rest.
+    """Return the kind of a message and the first value of its body.
 
     Raises:
         WireError: If it does not begin with both.

@@ -39,7 +39,7 @@ def test_reply_without_a_next_turn_shares_no_hash() -> None:
 
 
 def test_reply_is_unknown_if_the_next_prompt_differs_after_the_last_block() -> None:
-    # 330 tokens: a block of 256, and a whole run behind it.
+    # 330 tokens: a block of 256, and a whole run after it.
     other, same = asked(700, 1, 0, 1, 2, 3, 9, 5, 6, 7, 8, 10), asked(700, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10)
     first, of_other, of_same = block_texts(load_of(asked(330, 300, 0, 1, 2, 3, 4, 5), other, same), 256)
     assert first.keys == of_same.keys[:2] and first.keys[1] != of_other.keys[1]

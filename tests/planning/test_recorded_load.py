@@ -1,4 +1,4 @@
-"""Recorded loads in both formats, and what is said of lines in neither."""
+"""Recorded loads in both formats, and the errors of lines in neither."""
 
 import gzip
 import json

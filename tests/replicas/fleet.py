@@ -125,7 +125,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client gets for a request."""
+    """Reply to a client's request."""
 
     tokens: list[int]
     replica: str

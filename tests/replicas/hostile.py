@@ -30,7 +30,7 @@ VALID: list[bytes] = [
     FENCED,
 ]
 COMMANDS = {Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP}
-"""What a process that may connect may say; a mutation that happens to be one is not sent."""
+"""Legal signals of a client; a mutation that equals one is not sent."""
 
 _DEEP = 2000
 _LINGER_MS = 1000
@@ -40,12 +40,12 @@ _SOCKET_TYPES = [zmq.DEALER] * 4 + [zmq.ROUTER] * 2 + [zmq.XSUB, zmq.PUSH]  # co
 def some_message(rng: random.Random) -> bytes:
     """Return a message that is random, nested, or a valid one with changed bytes, cut off or repeated values."""
     while True:
-        message = _drawn(rng)
+        message = _random_message(rng)
         if not _is_command(message):
             return message
 
 
-def _drawn(rng: random.Random) -> bytes:
+def _random_message(rng: random.Random) -> bytes:
     valid = rng.choice(VALID)
     kind = rng.randrange(7)
     if kind == 0:

@@ -30,7 +30,7 @@ QUIET_MS = 100
 
 
 class ListeningCoordinator(PrefixCoordinator):
-    """Tells the test what has been heard: messages of different sockets may overtake each other on the way."""
+    """Records handled messages: those of different sockets may overtake each other."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -42,11 +42,11 @@ class ListeningCoordinator(PrefixCoordinator):
 
 
 class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
-    """A serving coordinator that tells the test what has been heard."""
+    """A serving coordinator that records handled messages."""
 
 
 class Peer:
-    """A socket that speaks with the coordinator; what it sends is heard before any peer sends the next thing."""
+    """A socket whose messages the coordinator handles before any peer sends the next."""
 
     def __init__(self, context: zmq.Context, service: "Service", identity: str) -> None:
         self.identity = identity
@@ -84,7 +84,7 @@ class Peer:
 
 
 class FakeReplica(Peer):
-    """A replica that answers when it is told to."""
+    """A replica that answers on demand."""
 
     def greet(self, member: int = 0, num_members: int = 1, replica: str | None = None, domain: str = "") -> None:
         self.send_bytes(pack_hello(Hello(replica or self.identity, member, num_members, domain, self.proof)))

@@ -1,4 +1,4 @@
-"""What tests let clients of real replicas go through."""
+"""Scenarios of clients with real replicas."""
 
 import asyncio
 import random

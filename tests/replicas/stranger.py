@@ -1,4 +1,4 @@
-"""What a process on another host would do: connect to a coordinator and send messages. Prints what came back.
+"""Act as a process on another host: connect, send messages, print the answers.
 
     python stranger.py ADDRESS KEYS MESSAGE...
 

@@ -1,4 +1,4 @@
-"""What reaches a coordinator: only processes of its host without a key, only holders of the key with one."""
+"""Access to a coordinator: local processes without a key, holders of the key with one."""
 
 import asyncio
 import os
@@ -112,7 +112,7 @@ def other_addresses() -> list[str]:
 
 
 def nothing_was_heard(service: Service, replica: FakeReplica) -> bool:
-    """Whether no message but the replica's own was handled, and the replica was told nothing."""
+    """Return True if only the replica's messages were handled and it received none."""
     return not heard(service) and replica.hears_nothing()
 
 
@@ -235,7 +235,7 @@ def test_joining_secret_is_private_and_removed_at_exit(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "said"),
+    ("text", "mode", "message"),
     [
         ("a" * 64, 0o604, r"open to other users \(mode 604\); run chmod 600"),
         ("a" * 64, 0o660, r"open to other users \(mode 660\)"),
@@ -245,12 +245,12 @@ def test_joining_secret_is_private_and_removed_at_exit(monkeypatch: pytest.Monke
         (None, 0, "No such file"),
     ],
 )
-def test_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, said: str, tmp_path: Path) -> None:
+def test_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, message: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     if text is not None:
         file.write_text(text, encoding="utf-8")
         file.chmod(mode)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         RoutingSettings(key_file=file)
     assert "openssl rand -hex 32" in str(refused.value) or "chmod 600" in str(refused.value)
 
@@ -319,7 +319,7 @@ def test_sockets_between_ranks_refuse_unauthenticated_peers() -> None:
         publisher.wait_for_subscribers(1, 60)
         with pytest.raises(ConnectionError, match="1 ranks of this replica have not subscribed"):
             publisher.wait_for_subscribers(1, 1)
-        with suppress(zmq.Again):  # refused in the handshake, a forger has nobody to send to
+        with suppress(zmq.Again):  # refused in the handshake, a forger has no peer to send to
             forger.send(b"forged", zmq.NOBLOCK)
         pusher.send(b"standing")
         publisher.send(b"prompt")

@@ -1,4 +1,4 @@
-"""What one connection can make a coordinator keep, read, answer or log: each has a bound, and others are served."""
+"""Bounds on the memory, work and log lines that one connection can cause."""
 
 import logging
 import socket

@@ -1,4 +1,4 @@
-"""Signals of clients reach all replicas, in order, whoever joins or dies meanwhile."""
+"""Signals of clients reach all replicas in order, while replicas join and die."""
 
 from megatron.core.inference.headers import Headers
 

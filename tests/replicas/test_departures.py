@@ -66,7 +66,7 @@ def test_departed_clients_work_is_no_longer_counted(service: Service) -> None:
 
 @pytest.mark.parametrize("service", [{"probe_interval_s": 0.5}], indirect=True)
 def test_client_leaving_as_its_replica_dies_affects_no_other(service: Service) -> None:
-    """Both are missed by the same probe: no replica is left for the first request, and no client to be told so."""
+    """One probe misses both: neither a replica for the first request nor its client is left."""
     (replica,) = service.replicas("a")
     gone, stays = service.client("gone"), service.client("stays")
     for number in range(3):

@@ -1,4 +1,4 @@
-"""What is said twice: it counts once."""
+"""Repeated messages count once."""
 
 from megatron.core.inference.headers import Headers
 

@@ -19,7 +19,7 @@ from tests.mcore.engine_runs import cache_config, greedy, tiny_hybrid
 PATIENCE_S = 60
 PROMPT = list(range(20))
 Script = dict[int, list[list[Any]]]
-"""What an engine hears, by the round of its loop."""
+"""Signals that an engine receives, by the round of its loop."""
 
 
 class Meeting:

@@ -109,7 +109,7 @@ def test_replica_joins_with_all_processes_and_dies_with_any(service: Service) ->
     client.submit(1, TOKENS)
     first.take()
     service.kill(second)
-    assert first.receive() == msgpack.unpackb(FENCED)  # what is left of it is told
+    assert first.receive() == msgpack.unpackb(FENCED)  # its remaining member is notified
     assert "no replica is left" in client.error()
 
 

@@ -64,8 +64,8 @@ def test_malformed_request_is_answered(service: Service, sampling: dict[str, Any
     client = service.client()
     client.submit(0, " ".join(map(str, TOKENS)), **sampling)
     number, failed = client.answer()
-    told = {} if sampling in UNREADABLE else {"num_tokens_to_generate": 4} | sampling  # what the client can read
-    assert number == 0 and failed["status"] == "FAILED" and failed["sampling_params"] == told
+    expected = {} if sampling in UNREADABLE else {"num_tokens_to_generate": 4} | sampling  # what the client can read
+    assert number == 0 and failed["status"] == "FAILED" and failed["sampling_params"] == expected
     assert "the request cannot be read" in failed["events"][-2]["payload"]["message"]
 
 

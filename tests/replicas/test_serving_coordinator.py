@@ -1,4 +1,4 @@
-"""What a server's front end says through a coordinator beside Megatron's messages."""
+"""Messages of a server's front end through a coordinator, in addition to Megatron's."""
 
 from collections.abc import Iterator
 from typing import Any

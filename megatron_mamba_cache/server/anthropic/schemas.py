@@ -92,7 +92,7 @@ class Turn(PartlySupported):
 
 
 class Thinking(BaseModel):
-    """Whether the model reasons first; templates read it as `enable_thinking`. A budget has no effect.
+    """True if the model reasons first; templates read it as `enable_thinking`. A budget has no effect.
 
     Args:
         display: "omitted" leaves the text of reasoning out of the reply.
