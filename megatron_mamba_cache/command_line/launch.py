@@ -22,7 +22,7 @@ class Launch:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Read what torchrun tells each process.
+        """Read the variables that torchrun sets for each process.
 
         Raises:
             UsageError: If one of torchrun's variables is not a number.

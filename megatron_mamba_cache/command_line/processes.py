@@ -1,4 +1,4 @@
-"""What the processes of a command do together: start, fail, step, and combine their results."""
+"""Cooperation of the processes of a command: start, failure, steps, and combined results."""
 
 import contextlib
 import os
@@ -88,7 +88,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def any_continues(self, has_requests: bool) -> bool:
-        return bool(self._peers.greatest([has_requests])[0])  # not by the device, where an early step may wait for them
+        return bool(self._peers.greatest([has_requests])[0])  # on the host: a device may wait for an overlapped step
 
     @override
     def gather(self, result: RunResult) -> RunResult:

@@ -73,17 +73,17 @@ class RunResult:
 
     @property
     def cached_tokens_from_host(self) -> int:
-        """Those of them that came back from the host's memory."""
+        """Cached tokens restored from host memory."""
         return sum(record.cached_tokens_from_host for record in self.completed)
 
     @property
     def cached_tokens_from_disk(self) -> int:
-        """Those of them that came back from the disk."""
+        """Cached tokens restored from disk."""
         return sum(record.cached_tokens_from_disk for record in self.completed)
 
     @property
     def computed_tokens(self) -> int:
-        """Prefill tokens computed, prefill after an eviction included."""
+        """Prefill tokens computed, including those computed again after an eviction."""
         return self.cache.counters.prefill_tokens_computed
 
     @property

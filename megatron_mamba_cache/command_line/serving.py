@@ -104,7 +104,7 @@ class Serving:
         return self._serve(Server(EngineThread(engine, self.settings.end_ids), self.settings), listener)
 
     def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None, routing: RoutingSettings) -> int:
-        """Serve with the engines of all processes behind a coordinator; return the exit status.
+        """Serve with the engines of all processes through a coordinator; return the exit status.
 
         Args:
             listener: Socket of the process that runs the front end; None in all others.

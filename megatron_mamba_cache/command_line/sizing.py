@@ -74,7 +74,7 @@ class Card:
 
     @property
     def bytes_a_logit(self) -> int:
-        """What a step keeps of each logit of the tokens that it samples."""
+        """Bytes that a step keeps per logit of the tokens that it samples."""
         return _BYTES_A_DRAWN_LOGIT if self.share < 1 else _BYTES_A_LOGIT
 
     def part(self, share: float) -> "Card":
@@ -159,7 +159,7 @@ def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: i
     """Return the bytes for KV blocks and states, given or what steps leave.
 
     Args:
-        num_live: Tokens whose activations are live at once: those of a step beside what graphs keep for theirs.
+        num_live: Tokens whose activations are live at once: those of a step, and those that graphs keep.
         num_sampled: Tokens that a step samples.
     """
     if given_gb is not None:
@@ -257,7 +257,7 @@ def card_draft_settings(
 
     Args:
         engine: The settings of the engine whose requests get the drafts.
-        given_gb: See `default_draft_settings`; it takes the place of what the GPU leaves.
+        given_gb: The budget of `default_draft_settings`, instead of the GPU's free memory.
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
     length = min(max_length, engine.max_sequence_length)

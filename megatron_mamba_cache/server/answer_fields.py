@@ -89,7 +89,7 @@ class StructuredOutputs(PartlySupported):
 
 
 class AnswerFields(PartlySupported):
-    """What an answer has to look like; at most one of these fields says so."""
+    """Constraints on the format of a reply; at most one of these fields is set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

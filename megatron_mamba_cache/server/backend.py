@@ -16,15 +16,15 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step added to a reply.
+    """New tokens of a reply after a step.
 
     Args:
         log_probs: One for each new token, if requested.
         alternatives: The most probable tokens for each new token, id to log-prob, if requested.
-        prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
+        prompt_log_probs, prompt_alternatives: The same for prompt tokens from the second on, with the first new token.
         prompt_scores: The same with ranks and ids, if requested.
         cached_tokens: Prompt tokens that were skipped at the request's first admission.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
+        cached_tokens_from_host, cached_tokens_from_disk: Cached tokens restored for the request from there.
         written_tokens: Prompt tokens that the request has newly written to the cache.
         draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
         running_s: Seconds since the start of the first step that ran the request.
@@ -74,7 +74,7 @@ class Backend(Protocol):
     max_sequence_length: int
     """The most prompt and generated tokens of a request."""
     grammars: Grammars
-    """What replies may have to follow; compiling one takes a moment, on any thread."""
+    """Compiler of constraints on replies; compiling takes a moment, on any thread."""
 
     async def start(self) -> None:
         """Start the engines' warmup; progress is delivered in the running event loop."""

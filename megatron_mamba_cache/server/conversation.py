@@ -22,10 +22,10 @@ class Breakpoint:
     """A place in a conversation up to which other conversations are expected to be the same.
 
     Args:
-        message: Index of the message that it is in; None: it is behind the tools.
+        message: Index of the message that it is in; None: it is after the tools.
         end: Characters of the message's content before it.
-        call: Index of the tool call that it is behind; None: it is in the content.
-        keep_s: Seconds for which what is cached up to there is worth more.
+        call: Index of the tool call that it follows; None: it is in the content.
+        keep_s: Seconds for which the state at that point has a higher priority.
     """
 
     message: int | None = None
@@ -61,9 +61,9 @@ class Conversation:
 
     @property
     def marked_head(self) -> tuple[Breakpoint, ...]:
-        """Two breakpoints behind the tools and behind the instructions, if either is one; else none.
+        """Two breakpoints, after the tools and after the instructions, if either is marked; else none.
 
-        They begin a prompt together, in an order that the template knows: who marks one means both.
+        Both begin a prompt, in an order that depends on the template, so a mark after one means both.
         """
         roles = [message["role"] for message in self.messages]
         count = next((at for at, role in enumerate(roles) if role not in INSTRUCTING), len(roles))

@@ -1,4 +1,4 @@
-"""A `Backend` for engines in other processes, behind a coordinator.
+"""A `Backend` for engines in other processes, reached through a coordinator.
 
 Megatron's `InferenceClient` returns whole replies; this client gets the progress of every step. See
 `replicas.front_end`.
@@ -38,7 +38,7 @@ _COUNTS = (
     *("cached_tokens_from_host", "cached_tokens_from_disk", "written_tokens"),
     *("draft_tokens", "accepted_tokens", "running_s"),
 )
-"""What a reply's sampling parameters tell of its request besides `cached_tokens`."""
+"""Attributes of a reply's sampling parameters that describe its request, in addition to `cached_tokens`."""
 
 
 class CoordinatorBackend:

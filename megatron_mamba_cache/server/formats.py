@@ -42,7 +42,7 @@ class Format(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """What OpenAI's formats have besides the replies.
+    """Settings of streams in OpenAI's formats.
 
     Args:
         includes_usage: True if a stream's last chunk has the usage.

@@ -48,7 +48,7 @@ async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 @dataclass(slots=True)
 class JobRules:
-    """What all jobs of a server share.
+    """Settings that all jobs of a server share.
 
     Args:
         on_reply: Awaited with each reply that is complete, before its client has the end of it.

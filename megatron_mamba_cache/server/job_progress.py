@@ -18,8 +18,8 @@ class Usage:
     Args:
         cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
         cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
-        written_tokens: Others that it has newly written to the cache.
-        hour_tokens: Those of them that are before a breakpoint that is kept for an hour.
+        written_tokens: Prompt tokens newly written to the cache.
+        hour_tokens: Written tokens before a breakpoint that is kept for an hour.
         draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
         reasoning_tokens: Completion tokens that were parsed as reasoning.
     """
@@ -65,7 +65,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptUsage:
-    """What a prompt took from the cache and gave to it; see `Usage`."""
+    """Prompt tokens read from the cache and written to it, as `Usage` reports them."""
 
     cached_tokens: int
     cached_tokens_from_host: int

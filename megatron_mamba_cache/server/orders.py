@@ -29,7 +29,7 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an HTTP request asks for.
+    """The content of an HTTP request.
 
     Args:
         readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if it cannot.

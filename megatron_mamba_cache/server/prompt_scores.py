@@ -8,14 +8,14 @@ from ..policy.request_settings import ScoredToken
 from .errors import bad_request
 
 _MOST_ENTRIES = 2**18  # of one response: some 20 MB
-_LEAST_LOG_PROB = -9999.0  # in the place of minus infinity, which JSON cannot hold
+_LEAST_LOG_PROB = -9999.0  # instead of minus infinity, which JSON cannot represent
 
 Entries = list[dict[str, dict[str, Any]] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """What a request wants to know of its prompts' tokens.
+    """Scores of prompt tokens that a request asks for.
 
     Args:
         top_n: The best tokens that are returned for each position, besides the prompt's own.
@@ -36,7 +36,7 @@ class PromptScoring:
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return, for each prompt token, it and the best ones in its place by id; None for the first.
+        """Return, for each prompt token, it and the best ones at its position by id; None for the first.
 
         Args:
             scores: Of the tokens from the second on.

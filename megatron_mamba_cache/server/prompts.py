@@ -31,7 +31,7 @@ class Prompt:
         text: The text that was tokenized; None if the client sent token ids.
         echo: What to send before the reply; None sends nothing.
         conversation: What the text was rendered from; None for a text of the client's.
-        breakpoints: The conversation's breakpoints whose place is known.
+        breakpoints: The conversation's breakpoints with a known position.
         add_special_tokens: How the text was tokenized; see `PromptReader.read`.
         opens_reasoning: True if a reply begins within reasoning.
     """
@@ -99,7 +99,7 @@ class PromptReader:
             add_special_tokens: True adds the tokenizer's special tokens to those that the template writes.
 
         Raises:
-            ApiError: 400 if there is no template, it has no place for tools or their calls, it refuses the messages, or
+            ApiError: 400 if there is no template, it does not support tools or their calls, it refuses the messages, or
                 the prompt is too long or not only text.
         """
         template = template_of(self._tokenizer, has_tools=bool(conversation.tools))
@@ -159,7 +159,7 @@ class PromptReader:
     def _tokens_before(
         self, mark: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
-        """Return how many of a prompt's tokens are certainly before a breakpoint; None if that cannot be told."""
+        """Return how many of a prompt's tokens are certainly before a breakpoint; None if unknown."""
         assert prompt.text is not None
         try:
             marked = self._rendered(conversation.marked(mark))
@@ -174,7 +174,7 @@ class PromptReader:
 
     @cached_property
     def _turn_end(self) -> str | None:
-        """What the template writes after a reply; None if that cannot be told."""
+        """Text that the template writes after a reply; None if unknown."""
         try:
             text = self._rendered(Conversation(_PROBE, adds_prompt=False))
         except ApiError:
@@ -254,7 +254,7 @@ def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
 
 
 def _placed(marks: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
-    """Return the breakpoints whose place in a prompt can be told, by the tokens before it."""
+    """Return the breakpoints with a known position in the prompt, with the number of tokens before it."""
     counted = [(counts[replace(mark, keep_s=0)], mark.keep_s) for mark in marks]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
 

@@ -1,4 +1,4 @@
-"""An engine as a replica of a launch: in a thread beside the front end, or alone in any other process."""
+"""An engine as a replica of a launch: in a thread next to the front end, or alone in any other process."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class ReplicaThread:
         return self._address
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the engine to end once the coordinator was told to stop; return whether it ended without error."""
+        """Wait for the engine to end once the coordinator is stopping; return True if it ended without error."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._error is None
 

@@ -38,11 +38,11 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a step adds to a reply.
+    """New text of a reply after a step.
 
     Args:
         finish_reason: "stop", "length" or "tool_calls" with the last piece, else None.
-        parts: What the reply's parser made of the text.
+        parts: Parts of the text that the reply's parser found.
     """
 
     text: str

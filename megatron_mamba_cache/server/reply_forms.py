@@ -1,4 +1,4 @@
-"""What a reply has to look like: an answer of a form, or calls of tools, perhaps after reasoning."""
+"""Constraints on a reply: a format or calls of tools, possibly after reasoning."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -34,7 +34,7 @@ BiasedToken = Annotated[Text, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class StreamOptions(PartlySupported):
-    """What a stream has besides its choices.
+    """Options of a stream.
 
     Args:
         include_usage: True if a last chunk without choices has the usage.
@@ -95,7 +95,7 @@ class GenerationFields(AnswerFields):
 
     @property
     def logits(self) -> LogitsSettings:
-        """How logits are changed before tokens are drawn."""
+        """Changes of the logits before sampling."""
         settings = LogitsSettings(
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             min_tokens=self.min_tokens or 0,

@@ -49,7 +49,7 @@ def error_of(value: Any) -> str | None:
 
 
 def strict_scalar(text: str) -> str:
-    """Return a number, or a word in its place, as JSON: quoted if it stands for a number that is not finite."""
+    """Return a number, or a word used as one, as JSON: quoted if it is not a finite number."""
     try:
         return text if math.isfinite(float(text)) else json.dumps(text)
     except ValueError:

@@ -39,7 +39,7 @@ class ForeignTool(BaseModel):
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return what tells the tools of these types, or of none, from those of other types.
+    """Return the discriminator between tools of these types, or of none, and tools of other types.
 
     Its tags `own-tool` and `foreign-tool` are left out of errors, since they have a hyphen.
     """
@@ -111,7 +111,7 @@ class Tool(BaseModel):
 
     @property
     def mark(self) -> CacheControl | None:
-        """The breakpoint behind it."""
+        """The breakpoint after it."""
         return self.cache_control or self.function.cache_control
 
 

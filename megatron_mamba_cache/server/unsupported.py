@@ -47,7 +47,7 @@ REFUSED = "unsupported_field"
 
 
 def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
-    """Return an error that `errors.schema_error` reports with this sentence, for a field below its place if given."""
+    """Return an error that `errors.schema_error` reports with this sentence, for a nested field if given."""
     named = {} if field is None else {"field": field}
     return PydanticCustomError(kind, "{sentence}", {**named, "sentence": sentence})
 

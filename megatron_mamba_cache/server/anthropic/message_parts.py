@@ -46,7 +46,7 @@ class ToolUseBlock(BaseModel):
 
 
 class ToolResultBlock(BaseModel):
-    """The result of a call; `is_error` is counted and not shown to the model, whose templates have no place for it."""
+    """The result of a call; `is_error` is counted but not shown to the model, as templates do not support it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name

@@ -104,7 +104,7 @@ class Thinking(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """What an answer has to look like."""
+    """Constraint on the format of a reply."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 

@@ -25,13 +25,13 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedCalls:
-    """Calls behind a marker, as a family writes them.
+    """Calls that begin with a marker, as a family writes them.
 
     Args:
         marker: What every call, or list of calls, begins with.
         rest: Returns the grammar of what follows the marker, given how many calls a list may have.
-        separator: A rule between calls with a marker each; None: calls are a list behind one marker.
-        others: What else the family's parser takes for the beginning of calls.
+        separator: A rule between calls that have a marker each; None: calls are a list after one marker.
+        others: Other text that the family's parser accepts as the beginning of calls.
     """
 
     marker: str
@@ -103,7 +103,7 @@ def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: Specia
 
 
 def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar | None:
-    """Return the grammar of a reply that may call tools, None if its calls cannot be told from text."""
+    """Return the grammar of a reply that may call tools; None if calls have no marker."""
     form = MARKED_CALLS.get(family)
     return None if form is None else form.text_and_calls(tools, special_id)
 

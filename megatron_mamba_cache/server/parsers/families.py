@@ -1,7 +1,7 @@
 """Which parsers a model's replies need: by name, or by what its chat template writes.
 
-A form has a name, a sign in chat templates that tells it, and a generator over a `TextFeed` that parses it. `content`
-and `mentions` tell its tags from text that mentions them. `call_grammars` writes it as a grammar.
+A format has a name, a sign in chat templates that identifies it, and a generator over a `TextFeed` that parses it.
+`content` and `mentions` distinguish its tags from text that mentions them. `call_grammars` writes it as a grammar.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

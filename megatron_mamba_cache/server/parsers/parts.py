@@ -1,4 +1,4 @@
-"""What a reply is made of, and the parser that finds it in text deltas."""
+"""Parts of a reply, and the parser that finds them in text deltas."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass

@@ -78,16 +78,16 @@ class TextFeed:
         return self._take(len(self._text))
 
     def back_to_mark(self) -> None:
-        """Give back the consumed text since the mark, and forget the mark."""
+        """Return to the mark, so that the text after it is unconsumed again, and remove the mark."""
         assert self._mark is not None
         self._at, self._mark = self._mark, None
 
     def back(self, count: int) -> None:
-        """Give back the last `count` consumed characters; no text may have arrived since."""
+        """Make the last `count` consumed characters unconsumed; no text may have arrived since."""
         self._at -= count
 
     def skip(self, count: int) -> None:
-        """Consume `count` characters that were given back."""
+        """Consume `count` characters that `back` made unconsumed."""
         self._at += count
 
     def peek(self) -> Generator[None, None, str]:

@@ -119,7 +119,7 @@ class ForeignItem(BaseModel):
 
     @property
     def call_id(self) -> str:
-        """What the call and its result have in common; "" if the client gives no text for it."""
+        """The id that a call and its result share; "" if the client sends no text for it."""
         found = self.item.get("call_id")
         return found if isinstance(found, str) else ""
 
