@@ -1,1 +1,1 @@
-"""Ops on packed batches and state pools: Triton kernels, each with a torch reference beside it."""
+"""Ops on packed batches and state pools: Triton kernels, each with a torch reference."""

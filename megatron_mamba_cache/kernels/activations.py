@@ -1,9 +1,8 @@
 """Activations between the two GEMMs of a feed-forward layer.
 
 GEMM kernels apply them before they round. Those after another library's GEMM have a kernel each: torch takes two
-launches, and goes element by element through halves that are not contiguous. Layout: any contiguous tensor, gates
-first, [tokens, 2 * width]. Grid: (tokens, tiles of a token's outputs), or a program WIDTH elements. Graph safe: no host
-sync.
+launches, and processes non-contiguous halves element by element. Layout: any contiguous tensor, gates first, [tokens, 2
+* width]. Grid: (tokens, tiles of a token's outputs), or a program for WIDTH elements. Graph safe: no host sync.
 """
 
 from typing import Literal
@@ -18,7 +17,7 @@ from .kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradien
 from .overlap import await_inputs, overlapping
 
 Activation = Literal["none", "squared_relu", "gated_silu"]
-"""`gated_silu` takes twice the outputs: the gates, then what they gate."""
+"""`gated_silu` takes twice the outputs: the gates, then the gated values."""
 
 
 def activated_ref(products: Tensor, activation: Activation) -> Tensor:
@@ -87,7 +86,7 @@ def gated_silu(products: Tensor) -> Tensor:
 
 
 def gated_silu_ref(products: Tensor) -> Tensor:
-    """Return silu(gates) * others; see `gated_silu`."""
+    """Torch twin of `gated_silu`."""
     dtype = torch.promote_types(products.dtype, torch.float32)
     return activated_ref(products.to(dtype), "gated_silu").to(products.dtype)
 
@@ -127,5 +126,5 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_ref(x: Tensor) -> Tensor:
-    """Return the square of ReLU; Megatron's own is compiled again for each number of tokens."""
+    """Torch twin of `squared_relu`; Megatron's own recompiles for each number of tokens."""
     return F.relu(x).square()

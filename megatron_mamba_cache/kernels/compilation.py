@@ -27,7 +27,7 @@ _Hook = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Compilations:
-    """Kernels that were compiled, and the seconds in which any was, until it was loaded."""
+    """Compiled kernels, and the seconds during which any was compiled or loaded."""
 
     num_kernels: int = 0
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class Compilations:
 
 
 class CompilationWatch:
-    """Counts compilations through Triton's hooks, and calls the hooks that were installed before."""
+    """Count compilations through Triton's hooks, and call the hooks installed before."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -49,11 +49,11 @@ class CompilationWatch:
 
     @property
     def total(self) -> Compilations:
-        """What was compiled while the hooks were installed."""
+        """Compilations since the hooks were installed."""
         return self._total
 
     def install(self) -> None:
-        """Install the hooks; where others have replaced them since, install them again in front."""
+        """Install the hooks; if others have replaced them since, install them again in front."""
         runtime = knobs.runtime
         before, after = self._hooks
         if before is None or runtime.jit_cache_hook is not before:
@@ -65,7 +65,7 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Count the kernels that the block's thread lets others compile, but not the time; see `add_seconds`."""
+        """Count the kernels that other threads compile for this one, but not the time; see `add_seconds`."""
         self._thread.ahead = set()
         try:
             yield
@@ -73,13 +73,13 @@ class CompilationWatch:
             self._thread.ahead = None
 
     def add_seconds(self, seconds: float) -> None:
-        """Count time that other threads took to compile."""
+        """Add the time that other threads took to compile."""
         with self._lock:
             self._add(0, seconds)
 
     @property
     def _ahead(self) -> set[Hashable] | None:
-        """The kernels that are being compiled for this thread in others; None: it compiles them itself."""
+        """Kernels that other threads compile for this one; None if it compiles them itself."""
         ahead: set[Hashable] | None = getattr(self._thread, "ahead", None)
         return ahead
 
@@ -148,7 +148,7 @@ _MOST_THREADS = 16
 
 
 class LoadingExecutor(ThreadPoolExecutor):
-    """Compiles kernels in threads, and loads each at once, for which some versions of Triton compile its launcher."""
+    """Compile kernels in threads, and load each at once: some versions of Triton then compile its launcher."""
 
     def __init__(self, num_threads: int, device: torch.device) -> None:
         begin = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
@@ -159,7 +159,7 @@ class LoadingExecutor(ThreadPoolExecutor):
 
     @property
     def seconds(self) -> float:
-        """The time in which any kernel was being compiled or loaded."""
+        """Time during which any kernel was compiled or loaded."""
         return self._seconds
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> "Future[Any]":  # type: ignore[override]
@@ -169,11 +169,11 @@ class LoadingExecutor(ThreadPoolExecutor):
         return future
 
     def abandon(self) -> None:
-        """Leave what has not begun to compile."""
+        """Cancel compilations that have not begun."""
         self.shutdown(wait=False, cancel_futures=True)
         for future in self._futures:
             if future.cancelled():
-                future.set_running_or_notify_cancel()  # else who waits for it waits for ever
+                future.set_running_or_notify_cancel()  # otherwise a waiting thread would wait for ever
         self._futures.clear()
 
     def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
@@ -195,7 +195,7 @@ class LoadingExecutor(ThreadPoolExecutor):
 
 
 class _Launches:
-    """Turns the launches of some threads into compilations. Several may begin and end in any order."""
+    """Turn the launches of some threads into compilations; several may begin and end in any order."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -204,7 +204,7 @@ class _Launches:
 
     @contextmanager
     def only_compile(self) -> Iterator[None]:
-        """Let launches of this thread in the block compile only."""
+        """Only compile the launches of this thread in the block."""
         with self._lock:
             if not self._threads:
                 self._run, JITFunction.run = JITFunction.run, self._replacement(JITFunction.run)
@@ -229,11 +229,11 @@ _LAUNCHES = _Launches()
 
 @contextmanager
 def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> Iterator[None]:
-    """Let this thread's launches in the block compile their kernels and do nothing else; all are loaded at its end.
+    """Compile the kernels of this thread's launches in the block without launching them, and load them at its end.
 
-    What kernels would have written is undefined, so nothing that lasts may be computed from it, and no index. A kernel
-    that does not compile is left to its first launch, which raises. Other threads launch as ever. If the block raises,
-    what has not begun to compile is left too.
+    Results of the launches are undefined, so nothing lasting and no index may be computed from them. A kernel that does
+    not compile is left to its first launch, which raises. Other threads launch as usual. If the block raises,
+    compilations that have not begun are cancelled.
     """
     executor, mode_before = LoadingExecutor(num_threads(), device), _async_compile.active_mode.get()
 
@@ -261,6 +261,6 @@ def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> It
 
 
 def num_threads() -> int:
-    """Return how many kernels are compiled at once: one for each core, shared with the processes of other GPUs."""
+    """Return how many kernels to compile at once: one for each core, shared with the processes of other GPUs."""
     num_processes = max(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     return min(max(len(os.sched_getaffinity(0)) // num_processes, 2), _MOST_THREADS)

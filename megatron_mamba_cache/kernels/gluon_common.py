@@ -1,10 +1,10 @@
-"""Parts shared by Gluon kernels: loads and stores of tiles by TMA, and the counterparts of `overlap`."""
+"""Parts shared by Gluon kernels: TMA loads and stores of tiles, and the counterparts of `overlap`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Gluon is experimental, and names change: the first are Triton 3.9's, the second 3.6's.
+# Gluon is experimental, and names change: first Triton 3.9's, then 3.6's.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -20,13 +20,13 @@ def release(OVERLAPS: gl.constexpr):
 
 @gluon.jit
 def await_launcher(OVERLAPS: gl.constexpr):
-    """Wait for the results of the kernel before this one."""
+    """Wait for the results of the previous kernel."""
     if OVERLAPS:
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def await_then_release(OVERLAPS: gl.constexpr):
-    """Wait for the results of the kernel before this one, and only then let the next one begin."""
+    """Wait for the results of the previous kernel, then let the next one begin."""
     await_launcher(OVERLAPS)
     release(OVERLAPS)

@@ -35,7 +35,7 @@ def _exp_of_negative(v):
 
 @triton.jit
 def _log1p(x):
-    """Return log(1 + x) for x in [0, 1], float32, to a few units in the last place; Triton has no such function.
+    """Return log(1 + x) for x in [0, 1], float32, to a few ULPs; Triton has no such function.
 
     The rounding of 1 + x is undone by the quotient (Kahan; HP-15C Advanced Functions Handbook, 1982, appendix).
     """

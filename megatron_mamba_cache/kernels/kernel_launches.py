@@ -1,4 +1,4 @@
-"""When ops launch their Triton kernels, and on what device."""
+"""When ops launch their Triton kernels, and on which devices."""
 
 from functools import cache
 
@@ -14,17 +14,17 @@ _FP32_OR_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def launches_kernel(tensor: Tensor) -> bool:
-    """Return whether an op on `tensor` launches its kernel; otherwise it computes with its torch twin."""
+    """Return True if an op on `tensor` launches its kernel; otherwise it uses its torch twin."""
     return tensor.is_cuda or INTERPRETED
 
 
 def is_computed_in_fp32(*tensors: Tensor) -> bool:
-    """Return whether all of `tensors` have dtypes that kernels compute in fp32."""
+    """Return True if kernels compute the dtypes of all `tensors` in fp32."""
     return all(tensor.dtype in _FP32_OR_NARROWER for tensor in tensors)
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether torch records what is computed of any of these tensors, which no kernel differentiates.
+    """Return True if torch records gradients of any of these tensors; no kernel differentiates.
 
     In inference mode nothing is recorded, though Megatron enables gradients around its layers' sums.
     """
@@ -34,7 +34,7 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Return whether a CUDA device has Hopper's instructions: compute capability 9."""
+    """Return True for a CUDA device with Hopper's instructions: compute capability 9."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -45,5 +45,5 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def has_tested_gluon() -> bool:
-    """Return whether kernels for Hopper were tested with this Triton's Gluon, which is experimental."""
+    """Return True if the Hopper kernels were tested with this Triton's Gluon, which is experimental."""
     return _FIRST_TRITON <= Version(Version(triton.__version__).base_version) < _TRITON_BEYOND

@@ -1,9 +1,9 @@
-"""The product of one token with a linear layer's weights, and the activation behind it.
+"""Matrix-vector product of one token with a linear layer's weights, with a fused activation.
 
-Reading the weights takes all the time. Layout: weights [outputs, inputs], inputs contiguous. Grid: a program ROWS
-outputs, of whose weights as many are in flight at once as its registers hold. Weights do not depend on the kernel
-before, so a program loads the first of them before it waits for that kernel's results: on Hopper they are on their way
-while short kernels run. Accumulation is fp32. Graph safe: no host sync, no atomics.
+Reading the weights takes all the time. Layout: weights [outputs, inputs], inputs contiguous. Grid: a program for ROWS
+outputs, with as many weights in flight at once as fit in registers. Weights do not depend on the previous kernel, so a
+program loads the first of them before it waits for that kernel's results: on Hopper this overlaps with short kernels.
+Accumulation is fp32. Graph safe: no host sync, no atomics.
 """
 
 import torch
@@ -17,9 +17,9 @@ from .kernel_launches import launches_kernel
 from .overlap import await_written, let_next_begin, overlapping
 
 _AT_ONCE = 8192
-"""Weights of an output that a program loads at once."""
+"""Weights of an output loaded at once."""
 MOST_INPUTS = 4 * _AT_ONCE
-"""Inputs up to which a program goes through its weights in a few rounds, written out."""
+"""Most inputs for an unrolled loop over the weights."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _one_token_kernel(
 
 
 def can_multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> bool:
-    """Return whether `multiply_one_token` takes less time than a matrix product: for one token in 16 bits, on a GPU."""
+    """Return True if `multiply_one_token` is faster than a GEMM: for one 16-bit token on a GPU."""
     return (
         launches_kernel(x)
         and x.numel() == weight.shape[1] <= (_AT_ONCE if activation == "gated_silu" else MOST_INPUTS)
@@ -120,5 +120,5 @@ def multiply_one_token(
 def multiply_one_token_ref(
     x: Tensor, weight: Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return activation(x @ weight.T), computed in fp32; see `multiply_one_token`."""
+    """Torch twin of `multiply_one_token`, in fp32."""
     return activated_ref(F.linear(x.float(), weight.float()), activation).to(dtype or x.dtype)

@@ -1,11 +1,12 @@
-"""Kernels that are launched while the kernel before them still runs, so that no pause lies between two short ones.
+"""Launch kernels while the previous one still runs, to hide launch latency (programmatic dependent launch).
 
-Hopper lets a kernel begin once every program of the kernel before it has begun (programmatic dependent launch). It must
-wait for that kernel's results before it reads or writes anything but weights, and `await_inputs` does so first of all.
-Since each such kernel waits, none can overtake one further back. On other devices nothing changes.
+Hopper lets a kernel begin once every program of the previous kernel has begun. It must wait for that kernel's results
+before it reads or writes anything but weights, and `await_inputs` does so first of all. Since each such kernel waits,
+none can overtake an earlier one. On other devices nothing changes.
 
-A kernel that lets the next one begin only after its own wait (`await_then_release`) has everything before it written by
-then. The next kernel may therefore read at once what only those wrote, and waits (`await_launcher`) for the rest.
+A kernel that lets the next one begin only after its own wait (`await_then_release`) knows that everything before it is
+written. So the next kernel may immediately read anything that this kernel does not write, and waits (`await_launcher`)
+for the rest.
 """
 
 from functools import cache
@@ -20,7 +21,7 @@ from .kernel_launches import INTERPRETED, is_hopper
 
 @triton.jit
 def await_inputs(OVERLAPS: tl.constexpr):
-    """Let the next kernel begin, and wait until all that came before has been written; call it before anything else."""
+    """Let the next kernel begin, and wait for all earlier writes; call it before anything else."""
     let_next_begin(OVERLAPS)
     await_written(OVERLAPS)
 
@@ -34,14 +35,14 @@ def let_next_begin(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_written(OVERLAPS: tl.constexpr):
-    """Wait until all that came before has been written."""
+    """Wait for all earlier writes."""
     if OVERLAPS:
         cuda_language.gdc_wait()
 
 
 @triton.jit
 def await_then_release(OVERLAPS: tl.constexpr):
-    """As `await_inputs`, but let the next kernel begin only now: it may read what this kernel does not write at once.
+    """Wait for inputs, then let the next kernel begin; it may immediately read anything this kernel does not write.
 
     The next kernel calls `release` first, and `await_launcher` before it reads this kernel's results or ends.
     """
@@ -52,14 +53,14 @@ def await_then_release(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def release(OVERLAPS: tl.constexpr):
-    """Let the next kernel begin; the kernel before this one began with `await_then_release`."""
+    """Let the next kernel begin; the previous kernel called `await_then_release`."""
     if OVERLAPS:
         cuda_language.gdc_launch_dependents()
 
 
 @triton.jit
 def await_launcher(OVERLAPS: tl.constexpr):
-    """Wait until the kernel before this one has written all; every program must, even one that reads nothing of it."""
+    """Wait until the previous kernel has written everything; every program must call it, even without reads."""
     if OVERLAPS:
         cuda_language.gdc_wait()
 

@@ -1,4 +1,4 @@
-"""A log line for work that takes long."""
+"""A log line for slow work."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ _speaker = Lock()
 
 
 class ProgressLine:
-    """Logs work that has run for 2 s, and its duration when it ends; of several at once, only the first."""
+    """Log work that has run for 2 s, and its duration when it ends; of concurrent work, only the first."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -25,7 +25,7 @@ class ProgressLine:
             self._timer.start()
 
     def end(self) -> None:
-        """Stop; nothing happens if it has ended already."""
+        """Stop, unless it has ended already."""
         self._timer.cancel()
         if self._has_spoken:
             _LOG.warning("... done after %.0f s", time.perf_counter() - self._began)

@@ -15,7 +15,7 @@ def redirect_padding(valid: Tensor) -> Tensor:
 
 
 def along_first_dim(mask: Tensor, like: Tensor) -> Tensor:
-    """Reshape `mask` [n] so that it broadcasts over the trailing dimensions of `like` [n, ...]."""
+    """Reshape `mask` [n] to broadcast over the trailing dimensions of `like` [n, ...]."""
     return mask.reshape(-1, *[1] * (like.dim() - 1))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..grammars.compiler import Grammars
-from ..kernels.sampling.logits_changes import bar_tokens
+from ..kernels.sampling.logits_changes import mask_tokens
 from ..policy.requests import RunningRequest
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class GrammarMasks:
         count = making.result()
         device = logits.device
         masks = self._masks[:count].to(device, non_blocking=True)
-        bar_tokens(logits, masks, self._logits_rows[:count].to(device, non_blocking=True))
+        mask_tokens(logits, masks, self._logits_rows[:count].to(device, non_blocking=True))
         if logits.is_cuda:
             self._was_sent = torch.cuda.Event()
             self._was_sent.record(torch.cuda.current_stream(device))

@@ -21,7 +21,7 @@ from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, sampling, token_cuts, verification
 from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
 from megatron_mamba_cache.kernels.sampling.row_tiles import SamplingRows
-from megatron_mamba_cache.kernels.sampling.sampling import draw_tokens
+from megatron_mamba_cache.kernels.sampling.sampling import sample_by_kernels
 from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits, accept_matching
 from megatron_mamba_cache.recurrences import align_copy as align_copy_module
 from megatron_mamba_cache.recurrences import quantized_states, slot_copies
@@ -183,7 +183,7 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
     for num_rows, first in ((1, 0), (2, 1), (16, 2), (33, 3)):
         settings = (torch.ones(40), torch.ones(40, dtype=torch.int32), torch.ones(40))
         rows = SamplingRows(logits[:num_rows], *(setting[first : first + num_rows] for setting in settings))
-        draw_tokens(rows, torch.empty(40, dtype=torch.float64)[first : first + num_rows], any_cut=True)
+        sample_by_kernels(rows, torch.empty(40, dtype=torch.float64)[first : first + num_rows], any_cut=True)
         tokens = greedy_tokens(rows.logits)
         cu_logits, drafts = torch.zeros(80, dtype=torch.int32)[first:], torch.zeros(80, dtype=torch.int64)[first:]
         for max_drafts in (0, 1, 3, 8):

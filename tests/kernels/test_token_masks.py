@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.sampling.logits_changes import bar_tokens, bar_tokens_ref
+from megatron_mamba_cache.kernels.sampling.logits_changes import mask_tokens, mask_tokens_ref
 from tests.kernels.packed_batches import same_bits
 
 
@@ -18,8 +18,8 @@ def test_the_kernel_bars_what_the_twin_bars(
     masks = torch.randint(-(2**31), 2**31, (len(rows), words), dtype=torch.int32, device=device)
     places = torch.tensor(rows, dtype=torch.int32, device=device)
     found, expected = wide.clone(), wide.clone()
-    bar_tokens(found[:, :vocab_size], masks, places)
-    bar_tokens_ref(expected[:, :vocab_size], masks, places)
+    mask_tokens(found[:, :vocab_size], masks, places)
+    mask_tokens_ref(expected[:, :vocab_size], masks, places)
     assert same_bits(found, expected)
     for row in range(num_logits):
         if row not in rows:
@@ -35,8 +35,8 @@ def test_arguments_that_disagree_are_refused(device: str) -> None:
     rows = torch.zeros(1, dtype=torch.int32, device=device)
     masks = torch.zeros(1, 2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="1 words cover 32 tokens, of 64"):
-        bar_tokens(logits, masks[:, :1].contiguous(), rows)
+        mask_tokens(logits, masks[:, :1].contiguous(), rows)
     with pytest.raises(ValueError, match="need contiguous int32 masks"):
-        bar_tokens(logits, masks.long(), rows)
+        mask_tokens(logits, masks.long(), rows)
     with pytest.raises(ValueError, match=r"need logits \[n, vocab\]"):
-        bar_tokens(logits, masks, rows[:0])
+        mask_tokens(logits, masks, rows[:0])

@@ -1,1 +1,1 @@
-"""Causal attention over the paged KV cache, by whichever library is installed."""
+"""Causal attention over the paged KV cache, by any installed library."""

@@ -145,15 +145,15 @@ def write_attention_inputs(
     token_offset: Tensor,
     changes: HeadChanges,
 ) -> Tensor:
-    """Write each new token's changed key, and its value, into the caches, in place; return its changed queries packed.
+    """Write each new token's changed key, and its value, into the caches; return its changed queries packed.
 
     Long because of its contract.
 
     Args:
         query: [at least tokens, kv_heads, queries, dim], the queries of a head contiguous.
         key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
-        k_cache, v_cache, token_block, token_offset: See `append_kv`.
-        changes: What is computed of each head of queries and keys.
+        k_cache, v_cache, token_block, token_offset: As in `append_kv`.
+        changes: Norm and rotation of each head of queries and keys.
 
     Returns:
         [as many tokens as `query` has, kv_heads * queries, dim] contiguous, unspecified beyond the first `tokens`.

@@ -1,4 +1,4 @@
-"""Choose a model's attention backend: the first of `BACKENDS` that can serve it, or the one that a setting names."""
+"""Choose a model's attention backend: the first of `BACKENDS` that can serve it, or the configured one."""
 
 import logging
 from typing import Protocol
@@ -24,7 +24,7 @@ class BackendClass(Protocol):
         """Build a backend; its library may raise anything."""
 
     def refusal(self, shape: AttentionShape) -> str | None:
-        """Return why it cannot serve a model, None if it can."""
+        """Return why it cannot serve a model; None if it can."""
 
 
 BACKENDS: tuple[BackendClass, ...] = (
@@ -70,12 +70,12 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
 
 
 def _suits_libraries(shape: AttentionShape) -> bool:
-    """Return whether the first backend is the one to have: with a GPU, and in half precision."""
+    """Return True if the first backend is preferable: with a GPU, in half precision."""
     return shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:
-    """Return, by name, why a backend cannot serve bfloat16, 128 channels a head and blocks of 256 on this machine."""
+    """Return, by name, why backends cannot serve bfloat16, 128 channels per head and blocks of 256 here."""
     shape = AttentionShape(
         num_heads=32,
         num_kv_heads=8,

@@ -27,7 +27,7 @@ PAGE_MULTIPLE = 256
 
 
 class _FlashAttention(ABC):
-    """A flash kernel over packed rows with a block table."""
+    """A flash kernel over packed requests with a block table."""
 
     name: str
     setting: str
@@ -43,7 +43,7 @@ class _FlashAttention(ABC):
 
     @abstractmethod
     def _planned(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the function for a step's rows; its queries are those of the rows alone."""
+        """Return the function for a step's requests; its queries contain no padding."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Return the attention call for each layer."""
@@ -51,7 +51,7 @@ class _FlashAttention(ABC):
         return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Prepare graphs whose rows are at most as long as these."""
+        """Prepare graphs for requests at most as long as these."""
         return DeviceLengths(self, rows)
 
 
@@ -161,7 +161,7 @@ def page_refusal(shape: AttentionShape) -> str | None:
 
 
 def cumulative_lengths(rows: AttentionRows) -> Tensor:
-    """Return [rows + 1] int32, where each row's cached tokens would begin if they were packed."""
+    """Return [requests + 1] int32: the starts of the cached tokens if they were packed."""
     return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 

@@ -1,16 +1,16 @@
-"""Attention by FlashInfer's prefill kernels over a paged cache, which serve decode, verify and prefill rows alike.
+"""Attention by FlashInfer's prefill kernels over a paged cache, for decode, verify and prefill alike.
 
-A step is attended in two calls: its decode rows, then its prompts. "fa2" divides a row's cached tokens among
-multiprocessors, as rows of few query tokens need. All rows of a call have one tile size, though: a prompt among decode
-rows makes their tiles eight times too large, and leaves none for dividing its own tokens. "fa3" computes prompts 1.6
-times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them.
-Before release 0.6 it counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those
-beyond 64 GiB without a word; "fa2" reads them. Where there are such blocks, graphs of up to 1,024 prompt tokens are of
-"fa2"; larger ones are of "fa3" and left out, if they may be, in the steps whose prompts have such a block.
+A step is attended in two calls: its decodes, then its prompts. "fa2" splits the cached tokens of a request over
+multiprocessors, as requests with few query tokens need. All requests of a call have one tile size, though: a prompt
+among decodes makes their tiles eight times too large, and prevents the split of its own tokens. "fa3" computes prompts
+1.6 times as fast, but a program reads all cached tokens of 128 query tokens and a head, so it needs enough of them.
+Before release 0.6 it has 32-bit offsets, in units of 16 bytes, and silently reads wrong blocks beyond 64 GiB; "fa2"
+reads them. If there are such blocks, graphs of up to 1,024 prompt tokens use "fa2"; larger ones use "fa3", and are
+skipped, if allowed, in steps whose prompts have such a block.
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
 built, with a log line, not at the first request. Graphs use more of FlashInfer than its documentation promises. That is
-tried out there too: a release that differs is passed over and does not stop a start that has loaded its weights.
+tested at start too: an incompatible release is skipped and does not stop a start that has loaded its weights.
 """
 
 from importlib import import_module
@@ -36,13 +36,13 @@ from .flashinfer_compiler import scripts_in_path
 from .interface import AttentionRows, AttentionShape, PlannedAttention, half_precision_refusal, is_installed
 
 OLDEST = Version("0.5.3")
-"""The oldest release that the tests were run with."""
+"""Oldest tested release."""
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
 _PLAN_GRAIN = 64 * 2**10
-_MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
+_MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify request
 _FA3_TILE = 128  # query tokens of a program
 _LEAST_LEFT_OUT = 1025  # prompt tokens of a step that a graph may leave out: with fewer, the host would take far longer
 _FA3_BYTES = 2**32 * 16  # that "fa3" reads before release 0.6. Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
@@ -53,7 +53,7 @@ class FlashInferAttention:
     """`BatchPrefillWithPagedKVCacheWrapper`; its host plan of a step serves all layers.
 
     Args:
-        kernel: "fa2" or "fa3" for all rows; None: "fa2" for decode rows, the faster one for prompts that it can read.
+        kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, the faster one for prompts that it can read.
     """
 
     name = setting = "flashinfer"
@@ -112,7 +112,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Prepare graphs whose rows are at most as long as these; prepare the largest first, to share its memory."""
+        """Prepare graphs for requests at most as long as these; the largest first, to share its memory."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         parts = [part for part in both if rows.query_lens[part]]
         lengths = [rows.query_lens[part] for part in parts]
@@ -130,10 +130,10 @@ class FlashInferAttention:
         )
 
     def _try_out(self, kernels: tuple[str, str]) -> None:
-        """Compile all that a step needs and prepare what a graph does, by running steps of one token.
+        """Run steps of one token, to compile all kernels and test what graphs need.
 
         Args:
-            kernels: Those of decode rows and of prompts.
+            kernels: For decodes and for prompts.
         """
         shape = self._shape
         one = torch.ones(1, dtype=torch.int32, device=shape.device)
@@ -199,10 +199,10 @@ def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | N
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the bytes that FlashInfer's fa2 needs for the partial results of rows inside a graph.
+    """Return the bytes of FlashInfer fa2's partial results inside a graph.
 
-    They are float32 query tiles and their sums: as many as the rows have tiles, with a ragged one each, or as many as
-    FlashInfer launches blocks, if that is more. Outside of a graph they are never more than the latter. Source:
+    They are float32 query tiles and their sums: as many as the requests have tiles, with a ragged one each, or as many
+    as FlashInfer launches blocks, if that is more. Outside of a graph they are never more than the latter. Source:
     FlashInfer 0.5.3, scheduler.cuh.
     """
     tile, num_tiles = _query_tiles(shape, num_rows, num_tokens)
@@ -210,10 +210,10 @@ def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return bytes that hold FlashInfer's plan of rows inside a graph.
+    """Return an upper bound of the bytes of FlashInfer's plan inside a graph.
 
-    A plan of "fa2" has 13 bytes a query tile and 4 a row and a query token, one of "fa3" 28 for each tile of 128 query
-    tokens and each head, and 4 a multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
+    A plan of "fa2" has 13 bytes per query tile and 4 per request and query token, one of "fa3" 28 for each tile of 128
+    query tokens and each head, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     fa2 = 13 * _query_tiles(shape, num_rows, num_tokens)[1] + 4 * (num_rows + num_tokens)
     fa3 = 28 * shape.num_heads * (-(-num_tokens // _FA3_TILE) + num_rows) + 4 * num_multiprocessors(shape.device)
@@ -221,7 +221,7 @@ def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Return the query tokens of a tile of "fa2", each with all heads of a group, and how many tiles rows may have."""
+    """Return the query tokens of an fa2 tile, each with all heads of a group, and the most tiles of the requests."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 and shape.head_dim < 256 else 64 if longest > 16 else 16
@@ -236,14 +236,14 @@ def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
 
 
 def largest(*values: Any, **options: Any) -> Any:
-    """Replace `max` where FlashInfer plans: on a tensor the built-in takes about 3 µs an element."""
+    """Replace `max` in FlashInfer's planning: on a tensor the built-in takes about 3 µs per element."""
     if len(values) == 1 and isinstance(values[0], Tensor) and not options:
         return values[0].max()
     return max(*values, **options)
 
 
 def _release() -> Version | None:
-    """Return FlashInfer's release; None if its installation does not say, as a build of its sources may not."""
+    """Return FlashInfer's release; None if unknown, as for builds from source."""
     try:
         found = Version(version("flashinfer-python"))
     except (PackageNotFoundError, InvalidVersion):

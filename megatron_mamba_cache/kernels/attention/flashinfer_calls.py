@@ -1,4 +1,4 @@
-"""Calls of FlashInfer's wrappers, each of some rows of a step: those of a graph, planned again for each replay, too."""
+"""Calls of FlashInfer's wrappers for some requests of a step, eager or in a graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Rows and their pages; all int32 on the host.
+    """Requests and their pages; all int32 on the host.
 
     Args:
-        cu_query: [rows + 1]; first packed query token of each row.
-        cu_pages: [rows + 1]; where each row's pages begin in `pages`.
-        last_page_lens: [rows]; tokens in each row's last page.
+        cu_query: [requests + 1]; first packed query token of each request.
+        cu_pages: [requests + 1]; first entry of each request in `pages`.
+        last_page_lens: [requests]; tokens in each last page.
     """
 
     cu_query: Tensor
@@ -30,7 +30,7 @@ class PageLists:
     last_page_lens: Tensor
 
     def has_pages_of(self, other: "PageLists") -> bool:
-        """Return whether the same rows have the same pages; they may fill them further than the other's."""
+        """Return True if the pages are those of `other`, perhaps filled further."""
         return all(
             mine.equal(theirs)
             for mine, theirs in (
@@ -42,7 +42,7 @@ class PageLists:
 
 
 def page_lists(rows: AttentionRows, block_size: int, part: slice = ALL_ROWS, *, keep_all: bool = False) -> PageLists:
-    """Return the pages of some of a step's rows; those without query tokens are left out unless `keep_all`."""
+    """Return the pages of some requests; those without query tokens are left out unless `keep_all`."""
     query_lens, kv_lens = np.array(rows.query_lens[part], np.int32), np.array(rows.kv_lens[part], np.int32)
     table = rows.host_block_table[part]
     if not keep_all:
@@ -70,7 +70,7 @@ class PagedAttention:
         self._wrapper = wrapper
 
     def plan_pages(self, pages: PageLists) -> None:
-        """Plan on the host which thread blocks read which pages."""
+        """Assign pages to thread blocks, on the host."""
         shape = self._shape
         self._wrapper.plan(
             qo_indptr=pages.cu_query,
@@ -92,7 +92,7 @@ class PagedAttention:
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out)
 
     def lend_offsets(self, wrapper: Any) -> None:
-        """Let another wrapper of "fa3" use this one's 64 MiB for the places of cached tokens, written by each run.
+        """Share this wrapper's 64 MiB of token offsets with another "fa3" wrapper; each run writes them.
 
         From 0.6 on FlashInfer has no such memory.
         """
@@ -102,15 +102,14 @@ class PagedAttention:
 
 
 class CapturedPart:
-    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace, one after another.
+    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace.
 
     Args:
-        rows: The longest rows of a step.
-        part: Those of them that the wrapper attends.
-        pages: [pages of the longest rows] twice: pinned memory from which their numbers are sent to where the kernel
-            reads them.
-        reads_lengths: Whether the kernel reads how full last pages are where each step writes it, not from the plan: it
-            need not be planned again while rows have the same pages.
+        rows: The longest requests of a step.
+        part: The slice of them that the wrapper attends.
+        pages: [pages of the longest requests] twice: pinned memory, and the copy that the kernel reads.
+        reads_lengths: True if the kernel reads last-page lengths written by each step, not the plan's: no new plan is
+            needed while the pages are the same.
     """
 
     def __init__(
@@ -134,13 +133,13 @@ class CapturedPart:
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
+        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
         pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
         if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
             return
         self._planned = None  # in case planning fails
         if self._was_sent is not None:
-            self._was_sent.synchronize()  # the plan before is on its way from memory that this one overwrites
+            self._was_sent.synchronize()  # the previous plan is still being copied from memory that this one overwrites
         # FlashInfer's own copy of page numbers would wait for the device, and so for all that is launched already.
         sent = slice(len(pages.pages))
         self._sent_pages[sent] = pages.pages
@@ -166,13 +165,13 @@ class CapturedFlashInfer:
         return lambda q, k_cache, v_cache: attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
+        """Plan the next replay on the host; needs exact lengths, and the same number of requests."""
         for part in self.parts:
             part.plan_again(rows)
 
 
 def tokens_of(rows: AttentionRows, part: slice) -> slice:
-    """Return the packed query tokens of some rows."""
+    """Return the slice of packed query tokens of some requests."""
     first = sum(rows.query_lens[: part.start or 0])
     return slice(first, first + sum(rows.query_lens[part]))
 

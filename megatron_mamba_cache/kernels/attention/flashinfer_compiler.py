@@ -1,4 +1,4 @@
-"""What FlashInfer compiles its kernels with on this machine, without importing it."""
+"""The compilers available to FlashInfer on this machine, found without importing it."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ _DEFAULT_CUDA = "/usr/local/cuda"
 
 
 def origin_of_kernels() -> str:
-    """Say how FlashInfer gets its kernels, or what it lacks for that.
+    """Describe how FlashInfer gets its kernels, or what it lacks to compile them.
 
     It runs `nvcc`, the C++ compiler and `ninja`, and looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, above an `nvcc` in
     `PATH` and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.
@@ -34,7 +34,7 @@ def origin_of_kernels() -> str:
 
 @contextmanager
 def scripts_in_path() -> Iterator[None]:
-    """Let the block find what pip has installed beside this Python, also where its environment is not active."""
+    """Add this Python's scripts to `PATH` in the block, even if its environment is not active."""
     before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
     try:

@@ -1,4 +1,4 @@
-"""The attention backend protocol: chosen once for a model, planned once a step, called once a layer."""
+"""The attention backend protocol: chosen once for a model, planned once per step, called once per layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Describe the packed query rows of a step and their cached tokens.
+    """Packed query tokens of a step's requests, and their cached tokens.
 
     Args:
-        cu_query: [rows + 1] int32; first packed query token of each row.
-        kv_lengths: [rows] int32; a row's cached tokens, this step's included. 0 gives zeros.
-        block_table: [rows, max_blocks] int32; entries past a row's last block may hold anything.
+        cu_query: [requests + 1] int32; first packed query token of each request.
+        kv_lengths: [requests] int32; cached tokens, this step's included. 0 gives zeros.
+        block_table: [requests, max_blocks] int32; entries past a request's last block may hold anything.
         query_lens: Host copy of the query lengths.
         kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
         host_block_table: Host copy of `block_table`, valid until the step's results have been read back.
-        num_decode_requests: How many rows, the first ones, decode or verify; the others are of prompts.
-        last_block_lens: [rows] int32; tokens in each row's last block, of a row without tokens anything. A graph reads
-            it; None where nothing is captured.
+        num_decode_requests: The first requests decode or verify; the others prefill.
+        last_block_lens: [requests] int32; tokens in each last block, undefined without tokens. Read by graphs; None if
+            nothing is captured.
     """
 
     cu_query: Tensor
@@ -43,15 +43,15 @@ PlannedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What all attention layers of a model share on this rank.
+    """Sizes that all attention layers of a model share on this rank.
 
     Args:
         num_heads: Query heads, a multiple of num_kv_heads.
         block_size: Tokens of a KV block.
-        scale: Factor of the scores, before softmax.
+        scale: Factor on the scores, before softmax.
         dtype: Dtype of queries, keys, values and results.
         num_blocks: KV blocks of a layer's cache, and
-        block_bytes_apart: bytes from one to the next, which other layers' and states may lie between; 0: any.
+        block_bytes_apart: their stride in bytes, as other layers and states may be in between; 0: unknown.
     """
 
     num_heads: int
@@ -70,7 +70,7 @@ class CapturedAttention(Protocol):
 
     @property
     def last_block(self) -> int | None:
-        """The last KV block that it reads in rows of prompts; None: the last one of the cache."""
+        """The last KV block that it can read for prompts; None for all."""
 
     @property
     def is_planned(self) -> bool:
@@ -80,35 +80,35 @@ class CapturedAttention(Protocol):
         """Return the attention call for each layer; called during graph capture, which records the launches."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Prepare the next replay, outside of any graph: as many rows, with at most as many query and cached tokens.
+        """Prepare the next replay, outside of any graph: the same number of requests, none longer than captured.
 
-        The plan is also valid for longer rows, as long as they have as many query tokens and the same blocks.
+        The plan stays valid as requests grow, with the same query tokens and blocks.
         """
 
 
 class AttentionBackend(Protocol):
-    """Computes what `paged_attention_ref` does, up to the rounding of its dtype; built for one `AttentionShape`."""
+    """Computes `paged_attention_ref`, up to the rounding of its dtype; built for one `AttentionShape`."""
 
     name: str
     setting: str
-    """The value of `CacheConfig.attention_backend` that names it."""
+    """Its value of `CacheConfig.attention_backend`."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Prepare a step, from its host lengths and block table, for the calls of its layers.
 
-        No row has fewer cached tokens than query tokens. The plan is valid until the next one is made.
+        No request has fewer cached tokens than query tokens. The plan is valid until the next one is made.
         """
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
-        """Prepare graphs whose rows are at most as long as these; the tensors are those that replays will read.
+        """Prepare graphs for requests at most as long as these; replays read the same tensors.
 
         Args:
-            may_be_left_out: Whether steps with prompts in blocks beyond `last_block` run without these graphs.
+            may_be_left_out: True if steps with prompts in blocks beyond `last_block` run without these graphs.
         """
 
 
 class DeviceLengths:
-    """`CapturedAttention` of a backend that reads exact lengths only on the device: there is nothing to plan again."""
+    """`CapturedAttention` of a backend that reads exact lengths on the device: no plan is needed."""
 
     is_planned = False
     last_block = None
@@ -126,7 +126,7 @@ class DeviceLengths:
 
 
 def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `attend` of the first `num_tokens` tokens of q, and zeros for those past the last row."""
+    """Return `attend` of the first `num_tokens` tokens of q, and zeros for padding."""
     if 0 < num_tokens == q.shape[0]:
         return attend(q)
     out = torch.zeros_like(q)
@@ -150,7 +150,7 @@ def attention_after(first: Callable[[], None], attend: PlannedAttention) -> Plan
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be found; it is not imported."""
+    """Return True if a package can be found; it is not imported."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):
@@ -158,7 +158,7 @@ def is_installed(package: str) -> bool:
 
 
 def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:
-    """Return why no half-precision kernel can serve a model, None if one can."""
+    """Return why no half-precision kernel can serve a model; None if one can."""
     if shape.device.type != "cuda":
         return f"it needs a CUDA device, found {shape.device.type}"
     if shape.dtype not in (torch.float16, torch.bfloat16):

@@ -60,15 +60,15 @@ def append_kv(
     token_offset: Tensor,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Write each new token's key and value into its index in the caches, in place; return its queries packed.
+    """Write each new token's key and value into the paged caches, in place; return its queries packed.
 
     Long because of its contract.
 
     Args:
         key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
         k_cache, v_cache: [blocks, block_size, kv_heads, dim] of equal strides, a token's heads contiguous.
-        token_block: [tokens] int32 or int64 block ids; a negative one is skipped. Places are distinct, except in
-            blocks that are never read.
+        token_block: [tokens] int32 or int64 block ids; a negative one is skipped. Tokens have distinct targets, except
+            in blocks that are never read.
         token_offset: [tokens] int32 or int64 positions inside the block.
         query: [at least tokens, kv_heads, queries, dim], the queries of a head contiguous; None for none.
 
@@ -137,7 +137,7 @@ def check_query(query: Tensor, key: Tensor) -> None:
 def check_append(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
 ) -> None:
-    """Raise `ValueError` if new keys and values do not fit the caches and their places; see `append_kv`."""
+    """Raise `ValueError` if new keys and values do not fit the caches and their targets."""
     if key.dim() != 3 or k_cache.dim() != 4 or key.shape != value.shape or key.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
             "need key and value [tokens, kv_heads, dim] and caches [blocks, block_size, kv_heads, dim], "
@@ -154,10 +154,10 @@ def check_append(
             "need contiguous channels in key and value and contiguous heads in the caches, "
             f"found strides {key.stride()}, {value.stride()} and {k_cache.stride()}"
         )
-    for name, places in (("token_block", token_block), ("token_offset", token_offset)):
-        if places.dtype not in (torch.int32, torch.int64) or places.device != key.device:
-            raise ValueError(f"need {name} of integers on {key.device}, found {places.dtype} on {places.device}")
-        if places.shape != key.shape[:1] or not places.is_contiguous():
-            raise ValueError(f"need contiguous {name} of {key.shape[0]} tokens, found {tuple(places.shape)}")
+    for name, locations in (("token_block", token_block), ("token_offset", token_offset)):
+        if locations.dtype not in (torch.int32, torch.int64) or locations.device != key.device:
+            raise ValueError(f"need {name} of integers on {key.device}, found {locations.dtype} on {locations.device}")
+        if locations.shape != key.shape[:1] or not locations.is_contiguous():
+            raise ValueError(f"need contiguous {name} of {key.shape[0]} tokens, found {tuple(locations.shape)}")
     if not key.device == value.device == k_cache.device == v_cache.device:
         raise ValueError(f"need keys, values and caches on one device, found {key.device} and {k_cache.device}")

@@ -78,7 +78,7 @@ def gate_output(attended: Tensor, gate: Tensor) -> Tensor:
 
 
 def gate_output_ref(attended: Tensor, gate: Tensor) -> Tensor:
-    """Return attended * sigmoid(gate); see `gate_output`."""
+    """Torch twin of `gate_output`."""
     dtype = compute_dtype(attended)
     return (attended.to(dtype) * gate.flatten(1, 2).to(dtype).sigmoid()).to(attended.dtype)
 

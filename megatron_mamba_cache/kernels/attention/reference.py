@@ -18,16 +18,16 @@ _MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for such rows, pa
 
 
 def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-    """Attend every query token to its row's cached tokens up to its own position (bottom-right causal).
+    """Attend every query token to its request's cached tokens up to its own position (bottom-right causal).
 
-    Consecutive short rows with equally many query tokens are computed together, others one by one. No host sync.
+    Consecutive short requests with equally many query tokens are computed together, others one by one. No host sync.
 
     Args:
         q: [tokens, heads, dim]; heads a multiple of kv_heads, consecutive heads share one.
-        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents past a row's length do not matter.
+        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents past a request's length do not matter.
 
     Returns:
-        [tokens, heads, dim] in q's dtype; zeros past the last row's tokens.
+        [tokens, heads, dim] in q's dtype; zeros for padding.
     """
     out = torch.zeros_like(q)
     row_starts = (0, *accumulate(rows.query_lens))
@@ -54,7 +54,7 @@ def append_kv_ref(
     token_offset: Tensor,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Write each new token's key and value into its place in the caches, in place; see `append_kv`."""
+    """Torch twin of `append_kv`."""
     packed = None if query is None else query.flatten(1, 2).contiguous()
     if key.numel() == 0:
         return packed
@@ -79,7 +79,7 @@ def write_attention_inputs_ref(
     token_offset: Tensor,
     changes: HeadChanges,
 ) -> Tensor:
-    """Change queries and keys, cache keys and values, in place, and pack queries; see `write_attention_inputs`."""
+    """Torch twin of `write_attention_inputs`."""
     num_tokens, norms, rotation = len(key), changes.norms, changes.rotation
     queries = query[:num_tokens]
     if norms is not None:
@@ -109,7 +109,7 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Split the rows into half-open runs: single rows, or equally short ones within the limit of padded tokens."""
+    """Split requests into half-open runs: single ones, or equally short ones within the limit of padding."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
         last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
@@ -123,7 +123,7 @@ def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
 
 
 def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows' cached tokens [rows, kv_heads, kv_len, dim], zeros past each row's length."""
+    """Return cached tokens [requests, kv_heads, kv_len, dim], zeros past each length."""
     block_size = cache.shape[1]
     num_blocks = -(-kv_len // block_size)
     starts = torch.arange(num_blocks, device=table.device) * block_size
@@ -181,13 +181,13 @@ class ReferenceAttention:
         return paged_attention_ref(q, k_cache, v_cache, rows, self._scale)
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
-        """Prepare graphs whose rows are at most as long as these."""
+        """Prepare graphs for requests at most as long as these."""
         return CapturedReference(rows, self)
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedReference:
-    """The twin for rows whose lengths the host does not know: each token is its own row."""
+    """The twin if the host does not know the lengths: each token is a request of its own."""
 
     is_planned = False
     last_block = None
@@ -204,10 +204,10 @@ class CapturedReference:
 
 
 def token_rows(rows: AttentionRows) -> AttentionRows:
-    """Return rows of one token each, one for every possible packed token, computed on the device.
+    """Return requests of one token each, one for every possible packed token, computed on the device.
 
     Args:
-        rows: Host lengths are upper bounds. A packed token past the last row gets a row without cached tokens.
+        rows: Host lengths are upper bounds. A packed token past the last request has no cached tokens.
     """
     num_tokens = sum(rows.query_lens)
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.cu_query.device)

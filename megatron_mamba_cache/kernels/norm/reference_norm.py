@@ -10,7 +10,7 @@ from ..reference import compute_dtype
 def gated_group_norm_ref(
     y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float, offset: float = 0.0
 ) -> Tensor:
-    """Return RMSNorm(y * silu(z)) over groups of channels, RMSNorm(y) without `z`; see `gated_group_norm`."""
+    """Torch twin of `gated_group_norm`."""
     dtype = compute_dtype(y)
     gated = y.to(dtype) if z is None else y.to(dtype) * F.silu(z.to(dtype))
     gated = gated.unflatten(-1, (-1, group_size))  # [tokens, groups, group_size]
@@ -21,14 +21,14 @@ def gated_group_norm_ref(
 def add_and_norm_ref(
     output: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return residual + multiplier * output, and RMSNorm of it times `weight` + `offset`; see `add_and_norm`."""
+    """Torch twin of `add_and_norm`."""
     total = residual + (output if multiplier == 1.0 else output * multiplier)
     rows = total.flatten(0, -2)
     return total, gated_group_norm_ref(rows, None, weight, total.shape[-1], eps, offset).view(total.shape)
 
 
 def norm_and_gate_ref(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm(y) by head, times `weight` and silu(z); see `norm_and_gate`."""
+    """Torch twin of `norm_and_gate`."""
     dtype = compute_dtype(y)
     heads = y.to(dtype).unflatten(-1, (-1, weight.shape[0]))  # [tokens, heads, head_dim]
     normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)

@@ -1,6 +1,6 @@
-"""What lies between two layers, in one pass: the residual sum that ends one, and the RMS norm that begins the next.
+"""Fused residual add and RMS norm, between two layers.
 
-Layout: tokens contiguous. Grid: a program a token, whose channels it holds in registers. The sum is cast before it
+Layout: tokens contiguous. Grid: a program for each token, with its channels in registers. The sum is rounded before it
 is normed, so both have the bits of two passes. All arithmetic is fp32. Graph safe: no host sync.
 """
 

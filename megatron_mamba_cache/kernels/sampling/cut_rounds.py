@@ -1,8 +1,7 @@
-"""Narrow down which logits of a row its cut is among, see `token_cuts`; the state of a row's search.
+"""The first rounds of a cut: narrow down the logits that may be a row's cut; see `token_cuts`.
 
-Each program of a round measures pivots in a tile of a row. The row's last program adds up what all have found, in a
-fixed order, and sets the next pivots; a counter a row tells which one is the last. Then each tile lists its tokens
-between the last two pivots.
+Each program of a round measures pivots in a tile of a row. The row's last program, found by a counter, sums all
+measures in a fixed order and sets the next pivots. Then each tile lists its tokens between the last two pivots.
 """
 
 import triton
@@ -10,7 +9,7 @@ import triton.language as tl
 
 from .row_tiles import least_logit, load_logits, row_peak, weights_of
 
-# Of a row's search: between which logits the cut is, the measure above, the measure of the cut, and whether few tokens
+# State of a row's search: logits around the cut, the measure above, the measure of the cut, and True once few tokens
 # are left.
 UPPER, LOWER, ABOVE, TARGET, IS_DONE = (tl.constexpr(index) for index in range(5))
 FIELDS = tl.constexpr(5)
@@ -18,21 +17,21 @@ FIELDS = tl.constexpr(5)
 
 @triton.jit
 def top_k_drops(top_k, row, vocab_size):
-    """Return whether top-k drops tokens of a row."""
+    """Return True if top-k drops tokens of a row."""
     k = tl.load(top_k + row)
     return (k > 1) & (k < vocab_size)
 
 
 @triton.jit
 def top_p_drops(top_p, row):
-    """Return whether top-p may drop tokens of a row."""
+    """Return True if top-p may drop tokens of a row."""
     p = tl.load(top_p + row)
     return (p > 0) & (p < 1)
 
 
 @triton.jit
 def is_cut(temperature, top_k, top_p, row, vocab_size):
-    """Return whether a row has to be cut; a greedy one does not."""
+    """Return True if a row has a cut; a greedy one has none."""
     is_greedy = (tl.load(temperature + row) == 0) | (tl.load(top_k + row) == 1)
     return (is_greedy == 0) & (top_k_drops(top_k, row, vocab_size) | top_p_drops(top_p, row))
 
@@ -55,8 +54,8 @@ def _narrow(
 ):  # fmt: skip
     """Narrow a row's search by the measures, [tiles, PIVOTS], of the levels, [PIVOTS], and set its next pivots."""
     tile, pivot, search = tl.arange(0, TILES)[:, None], tl.arange(0, PIVOTS), searches + FIELDS * row
-    places = (row * num_tiles + tile) * PIVOTS + pivot
-    of_tiles = tl.load(measures + places, mask=tile < num_tiles, other=0.0, cache_modifier=".cg")
+    pointers = (row * num_tiles + tile) * PIVOTS + pivot
+    of_tiles = tl.load(measures + pointers, mask=tile < num_tiles, other=0.0, cache_modifier=".cg")
     reached = tl.sum(of_tiles.to(tl.float64), axis=0)
     upper, above = tl.full((), float("inf"), tl.float64), tl.full((), 0.0, tl.float64)
     target = tl.load(top_p + row).to(tl.float64) * tl.max(reached, axis=0)
@@ -127,7 +126,7 @@ def list_kernel(
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     found = load_logits(logits, row, stride, token, vocab_size)
-    heat, place = tl.load(temperature + row).to(tl.float32), row * num_tiles + tile
+    heat, index = tl.load(temperature + row).to(tl.float32), row * num_tiles + tile
     peak = row_peak(peaks, row, num_tiles, TILES)
     weights = tl.where(found >= least_logit(peak, heat), weights_of(found, peak, heat), 0.0)
     if is_cut(temperature, top_k, top_p, row, vocab_size):
@@ -144,10 +143,10 @@ def list_kernel(
             bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             listed_token = tl.where(lowest == 0, vocab_size, tile * TILE + 32 * tl.arange(0, TILE // 32) + bit)
             fits = (lowest != 0) & (rank < LISTED)
-            at = place.to(tl.int64) * LISTED + rank
+            at = index.to(tl.int64) * LISTED + rank
             tl.store(listed + at, load_logits(logits, row, stride, listed_token, vocab_size), mask=fits)
             tl.store(listed_ids + at, listed_token, mask=fits)
             words, rank = words & (words - 1), rank + 1
-        tl.store(num_listed + place, tl.sum(counts, axis=0))
+        tl.store(num_listed + index, tl.sum(counts, axis=0))
         weights = tl.where(found >= upper, weights, 0.0)
-    tl.store(tile_weights + place, tl.sum(weights, axis=0))
+    tl.store(tile_weights + index, tl.sum(weights, axis=0))

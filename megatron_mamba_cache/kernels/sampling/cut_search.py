@@ -1,7 +1,7 @@
-"""Search a row's cut among values of each tile, by bisecting the bit patterns of logits; see `token_cuts`.
+"""Search a row's cut among listed values, by bisecting the bit patterns of logits; see `token_cuts`.
 
-The values are those that tiles have listed, or the whole row. A place is a value's tile times the pitch of tiles, plus
-its column, and values are in the order of token ids.
+The values are those that tiles have listed, or the whole row. A value's index is its tile times the pitch of tiles,
+plus its column; values are in the order of token ids.
 """
 
 import triton
@@ -16,7 +16,7 @@ _LARGEST = tl.constexpr(LARGEST)
 
 @triton.jit
 def _comparable(found, lower, upper):
-    """Return logits as `load_logits` does, and -inf for those that are not from `lower` to `upper`."""
+    """Return logits like `load_logits`, and -inf outside [lower, upper]."""
     found = tl.where(found == 0, 0.0, tl.minimum(found.to(tl.float32), _LARGEST))
     return tl.where((found >= lower) & (found < upper), found, float("-inf"))
 
@@ -25,30 +25,30 @@ def _comparable(found, lower, upper):
 def _load_columns(values, widths, pitch, start, lower, upper, COLUMNS: tl.constexpr, TILES: tl.constexpr):
     """Load [TILES, COLUMNS] of the first values of each tile."""
     column = start + tl.arange(0, COLUMNS)
-    place = tl.arange(0, TILES)[:, None] * pitch + column
-    return _comparable(tl.load(values + place, mask=column < widths[:, None], other=float("-inf")), lower, upper)
+    index = tl.arange(0, TILES)[:, None] * pitch + column
+    return _comparable(tl.load(values + index, mask=column < widths[:, None], other=float("-inf")), lower, upper)
 
 
 @triton.jit
-def _is_kept(keys, start, pitch, cut_key, cut_place, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+def _is_kept(keys, start, pitch, cut_key, cut_index, COLUMNS: tl.constexpr, TILES: tl.constexpr):
     """Return which of [TILES, COLUMNS] values a cut keeps."""
-    place = tl.arange(0, TILES)[:, None] * pitch + start + tl.arange(0, COLUMNS)
-    return (keys > cut_key) | ((keys == cut_key) & (place <= cut_place))
+    index = tl.arange(0, TILES)[:, None] * pitch + start + tl.arange(0, COLUMNS)
+    return (keys > cut_key) | ((keys == cut_key) & (index <= cut_index))
 
 
 @triton.jit
 def _measure_keys(
-    values, widths, pitch, lower, upper, key, step, cut_key, cut_place, peak, temperature, is_count,
+    values, widths, pitch, lower, upper, key, step, cut_key, cut_index, peak, temperature, is_count,
     COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Return the measures of what a cut keeps at or above a key and the next two, `step` apart."""
+    """Return the measures of the kept values at or above a key and the next two, `step` apart."""
     first = tl.zeros((TILES, COLUMNS), tl.float32)
     second, third = first, first
     for start in range(0, tl.max(widths, axis=0), COLUMNS):
         found = _load_columns(values, widths, pitch, start, lower, upper, COLUMNS, TILES)
         keys = ordered_keys(found).to(tl.int64)
         measure = tl.where(is_count, 1.0, weights_of(found, peak, temperature))
-        measure = tl.where(_is_kept(keys, start, pitch, cut_key, cut_place, COLUMNS, TILES), measure, 0.0)
+        measure = tl.where(_is_kept(keys, start, pitch, cut_key, cut_index, COLUMNS, TILES), measure, 0.0)
         first += tl.where(keys >= key, measure, 0.0)
         second += tl.where(keys >= key + step, measure, 0.0)
         third += tl.where(keys >= key + 2 * step, measure, 0.0)
@@ -61,14 +61,14 @@ def _total(measures):
 
 
 @triton.jit
-def _place_of_tie(
-    values, widths, pitch, lower, upper, key, number, cut_key, cut_place, COLUMNS: tl.constexpr, TILES: tl.constexpr
+def _index_of_tie(
+    values, widths, pitch, lower, upper, key, number, cut_key, cut_index, COLUMNS: tl.constexpr, TILES: tl.constexpr
 ):
-    """Return the place of the `number`-th value with a key that a cut keeps; of the last if there are fewer."""
+    """Return the index of the `number`-th kept value with a key; the last if there are fewer."""
     tile, ties = tl.arange(0, TILES), tl.zeros((TILES,), tl.int32)
     for start in range(0, tl.max(widths, axis=0), COLUMNS):
         keys = ordered_keys(_load_columns(values, widths, pitch, start, lower, upper, COLUMNS, TILES)).to(tl.int64)
-        is_tie = (keys == key) & _is_kept(keys, start, pitch, cut_key, cut_place, COLUMNS, TILES)
+        is_tie = (keys == key) & _is_kept(keys, start, pitch, cut_key, cut_index, COLUMNS, TILES)
         ties += tl.sum(is_tie.to(tl.int32), axis=1)
     reached = tl.cumsum(ties, axis=0)
     number = tl.minimum(number, tl.sum(ties, axis=0))
@@ -78,12 +78,12 @@ def _place_of_tie(
     last, num_before = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        place = owner * pitch + column
-        found = tl.load(values + place, mask=column < width, other=float("-inf"))
+        index = owner * pitch + column
+        found = tl.load(values + index, mask=column < width, other=float("-inf"))
         keys = ordered_keys(_comparable(found, lower, upper)).to(tl.int64)
-        is_tie = (keys == key) & ((keys > cut_key) | ((keys == cut_key) & (place <= cut_place)))
+        is_tie = (keys == key) & ((keys > cut_key) | ((keys == cut_key) & (index <= cut_index)))
         rank = num_before + tl.cumsum(is_tie.to(tl.int32), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(is_tie & (rank <= number), place, -1), axis=0))
+        last = tl.maximum(last, tl.max(tl.where(is_tie & (rank <= number), index, -1), axis=0))
         num_before += tl.sum(is_tie.to(tl.int32), axis=0)
     return last
 
@@ -92,22 +92,22 @@ def _place_of_tie(
 def cut_among(
     values, widths, pitch, search, peak, temperature, counts, weighs, top_p, COLUMNS: tl.constexpr, TILES: tl.constexpr
 ):
-    """Return the key and the place of the last value that a row keeps, and the weight that each tile keeps, [TILES].
+    """Return the key and the index of the last value that a row keeps, and each tile's kept weight, [TILES].
 
     Args:
-        values: [TILES] values each, `pitch` apart, of which the first `widths` count; none missing from the search.
+        values: [TILES] values each, `pitch` apart; the first `widths` of them, all within the search, count.
     """
     upper, lower = tl.load(search + UPPER).to(tl.float32), tl.load(search + LOWER).to(tl.float32)
     above, target = tl.load(search + ABOVE), tl.load(search + TARGET)
     if counts & weighs:
         upper, above = float("inf"), tl.full((), 0.0, tl.float64)
-    cut_key, cut_place = tl.full((), LEAST_KEY, tl.int64), tl.full((), 0, tl.int32)
+    cut_key, cut_index = tl.full((), LEAST_KEY, tl.int64), tl.full((), 0, tl.int32)
     for stage in range(2):
         is_count = stage == 0
         if (is_count & counts) | ((stage == 1) & weighs):
             if counts & (stage == 1):  # of what top-k keeps
                 whole, _, _ = _measure_keys(
-                    values, widths, pitch, lower, upper, cut_key, 0, cut_key, cut_place, peak, temperature, False,
+                    values, widths, pitch, lower, upper, cut_key, 0, cut_key, cut_index, peak, temperature, False,
                     COLUMNS, TILES,
                 )  # fmt: skip
                 target = top_p * whole
@@ -116,26 +116,26 @@ def cut_among(
             while high - low > 1:
                 step = tl.maximum((high - low) // 4, 1)
                 first, second, third = _measure_keys(
-                    values, widths, pitch, lower, upper, low + step, step, cut_key, cut_place, peak, temperature,
+                    values, widths, pitch, lower, upper, low + step, step, cut_key, cut_index, peak, temperature,
                     is_count, COLUMNS, TILES,
                 )  # fmt: skip
                 first, second, third = first + above >= target, second + above >= target, third + above >= target
                 low += step * (first.to(tl.int64) + second.to(tl.int64) + third.to(tl.int64))
                 high = tl.where(third, high, low + step)
             better, _, _ = _measure_keys(
-                values, widths, pitch, lower, upper, low + 1, 0, cut_key, cut_place, peak, temperature, is_count,
+                values, widths, pitch, lower, upper, low + 1, 0, cut_key, cut_index, peak, temperature, is_count,
                 COLUMNS, TILES,
             )  # fmt: skip
             each = tl.where(is_count, 1.0, weights_of(logit_of_key(low.to(tl.int32)), peak, temperature))
             wanted = tl.ceil((target - above - better) / tl.maximum(each, 1e-30).to(tl.float64))
             number = tl.minimum(tl.maximum(wanted, 1.0), 2147483647.0).to(tl.int32)
-            cut_place = _place_of_tie(
-                values, widths, pitch, lower, upper, low, number, cut_key, cut_place, COLUMNS, TILES
+            cut_index = _index_of_tie(
+                values, widths, pitch, lower, upper, low, number, cut_key, cut_index, COLUMNS, TILES
             )
             cut_key = low
     weights = tl.zeros((TILES,), tl.float32)
     for start in range(0, tl.max(widths, axis=0), COLUMNS):
         found = _load_columns(values, widths, pitch, start, lower, upper, COLUMNS, TILES)
-        is_kept = _is_kept(ordered_keys(found).to(tl.int64), start, pitch, cut_key, cut_place, COLUMNS, TILES)
+        is_kept = _is_kept(ordered_keys(found).to(tl.int64), start, pitch, cut_key, cut_index, COLUMNS, TILES)
         weights += tl.sum(tl.where(is_kept, weights_of(found, peak, temperature), 0.0), axis=1)
-    return cut_key.to(tl.int32), cut_place, weights
+    return cut_key.to(tl.int32), cut_index, weights

@@ -1,4 +1,4 @@
-"""The most probable token of each row of logits.
+"""Greedy sampling: the most probable token of each row of logits.
 
 Two launches: the first largest logit of each tile of the vocabulary, and of each row. Layout: logits row-major over the
 vocabulary. Bound by reading the logits once. Graph safe: no host sync, grids fixed by the shape of the logits.
@@ -18,7 +18,7 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _first_largest(found, token):
-    """Return the largest of some logits, and the lowest token that has it."""
+    """Return the largest logit, and its lowest token."""
     largest = tl.max(found, axis=0)
     return largest, tl.min(tl.where(found == largest, token, _NO_TOKEN), axis=0)
 
@@ -48,7 +48,7 @@ def _best_of_row_kernel(peaks, ids, tokens, num_tiles, TILES: tl.constexpr, OVER
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Return the most probable token of each row of `logits` [rows, vocab] as [rows] int64, ties to the lower id.
 
-    NaN is less probable than any number. A row's token depends on that row alone.
+    NaN is less probable than any number. The result of a row depends on that row alone.
 
     Reference: `greedy_tokens_ref`. CUDA-graph safe: no host sync, two launches.
     """
@@ -60,7 +60,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each tile of rows, and the lowest token that has it, [rows, tiles] each."""
+    """Return the largest logit of each tile, and its lowest token, [rows, tiles] each."""
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
     peaks, ids = (logits.new_empty(num_rows, num_tiles, dtype=dtype) for dtype in (torch.float32, torch.int32))
     _best_of_tiles_kernel[(num_rows, num_tiles)](
@@ -79,7 +79,7 @@ def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
-    """Return [rows] int64: of each row's largest `peaks`, the lowest of `ids`."""
+    """Return [rows] int64: the lowest of `ids` with each row's largest peak."""
     num_rows, num_tiles = peaks.shape
     tokens = ids.new_empty(num_rows, dtype=torch.int64)
     _best_of_row_kernel[(num_rows,)](
@@ -96,6 +96,6 @@ def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
 
 
 def greedy_tokens_ref(logits: Tensor) -> Tensor:
-    """Return the most probable token of each row of logits; see `greedy_tokens`."""
+    """Torch twin of `greedy_tokens`."""
     found, largest = (logits.float(), LARGEST) if is_computed_in_fp32(logits) else (logits, None)
     return found.nan_to_num(nan=float("-inf"), posinf=largest, neginf=float("-inf")).argmax(dim=-1)

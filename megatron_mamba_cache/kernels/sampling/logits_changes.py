@@ -1,8 +1,8 @@
-"""Changes of logits in place: penalties of tokens that a text has, and masks of tokens that may not be sampled.
+"""Changes of logits in place: penalties for tokens of the text, and masks of forbidden tokens.
 
 Layout: logits, counts and marks row-major over the vocabulary, a mask 32 tokens a word, lowest bit first. Grid: a
-program BLOCK tokens of one row of logits. Bound by bytes: penalties read a row's logits, counts and marks once, and
-write the logits; of a masked row only barred logits are written. Graph safe: no host sync.
+program for BLOCK tokens of one row of logits. Bound by bytes: penalties read a row's logits, counts and marks once, and
+write the logits; of a masked row only masked logits are written. Graph safe: no host sync.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _BLOCK = 2048
 
 @dataclass(frozen=True, slots=True)
 class PenalisedRows:
-    """Rows of logits and what each is penalised by; tensors on the logits' device.
+    """Rows of logits to penalize, with their texts; tensors on the logits' device.
 
     Args:
         logits_rows: [n] int32, distinct.
-        texts: [n] int32; the row of `counts` and `in_prompt` with the row's text.
-        cu_drafts: [n + 1] int32; where the drafts before each position begin in `drafts`.
-        drafts: [drafts] int32; tokens that the text has there besides what is counted.
+        texts: [n] int32; the row of `counts` and `in_prompt` of the text.
+        cu_drafts: [n + 1] int32; start of the drafts before each position in `drafts`.
+        drafts: [drafts] int32; tokens of the text that `counts` does not include.
         settings: [n, 3] float32: repetition, frequency and presence penalty.
         counts: [texts, vocab] float32; how often a text has generated each token.
         in_prompt: [texts, vocab] uint8; 1 for tokens of its prompt.
@@ -50,22 +50,24 @@ def _penalise_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < vocab_size
     count = tl.load(counts + text + token, mask=exists, other=0.0)
-    for place in range(tl.load(cu_drafts + index), tl.load(cu_drafts + index + 1)):
-        count += (token == tl.load(drafts + place)).to(tl.float32)
+    for number in range(tl.load(cu_drafts + index), tl.load(cu_drafts + index + 1)):
+        count += (token == tl.load(drafts + number)).to(tl.float32)
     is_generated = count > 0
     is_seen = is_generated | (tl.load(in_prompt + text + token, mask=exists, other=0) != 0)
     repetition = tl.load(settings + 3 * index)
     frequency, presence = tl.load(settings + 3 * index + 1), tl.load(settings + 3 * index + 2)
-    places = logits + tl.load(logits_rows + index).to(tl.int64) * logits_stride + token
-    value = tl.load(places, mask=exists, other=0.0)
+    pointers = logits + tl.load(logits_rows + index).to(tl.int64) * logits_stride + token
+    value = tl.load(pointers, mask=exists, other=0.0)
     scaled = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
     value = tl.where(is_seen, scaled, value)
     value -= frequency * count + tl.where(is_generated, presence, 0.0)
-    tl.store(places, value, mask=exists)
+    tl.store(pointers, value, mask=exists)
 
 
 def penalise(logits: Tensor, rows: PenalisedRows) -> None:
-    """Divide positive logits of seen tokens by the repetition penalty and multiply negative ones, then take the others.
+    """Apply repetition, frequency and presence penalties in place.
+
+    Positive logits of seen tokens are divided by the repetition penalty, negative ones multiplied by it.
 
     Args:
         logits: [n, vocab] float32, changed in place; tokens of a row contiguous.
@@ -100,17 +102,17 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
 
 
 def penalise_ref(logits: Tensor, rows: PenalisedRows) -> None:
-    """Do what `penalise` does, without a host sync."""
-    places, texts = rows.logits_rows.to(torch.int64), rows.texts.to(torch.int64)
+    """Torch twin of `penalise`, without a host sync."""
+    rows_of_logits, texts = rows.logits_rows.to(torch.int64), rows.texts.to(torch.int64)
     counts = rows.counts.index_select(0, texts)
     owners = torch.searchsorted(rows.cu_drafts[1:], torch.arange(len(rows.drafts), device=logits.device), right=True)
     counts.index_put_((owners, rows.drafts.to(torch.int64)), counts.new_ones(()), accumulate=True)
     repetition, frequency, presence = (column[:, None] for column in rows.settings.unbind(1))
-    found = logits.index_select(0, places)
+    found = logits.index_select(0, rows_of_logits)
     scaled = torch.where(found > 0, found / repetition, found * repetition)
     is_seen = (counts > 0) | rows.in_prompt.index_select(0, texts).bool()
     found = torch.where(is_seen, scaled, found)
-    logits[places] = found - (frequency * counts + torch.where(counts > 0, presence, 0.0))
+    logits[rows_of_logits] = found - (frequency * counts + torch.where(counts > 0, presence, 0.0))
 
 
 _MASK_BLOCK = 4096
@@ -123,26 +125,26 @@ def _bar_tokens_kernel(logits, logits_stride, masks, num_words, rows, vocab_size
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < vocab_size
     word = tl.load(masks + mask * num_words + token // 32, mask=exists, other=-1)
-    is_barred = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + row * logits_stride + token, float("-inf"), mask=exists & is_barred)
+    is_masked = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + row * logits_stride + token, float("-inf"), mask=exists & is_masked)
 
 
-def bar_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    """Set the logits of tokens without a bit to minus infinity, in place.
+def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    """Mask tokens without a bit: set their logits to minus infinity, in place.
 
     Args:
         logits: [n, vocab] floating point; tokens of a row contiguous.
         masks: [masks, words] int32 contiguous, bit i of word w is token 32 w + i; words cover the vocabulary.
-        rows: [masks] int32; the row of logits that each mask is for, distinct.
+        rows: [masks] int32; the row of logits of each mask, distinct.
 
     Raises:
         ValueError: If shapes or dtypes disagree.
 
-    Reference: `bar_tokens_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `mask_tokens_ref`. CUDA-graph safe: no host sync, one launch.
     """
     _check(logits, masks, rows)
     if not launches_kernel(logits) or logits.stride(1) != 1:
-        bar_tokens_ref(logits, masks, rows)
+        mask_tokens_ref(logits, masks, rows)
     elif masks.shape[0]:
         vocab_size = logits.shape[1]
         grid = (masks.shape[0], triton.cdiv(vocab_size, _MASK_BLOCK))
@@ -158,12 +160,12 @@ def bar_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
         )
 
 
-def bar_tokens_ref(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    """Do what `bar_tokens` does."""
+def mask_tokens_ref(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    """Torch twin of `mask_tokens`."""
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     is_allowed = ((masks[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    places = rows.to(torch.int64)
-    logits[places] = logits[places].masked_fill(~is_allowed, float("-inf"))
+    rows_of_logits = rows.to(torch.int64)
+    logits[rows_of_logits] = logits[rows_of_logits].masked_fill(~is_allowed, float("-inf"))
 
 
 def _check(logits: Tensor, masks: Tensor, rows: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How sampling kernels read a row of logits: by tiles of the vocabulary, as weights relative to its largest logit."""
+"""Rows of logits as sampling kernels read them: tiles of the vocabulary, as weights relative to the peak."""
 
 from dataclasses import dataclass
 
@@ -26,10 +26,10 @@ class SamplingRows:
 
 
 TILE = 4096
-"""Tokens that one program reads. Sums are taken tile by tile, so that a row's token does not depend on other rows."""
+"""Tokens of a tile. Sums are taken tile by tile, so the token of a row does not depend on other rows."""
 
 LEAST_SHARE = 32.0
-"""Tokens less than e ** -LEAST_SHARE as probable as the most probable one are never drawn."""
+"""Tokens less than e ** -LEAST_SHARE as probable as the most probable one are never sampled."""
 
 LARGEST: float = torch.finfo(torch.float32).max
 
@@ -41,15 +41,15 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def load_logits(logits, row, stride, token, vocab_size):
     """Load logits of a row as fp32 that can be compared: NaN and what is past the end are -inf, zeros have one sign."""
-    place = logits + row.to(tl.int64) * stride + token
-    found = tl.load(place, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    index = logits + row.to(tl.int64) * stride + token
+    found = tl.load(index, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     found = tl.where(found == found, found, float("-inf"))
     return tl.where(found == 0, 0.0, tl.minimum(found, _LARGEST))
 
 
 @triton.jit
 def row_peak(peaks, row, num_tiles, TILES: tl.constexpr):
-    """Return a row's largest logit from those of its tiles; finite, whatever the row has."""
+    """Return the largest logit of a row from those of its tiles; always finite."""
     tile = tl.arange(0, TILES)
     found = tl.load(peaks + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     return tl.maximum(tl.max(found, axis=0), -_LARGEST)
@@ -57,7 +57,7 @@ def row_peak(peaks, row, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def least_logit(peak, temperature):
-    """Return the least logit that a drawn token has."""
+    """Return the lowest logit that may be sampled."""
     return tl.maximum(peak - _LEAST_SHARE * temperature, -_LARGEST)
 
 
@@ -69,12 +69,12 @@ def weights_of(found, peak, temperature):
 
 @triton.jit
 def ordered_keys(found):
-    """Return int32 that are ordered as fp32 logits are."""
+    """Return int32 keys in the order of fp32 logits."""
     bits = found.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def logit_of_key(key):
-    """Return the logit that `ordered_keys` made a key of."""
+    """Invert `ordered_keys`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,14 +1,15 @@
 """Sample tokens of a batch on the device, from random numbers that the caller supplies.
 
-A row's probabilities are those of its logits over its temperature, of what top-k and top-p keep: top-k keeps by rank,
+The probabilities of a row are those of its logits over its temperature, cut by top-k and top-p: top-k keeps by rank,
 ties the lower token id first, then top-p keeps the smallest leading set whose probability reaches it. Tokens less than
-e ** -32 as probable as the most probable one have none. A token is drawn by inverting the cumulative probabilities in
-the order of token ids, so that no vocabulary has to be sorted.
+e ** -32 as probable as the most probable one have none. A token is sampled by inverting the cumulative probabilities in
+the order of token ids, so no vocabulary is sorted.
 
-Three launches: the largest logit of each tile; the weight of each tile's kept tokens; and, one program a row, the tile
-and the token in it where the cumulative weight exceeds the row's share. Between the first two, top-k and top-p may cut
-rows, see `token_cuts`. A greedy row takes its first largest logit. Layout: logits row-major over the vocabulary. Bound
-by reading the logits twice, the second time from L2. Graph safe: no host sync, grids fixed by the shape of the logits.
+Three launches: the largest logit of each tile; the weight of each tile's kept tokens; and, one program for each row,
+the tile and the token in it where the cumulative weight exceeds the uniform number. Between the first two, top-k and
+top-p may cut rows, see `token_cuts`. A greedy row takes its first largest logit. Layout: logits row-major over the
+vocabulary. Bound by reading the logits twice, the second time from L2. Graph safe: no host sync, grids fixed by the
+shape of the logits.
 """
 
 import torch
@@ -45,7 +46,7 @@ def _peaks_kernel(logits, stride, peaks, leasts, num_tiles, vocab_size, TILE: tl
 
 @triton.jit
 def _weights_in_cut(found, token, peak, temperature, keys, last_ids, row, IS_CUT: tl.constexpr):
-    """Return the weights of a row's tokens, 0 for those that are not kept."""
+    """Return the weights of a row, 0 for tokens that are not kept."""
     weights = tl.where(found >= least_logit(peak, temperature), weights_of(found, peak, temperature), 0.0)
     if IS_CUT:
         key, found_keys = tl.load(keys + row), ordered_keys(found)
@@ -81,33 +82,32 @@ def _pick_kernel(
     mass = tl.where(is_greedy, 0.0, mass)
     cumulative = tl.cumsum(mass, axis=0)
     target = tl.load(uniforms + row).to(tl.float64) * tl.sum(mass, axis=0)
-    # The sum may exceed the last cumulative weight by rounding: take a tile, and below a token, with weight.
+    # Rounding may push the sum past the last cumulative weight: clamp to a tile, and below to a token, with weight.
     last = tl.max(tl.where(mass > 0, tile, 0), axis=0)
     chosen = tl.minimum(tl.sum((is_tile & (cumulative <= target)).to(tl.int32), axis=0), last)
-    # A row without a number has no largest one, and takes its first token.
+    # A row of NaN has no largest logit, and takes its first token.
     first_tile = tl.min(tl.where(tile_peaks == peak, tile, TILES), axis=0)
     chosen = tl.where(is_greedy, tl.where(first_tile < TILES, first_tile, 0), chosen)
     before = tl.sum(tl.where(tile < chosen, mass, 0.0), axis=0)
     own = tl.sum(tl.where(tile == chosen, mass, 0.0), axis=0)
     share = tl.where(own > 0, (target - before) / own, 0.0)
 
-    place = tl.arange(0, TILE)
-    token = chosen * TILE + place
+    index = tl.arange(0, TILE)
+    token = chosen * TILE + index
     found = load_logits(logits, row, stride, token, vocab_size)
     weights = _weights_in_cut(found, token, peak, heat, keys, last_ids, row, IS_CUT).to(tl.float64)
     reached = tl.cumsum(weights, axis=0)
     is_passed = reached <= share * tl.sum(weights, axis=0)
-    drawn = tl.minimum(tl.sum(is_passed.to(tl.int32), axis=0), tl.max(tl.where(weights > 0, place, 0), axis=0))
-    first_place = tl.min(tl.where(found == peak, place, TILE), axis=0)
-    drawn = tl.where(is_greedy, tl.where(first_place < TILE, first_place, 0), drawn)
-    tl.store(tokens + row, tl.minimum(chosen * TILE + drawn, vocab_size - 1).to(tl.int64))
+    sampled = tl.minimum(tl.sum(is_passed.to(tl.int32), axis=0), tl.max(tl.where(weights > 0, index, 0), axis=0))
+    first_index = tl.min(tl.where(found == peak, index, TILE), axis=0)
+    sampled = tl.where(is_greedy, tl.where(first_index < TILE, first_index, 0), sampled)
+    tl.store(tokens + row, tl.minimum(chosen * TILE + sampled, vocab_size - 1).to(tl.int64))
 
 
-def draw_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
-    """Return [rows] int64 tokens that uniform numbers, [rows] float64 in [0, 1), draw.
+def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
+    """Sample [rows] int64 tokens by uniform numbers, [rows] float64 in [0, 1).
 
-    A row's token does not depend on the other rows. A row without a number takes some token. CUDA-graph safe: no host
-    sync, three launches, and five if rows may be cut.
+    A row of NaN takes some token. CUDA-graph safe: no host sync, three launches, and five if rows may be cut.
 
     Args:
         rows: On a GPU, or with Triton interpreted.
@@ -156,10 +156,10 @@ def draw_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tenso
 
 
 def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True) -> Tensor:
-    """Draw one token a row.
+    """Sample one token for each row.
 
-    A row's token depends on that row alone. A greedy row takes its most probable token, ties the lower id. A row of NaN
-    takes some token. No host sync, and with the kernels CUDA-graph safe.
+    The result of a row depends on that row alone. A greedy row takes its most probable token, ties the lower id. A row
+    of NaN takes some token. No host sync, and with the kernels CUDA-graph safe.
 
     Args:
         uniforms: [rows] float64 in [0, 1).
@@ -168,47 +168,47 @@ def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True)
     Returns:
         [rows] int64 token ids.
 
-    Reference: `sample_tokens_ref`, which computes in float64; tokens are the same but for a uniform number or a top-p
-    that meets a cumulative probability up to a relative 1e-5.
+    Reference: `sample_tokens_ref`, which computes in float64; tokens are the same unless a uniform number or a top-p is
+    within a relative 1e-5 of a cumulative probability.
     """
     if launches_kernel(rows.logits) and is_computed_in_fp32(rows.logits) and rows.logits.stride(1) == 1:
-        return draw_tokens(rows, uniforms, any_cut=any_cut)
+        return sample_by_kernels(rows, uniforms, any_cut=any_cut)
     return sample_tokens_ref(rows, uniforms)
 
 
 def sample_tokens_ref(rows: SamplingRows, uniforms: Tensor) -> Tensor:
-    """Do what `sample_tokens` does, in float64."""
+    """Torch twin of `sample_tokens`, in float64."""
     return sample_weighted(_kept_weights(rows), uniforms)
 
 
 def token_probabilities(rows: SamplingRows) -> Tensor:
-    """Return the probabilities [rows, vocab] float64 that `sample_tokens` draws from; one-hot for a greedy row."""
+    """Return the probabilities [rows, vocab] float64 of `sample_tokens`; one-hot for a greedy row."""
     weights = _kept_weights(rows)
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def sample_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row in proportion to `weights`.
+    """Sample one token for each row in proportion to `weights`.
 
     Args:
         weights: [rows, vocab] float64, in token order, none negative and not all zero in a row.
         uniforms: [rows] float64 in [0, 1).
 
     Returns:
-        [rows] int64 token ids; a token without weight is never drawn.
+        [rows] int64 token ids; never a token without weight.
     """
     cumulative = weights.cumsum(dim=-1)
     target = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
-    drawn = (cumulative <= target).sum(dim=-1)
-    # A parallel scan rounds each place separately, so the sum may exceed the cumulative weight of the last kept token:
+    sampled = (cumulative <= target).sum(dim=-1)
+    # A parallel scan rounds each index separately, so the sum may exceed the cumulative weight of the last kept token:
     # clamp to a token with weight. A row of NaN has none and takes the first: an index out of range would end the
     # process, and every other row with it.
-    places = torch.arange(weights.shape[1], device=weights.device)
-    return torch.minimum(drawn, torch.where(weights > 0, places, 0).amax(dim=-1))
+    indices = torch.arange(weights.shape[1], device=weights.device)
+    return torch.minimum(sampled, torch.where(weights > 0, indices, 0).amax(dim=-1))
 
 
 def _kept_weights(rows: SamplingRows) -> Tensor:
-    """Return weights [rows, vocab] float64 to draw with, in token order; zero for tokens that are not kept."""
+    """Return sampling weights [rows, vocab] float64, in token order; zero for tokens that are not kept."""
     minus_infinity = float("-inf")
     logits = rows.logits.nan_to_num(nan=minus_infinity, posinf=LARGEST, neginf=minus_infinity)
     ranked, token_ids = torch.sort(logits, dim=-1, descending=True, stable=True)

@@ -1,15 +1,15 @@
 """Which tokens of a row top-k and top-p keep, found without a sort.
 
-A row's kept tokens are those above some logit, and the first of those that equal it: its cut. Top-k asks for the k-th
-token, top-p for the one at which the probability of the better ones reaches p. Both are found by measuring the tokens
-at or above a pivot: top-k counts them, top-p adds up their weights.
+The kept tokens of a row are those above some logit, and the first of those that equal it: its cut. Top-k looks for the
+k-th token, top-p for the one at which the probability of the better ones reaches p. Both measure the tokens at or above
+a pivot: top-k counts them, top-p sums their weights.
 
-1. A few rounds, each over the whole row, narrow the logits between which the cut is. Each program measures 8 pivots in
-   a tile of a row; the row's last program adds up what all have found, in a fixed order, and sets the next pivots. A
-   row skips the rounds that are left once few tokens are between its last two pivots.
+1. A few rounds, each over the whole row, narrow the logits around the cut. Each program measures 8 pivots in a tile of
+   a row; the row's last program sums all measures, in a fixed order, and sets the next pivots. A row skips the
+   remaining rounds once few tokens are between its last two pivots.
 2. Each tile lists its tokens between them, and weighs those above. With both settings it lists all that top-k may keep.
-3. One program a row searches the bit patterns of the listed logits. Where some tile has more than its list holds, which
-   takes thousands of logits that are almost equal, it searches those of the whole row, more slowly.
+3. One program for each row searches the bit patterns of the listed logits. If some tile has more than its list holds,
+   which takes thousands of logits that are almost equal, it searches the whole row, more slowly.
 
 Layout: logits row-major over the vocabulary. Bound by reading the logits, from L2, once a round and once to list them.
 Rows that are greedy or keep all tokens are not cut. Graph safe: no host sync, grids fixed by the shape of the logits.
@@ -39,11 +39,11 @@ _CUT_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """What is known of each tile of each row: [rows, tiles] float32 each.
+    """Statistics of each tile of each row: [rows, tiles] float32 each.
 
     Args:
         peaks: The largest logit.
-        leasts: The least logit that is not -inf.
+        leasts: The lowest logit that is not -inf.
         weights: The weight of the kept tokens; filled in by `find_cuts`.
     """
 
@@ -54,10 +54,10 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class TokenCuts:
-    """Where rows are cut: a token is kept if its logit's key is larger, or equal and its id at most the last one's.
+    """The cut of each row: a token is kept if its key is larger, or equal and its id at most the last one's.
 
     Args:
-        keys: [rows] int32, see `ordered_keys`; the least int32 in a row that keeps all tokens.
+        keys: [rows] int32, see `ordered_keys`; the lowest int32 in a row that keeps all tokens.
         last_ids: [rows] int32.
     """
 
@@ -82,10 +82,10 @@ def _cut_kernel(
         certain = tl.load(tile_weights + of_row, mask=tile < num_tiles, other=0.0)
         if tl.max(widths, axis=0) <= LISTED:
             first = row.to(tl.int64) * num_tiles * LISTED
-            key, place, weights = cut_among(
+            key, index, weights = cut_among(
                 listed + first, widths, LISTED, search, peak, heat, counts, weighs, p, COLUMNS, TILES
             )
-            last_id = tl.load(listed_ids + first + place, mask=place >= 0, other=-1)
+            last_id = tl.load(listed_ids + first + index, mask=index >= 0, other=-1)
         else:
             widths = tl.minimum(tl.maximum(vocab_size - tile * TILE, 0), TILE)
             whole_row = logits + row.to(tl.int64) * stride
@@ -99,7 +99,7 @@ def _cut_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """What tiles list: [rows, tiles, LISTED] logits and ids, and [rows, tiles] how many there are."""
+    """Tokens that tiles list: [rows, tiles, LISTED] logits and ids, and [rows, tiles] their number."""
 
     listed: Tensor
     listed_ids: Tensor
@@ -115,10 +115,10 @@ class _Lists:
 
 
 def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
-    """Return what top-k keeps of each row by rank, and of that, top-p as the smallest leading set that reaches it.
+    """Return the cut of each row: by rank for top-k, then the smallest leading set that reaches top-p.
 
-    Ties rank the lower token id first. Where the probability of a leading set is top-p up to the rounding of fp32,
-    either it or the next may be kept. A greedy row is not cut. CUDA-graph safe: no host sync, six launches.
+    Ties rank the lower token id first. If the probability of a leading set is top-p up to the rounding of fp32, either
+    it or the next may be kept. A greedy row is not cut. CUDA-graph safe: no host sync, six launches.
 
     Args:
         rows: On a GPU, or with Triton interpreted; tokens of a row contiguous.
@@ -144,7 +144,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
     list_kernel[(num_rows, num_tiles)](
         **read, **lists, tile_weights=tiles.weights, num_warps=_WARPS, enable_fp_fusion=True
     )
-    # Memory of their own, so that they are aligned: what is compiled depends on it.
+    # Separate tensors are aligned; specialization depends on it.
     cuts = TokenCuts(*(torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2)))
     _cut_kernel[(num_rows,)](
         **read,

@@ -1,9 +1,9 @@
-"""Lossless verification of a step's drafts on the device, without a host sync; by kernel where drafts are certain.
+"""Lossless verification of a step's drafts on the device, without a host sync.
 
-A row's logits rows are for consecutive positions: the token after the base token, after the first draft, and so on.
-Both ops return [rows, 2 + max_drafts] int64: the number a >= 1 of tokens that a row emits (the base token counts as
-accepted), then those a tokens, accepted drafts first; entries past them are unspecified, but valid ids. A row without
-logits rows is padding: it accepts 1 and emits anything.
+The logits rows of a request are for consecutive positions: the token after the base token, after the first draft, and
+so on. Both ops return [requests, 2 + max_drafts] int64: the number a >= 1 of tokens that a request emits (the base
+token counts as accepted), then those a tokens, accepted drafts first; entries past them are unspecified, but valid ids.
+A request without logits rows is padding: it accepts 1 and emits anything.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from .sampling import sample_weighted
 
 @dataclass(frozen=True, slots=True)
 class VerifyLogits:
-    """Describe how the logits of a step belong to rows; tensors on the ops' device.
+    """The logits rows of each request of a step; tensors on the ops' device.
 
     Args:
-        cu_logits: [rows + 1] int32; row r's logits rows are cu_logits[r] to cu_logits[r + 1], the end excluded: one
-            after its base token, then one after each draft. Logits rows past the last row are padding.
-        draft_ids: [logits] int64; the draft that follows logits row i in its row; anything at the row's last one.
-        max_drafts: The most drafts that any row has.
+        cu_logits: [requests + 1] int32; request r has the logits rows [cu_logits[r], cu_logits[r + 1]): one after its
+            base token, then one after each draft. Rows past the last request are padding.
+        draft_ids: [logits] int64; the draft that follows logits row i; anything at a request's last one.
+        max_drafts: The most drafts that any request has.
     """
 
     cu_logits: Tensor
@@ -36,12 +36,12 @@ class VerifyLogits:
 
 @dataclass(frozen=True, slots=True)
 class DraftDistributions:
-    """Describe which distributions drafts were drawn from; tensors on the ops' device.
+    """The distributions that drafts were sampled from; tensors on the ops' device.
 
     Args:
         probabilities: [distributions, vocab] floating point.
-        index: [logits] int32; the distribution that the draft following logits row i was drawn from; -1 for a draft
-            that was not drawn, and where none follows.
+        index: [logits] int32; the distribution of the draft following logits row i; -1 for a draft that was not
+            sampled, and if none follows.
     """
 
     probabilities: Tensor
@@ -50,7 +50,7 @@ class DraftDistributions:
 
 @dataclass(frozen=True, slots=True)
 class RatioUniforms:
-    """Random numbers of ratio acceptance: [logits] float64 in [0, 1) each, independent of the drafts and each other.
+    """Random numbers of ratio acceptance: [logits] float64 in [0, 1) each, independent of drafts and each other.
 
     A position is verified again if a draft before it was rejected; its numbers may then be the same.
     """
@@ -60,7 +60,7 @@ class RatioUniforms:
 
 
 def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Accept the drafts that equal the token sampled at their position; see `accept_matching`."""
+    """Torch twin of `accept_matching`."""
     if tokens.shape[0] == 0:
         return _emit_nothing(tokens, rows)
     windows = _Windows.of(rows, tokens.shape[0])
@@ -69,35 +69,35 @@ def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
 
 
 def accept_by_ratio(
-    tokens: Tensor, probabilities: Tensor, rows: VerifyLogits, drawn: DraftDistributions, uniforms: RatioUniforms
+    tokens: Tensor, probabilities: Tensor, rows: VerifyLogits, sampling: DraftDistributions, uniforms: RatioUniforms
 ) -> Tensor:
-    """Accept each drawn draft x ~ q with probability min(1, p(x) / q(x)), and any other draft if it matches.
+    """Accept each sampled draft x ~ q with probability min(1, p(x) / q(x)), and any other draft if it matches.
 
-    The first drawn draft of a row that is rejected is replaced by a token of the normalised residual max(p - q, 0);
-    a row whose drafts are all accepted, or whose rejected draft was not drawn, ends with the token sampled there.
-    A row without a drawn draft gets exactly what `accept_matching` gives it. A token of p(x) = 0 is never accepted;
-    where rounding leaves no residual, p stands in for it. Source: Leviathan et al. 2023, "Fast Inference from
+    The first sampled draft of a request that is rejected is replaced by a token of the normalised residual max(p - q,
+    0); a request whose drafts are all accepted, or whose rejected draft was not sampled, ends with the token sampled
+    there. A request without a sampled draft gets exactly what `accept_matching` gives it. A token of p(x) = 0 is never
+    accepted; if rounding leaves no residual, p replaces it. Source: Leviathan et al. 2023, "Fast Inference from
     Transformers via Speculative Decoding", algorithm 1.
 
     Args:
-        tokens: [logits] int64; drawn from `probabilities` at every logits row, with further random numbers.
+        tokens: [logits] int64; sampled from `probabilities` at every logits row, with further random numbers.
         probabilities: [logits, vocab] float64, the p of every logits row; see `token_probabilities`.
 
     Returns:
-        [rows, 2 + max_drafts] int64, see the module.
+        [requests, 2 + max_drafts] int64, see the module.
     """
-    if tokens.shape[0] == 0 or drawn.probabilities.shape[0] == 0:
+    if tokens.shape[0] == 0 or sampling.probabilities.shape[0] == 0:
         return accept_matching_ref(tokens, rows)
     windows = _Windows.of(rows, tokens.shape[0])
-    is_drawn, distribution = drawn.index >= 0, drawn.index.clamp_min(0).to(torch.int64)
-    drafts = torch.where(is_drawn, rows.draft_ids, 0)
+    is_sampled, distribution = sampling.index >= 0, sampling.index.clamp_min(0).to(torch.int64)
+    drafts = torch.where(is_sampled, rows.draft_ids, 0)
     p = probabilities.gather(1, drafts[:, None])[:, 0]
-    q = drawn.probabilities[distribution, drafts].to(torch.float64)
-    holds = torch.where(is_drawn, uniforms.accept * q < p, tokens == rows.draft_ids)
+    q = sampling.probabilities[distribution, drafts].to(torch.float64)
+    holds = torch.where(is_sampled, uniforms.accept * q < p, tokens == rows.draft_ids)
     num_kept = windows.count_leading(holds)
     last = windows.logits.gather(1, num_kept[:, None])[:, 0]  # [rows]: logits rows of the last emitted tokens
-    residual = _residual(probabilities[last], drawn.probabilities[distribution[last]])
-    final = torch.where(is_drawn[last], sample_weighted(residual, uniforms.residual[last]), tokens[last])
+    residual = _residual(probabilities[last], sampling.probabilities[distribution[last]])
+    final = torch.where(is_sampled[last], sample_weighted(residual, uniforms.residual[last]), tokens[last])
     is_kept = torch.arange(1 + rows.max_drafts, device=tokens.device) < num_kept[:, None]
     emitted = torch.where(is_kept, rows.draft_ids[windows.logits], final[:, None])
     return torch.cat((1 + num_kept[:, None], emitted), dim=1)
@@ -118,7 +118,7 @@ class _Windows:
         return cls((starts[:, None] + columns).clamp_max(num_logits - 1), num_drafts)
 
     def count_leading(self, holds: Tensor) -> Tensor:
-        """Count each row's drafts before the first that does not hold; `holds` [logits] bool; [rows] int64."""
+        """Count each request's drafts before the first that does not hold; `holds` [logits] bool; [rows] int64."""
         columns = torch.arange(self.logits.shape[1], device=holds.device)
         kept = holds[self.logits] & (columns < self.num_drafts[:, None])
         return kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
@@ -131,7 +131,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _emit_nothing(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Return the result of padding rows in a step without logits."""
+    """Return the result of padding requests in a step without logits."""
     result = tokens.new_zeros(rows.cu_logits.shape[0] - 1, 2 + rows.max_drafts)
     result[:, :1] = 1
     return result
@@ -150,14 +150,14 @@ _COLUMNS = 16
 def _accept_kernel(
     tokens, draft_ids, cu_logits, outcome, num_logits, most, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
 ):
-    """Accept a row's drafts; `most` tokens of a row have logits."""
+    """Accept a request's drafts; `most` tokens of a row have logits."""
     await_inputs(OVERLAPS)
     row, column = tl.program_id(0), tl.arange(0, COLUMNS)
     start = tl.load(cu_logits + row)
     is_draft = column < tl.load(cu_logits + row + 1) - start - 1
-    place = tl.minimum(start + column, num_logits - 1)
-    token = tl.load(tokens + place)
-    draft = tl.load(draft_ids + place, mask=is_draft, other=0)
+    index = tl.minimum(start + column, num_logits - 1)
+    token = tl.load(tokens + index)
+    draft = tl.load(draft_ids + index, mask=is_draft, other=0)
     num_kept = tl.min(tl.where(is_draft & (token == draft), COLUMNS, column), axis=0)  # the last column is no draft
     outcome += row.to(tl.int64) * (1 + most)
     tl.store(outcome, 1 + num_kept.to(tl.int64))
@@ -167,7 +167,7 @@ def _accept_kernel(
 def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
     """Accept the drafts that equal the token sampled at their position; the first that does not is replaced by it.
 
-    This is rejection sampling for drafts x that are fixed before the position's t ~ p is drawn: x is accepted with
+    This is rejection sampling for drafts x that are fixed before the position's t ~ p is sampling: x is accepted with
     probability P(t = x) = p(x), which is min(1, p(x) / q(x)) for the point mass q at x, and what replaces it is t
     given t != x, whose law is the normalised residual max(p - q, 0). Either way t itself is emitted, and t depends
     only on the text before it and the position's own random number, so the tokens are those of a run without drafts.
