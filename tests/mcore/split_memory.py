@@ -73,7 +73,9 @@ def _split_capacity_of(config: CacheConfig, shape: HybridModelShape, ranks: Rank
     if not isinstance(config, SplitConfig) or config.num_blocks is None:
         return found
     paused = (config.num_blocks + 1) // 4 if config.num_paused is None else config.num_paused
-    num_blocks, num_slots, num_paused = ranks.least([config.num_blocks, config.num_slots, paused])
+    unit, unlimited = shape.unit_bytes(config), 2**31  # a stage without layers of a kind leaves it to the others
+    blocks = (config.num_blocks, paused) if unit.block else (unlimited, unlimited)
+    num_blocks, num_paused, num_slots = ranks.least([*blocks, config.num_slots if unit.state else unlimited])
     slab = SplitSlab(found.slab.blocks_per_slab, found.slab.slots_per_slab)
     values = {field.name: getattr(found, field.name) for field in fields(found)}
     assert num_blocks < found.num_blocks and num_slots <= found.num_slots, "the memory is too small"
