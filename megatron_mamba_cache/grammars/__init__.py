@@ -1,1 +1,1 @@
-"""Grammars that replies have to follow: how they are written, compiled, and matched against a row's tokens."""
+"""Grammars that replies must follow: written, compiled, and matched against a request's tokens."""

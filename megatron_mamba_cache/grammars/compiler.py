@@ -1,4 +1,4 @@
-"""Grammars compiled for one vocabulary, and kept for the next requests that send the same."""
+"""Compile grammars for one vocabulary, and cache them for the next requests."""
 
 import json
 from collections import OrderedDict
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
 from .exclusive_branches import exclude_branches
-from .forms import GUIDANCE, PLACE
-from .held_words import Fault, hold_words
+from .forms import GUIDANCE, LOCATION
+from .held_words import Refusal, hold_words
 from .narrowed_schemas import check_escapes, guidance_for, narrow
-from .schema_faults import close_endless, close_names, explained
+from .schema_errors import close_endless, close_names, explained
 from .schema_words import at_location, list_of, mapping_of, values_in
 
 if TYPE_CHECKING:
@@ -50,16 +50,16 @@ class Grammars:
         self._lock = Lock()
 
     def read(self, tokenizer: Any) -> None:
-        """Take over the model's tokenizer, whose vocabulary is read by `prepare` or when the first grammar comes."""
+        """Take over the model's tokenizer; its vocabulary is read by `prepare` or for the first grammar."""
         self._tokenizer = tokenizer
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes half a second, unless that is impossible; a grammar's own error says why."""
+        """Read the vocabulary, which takes half a second; on failure, the error of each grammar explains it."""
         with suppress(GrammarError):
             self._read_vocabulary()
 
     def error_of(self, grammar: str) -> str | None:
-        """Return why a grammar cannot be used, None if it can; compiles it if it is new, which may take a while."""
+        """Return why a grammar cannot be used; None if it can. Compiles a new one, which may take a while."""
         try:
             self.matcher(grammar)
         except GrammarError as error:
@@ -82,12 +82,12 @@ class Grammars:
         return found.deep_copy()
 
     def note_failure(self, request_id: int, reason: str) -> None:
-        """Note that the grammar of a running request cannot go on, by any thread."""
+        """Record that the grammar of a running request cannot continue; callable from any thread."""
         first_line = reason.strip().partition("\n")[0]
         self._failures[request_id] = f"{TOO_COMPLEX}: {first_line:.200}"
 
     def take_failures(self) -> dict[int, str]:
-        """Return why grammars of running requests cannot go on, by request, and forget it."""
+        """Return and clear the failures of running requests, by request."""
         if not self._failures:
             return {}
         taken, self._failures = self._failures, {}
@@ -107,8 +107,8 @@ class Grammars:
         try:
             matcher: LLMatcher = library.compiled(vocabulary, json.dumps(value, ensure_ascii=False))
         except GrammarError:
-            for place, schema in schemas:
-                with at_location(place):
+            for location, schema in schemas:
+                with at_location(location):
                     explained(schema, library.schema_error)
             raise
         return matcher
@@ -133,7 +133,7 @@ class Grammars:
 
 @lru_cache(maxsize=4096)
 def has_text(terminal: str) -> bool:
-    """Return whether there is a text of a terminal, given by its right-hand side; True if it cannot be compiled."""
+    """Return True if a terminal, given by its right-hand side, has any text, or cannot be compiled."""
     found: bool = _llguidance().has_text(terminal)
     return found
 
@@ -151,7 +151,7 @@ def _parsed(grammar: str) -> Any:
         raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
     parts = _parts(value)
     for part in parts[1:] or parts:  # the first one puts the others together
-        with at_location(_place(part)):
+        with at_location(_location(part)):
             _check(len(json.dumps(part, ensure_ascii=False)), "characters", _MOST_CHARACTERS_OF_PART)
             _check_objects(part, _MOST_OBJECTS_OF_PART)
     _check_objects(value, _MOST_OBJECTS)
@@ -171,21 +171,21 @@ def _parts(grammar: Any) -> list[Any]:
     return list_of(mapping_of(grammar).get("grammars"))
 
 
-def _place(part: Any) -> str:
-    return str(mapping_of(part).get(PLACE, ""))
+def _location(part: Any) -> str:
+    return str(mapping_of(part).get(LOCATION, ""))
 
 
 def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any]]]:
-    """Rewrite the JSON schemas of a grammar, in place, so that they can be held to; return them with their places."""
+    """Rewrite the JSON schemas of a grammar in place, and return them with their locations."""
     schemas = []
     for part in _parts(grammar):
-        place = _place(part)
+        location = _location(part)
         if isinstance(part, dict) and isinstance(part.get("json_schema"), dict):
-            with at_location(place):
+            with at_location(location):
                 part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_error)
                 _check_expanded(part["json_schema"])
-            schemas.append((place, part["json_schema"]))
-            part.pop(PLACE, None)
+            schemas.append((location, part["json_schema"]))
+            part.pop(LOCATION, None)
     return schemas
 
 
@@ -211,10 +211,10 @@ def _llguidance() -> ModuleType:
 
 
 GoesOn = Callable[[dict[str, Any], str], bool]
-"""Returns whether a reply of a schema may go on with a quote after some text."""
+"""Returns True if a reply of a schema may continue with a quote after some text."""
 
 
-def prepared(schema: dict[str, Any], goes_on: GoesOn, fault: Fault) -> dict[str, Any]:
+def prepared(schema: dict[str, Any], goes_on: GoesOn, refusal: Refusal) -> dict[str, Any]:
     """Return a schema whose replies are valid by the given one, which is used up, and can always come to an end.
 
     Raises:
@@ -223,7 +223,7 @@ def prepared(schema: dict[str, Any], goes_on: GoesOn, fault: Fault) -> dict[str,
     settings = schema.get(GUIDANCE, {})
     try:
         held = {word: value for word, value in schema.items() if word != GUIDANCE}
-        hold_words(held, fault)
+        hold_words(held, refusal)
         exclude_branches(held)
         close_endless(held)
         settings = {**settings, **guidance_for(held)}

@@ -33,10 +33,12 @@ def exclude_branches(root: Any) -> None:
         GrammarError: If alternatives overlap and cannot be narrowed so.
     """
     for _ in range(_MOST_COPIES):
-        chosen = {place: found for place, found in locations_in(root).items() if isinstance(found.get(_ONE_OF), list)}
-        for place, found in reversed(chosen.items()):
+        chosen = {
+            location: found for location, found in locations_in(root).items() if isinstance(found.get(_ONE_OF), list)
+        }
+        for location, found in reversed(chosen.items()):
             base = {word: value for word, value in found.items() if word != _ONE_OF}
-            with at_location(place):
+            with at_location(location):
                 also(found, {"anyOf": _exclusive(found[_ONE_OF], base, root)})
             del found[_ONE_OF]
 
@@ -144,7 +146,7 @@ def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any
 
 def _are_items_apart(firsts: list[Schema], seconds: list[Schema], root: Any, depth: int) -> bool:
     least = max((part.get("minItems", 0) for part in firsts + seconds), default=0)
-    pairs = ((_item(firsts, place), _item(seconds, place)) for place in range(min(least, 8)))
+    pairs = ((_item(firsts, location), _item(seconds, location)) for location in range(min(least, 8)))
     return any(_are_disjoint(one, other, root, depth - 1) for one, other in pairs)
 
 
@@ -233,11 +235,11 @@ def _own_property(schema: Any, name: str) -> Any:
     return mapping_of(schema.get("properties")).get(name) if isinstance(schema, dict) else None
 
 
-def _item(parts: list[Schema], place: int) -> list[Any]:
+def _item(parts: list[Schema], location: int) -> list[Any]:
     found: list[Any] = []
     for part in parts:
         prefix = part.get("prefixItems", part.get("items"))
         prefix = prefix if isinstance(prefix, list) else []
         rest = part.get("items", True) if not isinstance(part.get("items"), list) else part.get("additionalItems", True)
-        found.append(prefix[place] if place < len(prefix) else rest)
+        found.append(prefix[location] if location < len(prefix) else rest)
     return found

@@ -1,7 +1,7 @@
-"""Grammars as text, which travels with a request: JSON schemas, expressions, choices, and what may come before them.
+"""Grammars as text that travels with a request: JSON schemas, expressions, choices, and prefixes of them.
 
-The text is a JSON object as llguidance reads it: grammars in its dialect of Lark, or JSON schemas. The first is
-the start and names others with `@`. Special tokens have no text of their own and are written by id.
+The text is a JSON object as llguidance reads it: grammars in its dialect of Lark, or JSON schemas. The first is the
+start and names others with `@`. Special tokens have no text of their own and are written by id.
 """
 
 import json
@@ -23,8 +23,8 @@ ANY = r"(.|\n)*"
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
 """The key by which llguidance takes settings out of a schema."""
-PLACE = "place"
-"""The key of a part under which its place in the request is kept; it is not llguidance's."""
+LOCATION = "location"
+"""Key of a part for its location in the request; removed before llguidance reads the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,17 @@ class Grammar:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *parts]}, ensure_ascii=False)
 
 
-def json_grammar(schema: Schema, name: str = "answer", place: str = "") -> Grammar:
+def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Grammar:
     """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens.
 
     Args:
-        place: Where the schema is in the request, for errors.
+        location: Where the schema is in the request, for errors.
     """
     whole = without_notes(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
         whole = {"not": {}}
     part: dict[str, Any] = {"json_schema": {**whole, GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}}
-    return Grammar(f"@{name}", parts={name: {**part, PLACE: place} if place else part})
+    return Grammar(f"@{name}", parts={name: {**part, LOCATION: location} if location else part})
 
 
 def regex_grammar(pattern: str) -> Grammar:
@@ -78,17 +78,17 @@ def lark_grammar(source: str) -> Grammar:
 
 
 def any_of(*grammars: Grammar) -> Grammar:
-    """Return the grammar of what any of the grammars allows; their names are distinct."""
+    """Return the grammar of texts of any of the grammars; their names are distinct."""
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " | ")
 
 
 def sequence(*grammars: Grammar) -> Grammar:
-    """Return the grammar of texts one after another; names are distinct."""
+    """Return the grammar of concatenated texts; names are distinct."""
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " ")
 
 
 def named(name: str, grammar: Grammar) -> Grammar:
-    """Return the same grammar as a rule of its own, which can be used at several places."""
+    """Return the same grammar as a named rule, which can be used several times."""
     return Grammar(name, {name: grammar.rule, **(grammar.rules or {})}, grammar.parts)
 
 

@@ -41,11 +41,11 @@ _NO_WORDS: dict[str, tuple[Any, ...]] = {
 }
 """Values with which a word allows everything."""
 _MOST_ORDERS = 120
-Fault = Callable[[Schema], str | None]
+Refusal = Callable[[Schema], str | None]
 """Returns why llguidance cannot follow a schema; None if it can."""
 
 
-def hold_words(root: Any, fault: Fault) -> None:
+def hold_words(root: Any, refusal: Refusal) -> None:
     """Rewrite a JSON schema in place with words that llguidance holds to.
 
     The schema's draft does not matter: words of older ones are written as today's.
@@ -54,10 +54,10 @@ def hold_words(root: Any, fault: Fault) -> None:
         GrammarError: If a word cannot be held to; it says where.
     """
     root.pop("$schema", None)
-    hold_strings = partial(_hold_strings, fault=fault)
+    hold_strings = partial(_hold_strings, refusal=refusal)
     for step in (drop_empty_words, _hold_names, hold_strings, _hold_unique, _refuse_others):
-        for place, found in locations_in(root).items():
-            with at_location(place):
+        for location, found in locations_in(root).items():
+            with at_location(location):
                 step(found, root)
 
 
@@ -86,7 +86,7 @@ def drop_empty_words(schema: Schema, _root: Any = None) -> None:
         schema["additionalProperties"] = schema.pop("unevaluatedProperties")
 
 
-def _hold_strings(schema: Schema, _root: Any, fault: Fault) -> None:
+def _hold_strings(schema: Schema, _root: Any, refusal: Refusal) -> None:
     """Write patterns and formats as llguidance reads them; a format that a pattern excludes is a note to readers."""
     name, pattern = schema.get("format"), schema.get("pattern")
     parts = [] if not isinstance(pattern, str) else words_of_pattern(pattern, name)
@@ -95,7 +95,7 @@ def _hold_strings(schema: Schema, _root: Any, fault: Fault) -> None:
         del schema["format"]
         words = words_of_format(name)
         alone, both = ({"allOf": [{"type": "string"}, *found]} for found in (parts, [*parts, words]))
-        parts += [] if parts and fault(both) is not None and fault(alone) is None else [words]
+        parts += [] if parts and refusal(both) is not None and refusal(alone) is None else [words]
     if parts:
         _take_out(schema, "format", "pattern")
     for part in parts:
@@ -167,7 +167,7 @@ def _listed_values(schema: Any, root: Any) -> list[Any] | None:
         found = [value for value in (None, False, True) if type_of_value(value) in types]
     else:
         return None
-    return [value for place, value in enumerate(found) if not any(is_same(value, other) for other in found[:place])]
+    return [value for index, value in enumerate(found) if not any(is_same(value, other) for other in found[:index])]
 
 
 def _hold_unique(schema: Schema, root: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is used of llguidance: vocabularies, matchers, and threads that make masks."""
+"""The interface to llguidance: vocabularies, matchers, and threads that make masks."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _LONGEST_REASON = 400
 _MOST_THREADS = 8
 _QUOTE = ord('"')
 _NO_TEXT = "NoExtension"
-_MOST_ITEMS = 16_000  # alternatives that are open at one place
+_MOST_ITEMS = 16_000  # alternatives that are open at one position
 _MOST_ITEMS_A_STEP = 64_000
 _BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # a literal or an expression
@@ -34,7 +34,7 @@ class _Vocabulary:
 
     Args:
         tokens: The bytes of each token, [vocab].
-        special_token_ids: Those that stand for no text.
+        special_token_ids: Tokens without text.
     """
 
     tokens: list[bytes]
@@ -101,7 +101,7 @@ class Vocabulary:
     """A model's vocabulary as matchers read it.
 
     Args:
-        characters: Those in the texts of its tokens; None: tokens can write all, since each byte is one.
+        characters: All characters of its tokens; None: tokens can write all, since each byte is one.
     """
 
     tokenizer: LLTokenizer
@@ -141,7 +141,7 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
     """Return a matcher at a grammar's start.
 
     Raises:
-        GrammarError: If the grammar says something that cannot be followed, or no text is of it.
+        GrammarError: If llguidance cannot follow the grammar, or it has no text.
     """
     vocabulary.check(grammar)
     limits = LLParserLimits(
@@ -171,13 +171,13 @@ def _can_begin(matcher: LLMatcher, mask: bytes) -> bool:
 
 
 def schema_error(schema: dict[str, Any]) -> str | None:
-    """Return llguidance's reason why it cannot follow a JSON schema, None if it can; whatever the vocabulary."""
+    """Return why llguidance cannot follow a JSON schema, None if it can; independent of the vocabulary."""
     matcher = _byte_matcher(schema)
     return matcher.get_error() if matcher.is_error() else None
 
 
 def goes_on(schema: dict[str, Any], text: str) -> bool:
-    """Return whether a text that a JSON schema allows may go on with a quote; True if the schema cannot be followed."""
+    """Return True if a text that a JSON schema allows may continue with a quote, or if it cannot be followed."""
     matcher = _byte_matcher(schema)
     if matcher.is_error():
         return True
@@ -205,7 +205,7 @@ def _bytes() -> LLTokenizer:
 
 
 def mask_executor() -> LLExecutor:
-    """Return threads that make masks, on half of the processors at most."""
+    """Return threads that make masks, on at most half of the processors."""
     return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))
 
 

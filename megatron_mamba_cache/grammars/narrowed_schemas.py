@@ -1,4 +1,4 @@
-"""JSON schemas narrowed to what llguidance holds to: where it would allow more than they say, they allow less.
+"""Narrow JSON schemas to what llguidance enforces; where it would allow more than they say, they allow less.
 
 What cannot be narrowed is refused.
 """
@@ -35,8 +35,8 @@ def narrow(schema: Any) -> None:
         GrammarError: If it has a constant beyond 2**53 that is no float64, or counts properties of free names, which a
             reply may repeat.
     """
-    for place, found in locations_in(schema).items():
-        with at_location(place):
+    for location, found in locations_in(schema).items():
+        with at_location(location):
             for word in ("minimum", "maximum"):
                 _narrow_bound(found, word)
             _check_constants(found)
@@ -62,8 +62,8 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
         return
     reason = "control characters, which cannot be held to where objects may have other properties; set "
     remedy = "additionalProperties to false"
-    for place, found in locations_in(schema).items():
-        with at_location(place):
+    for location, found in locations_in(schema).items():
+        with at_location(location):
             if any(map(_needs_codes, values_in(found.get("const")))):
                 raise GrammarError(f"const has {reason}{remedy}")
             values = list_of(found.get("enum"))
@@ -71,15 +71,15 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
             if values and not kept:
                 raise GrammarError(f"enum has only {reason}{remedy}")
             found |= {"enum": kept} if values else {}
-            told = {word: found[word] for word in _WORDS_OF_STRINGS if word in found}
-            if "pattern" in told and not has_text({"type": "string", **told}):
+            pattern_words = {word: found[word] for word in _WORDS_OF_STRINGS if word in found}
+            if "pattern" in pattern_words and not has_text({"type": "string", **pattern_words}):
                 raise GrammarError(f"the pattern allows only {reason}{remedy}")
 
 
 def guidance_for(schema: Any) -> dict[str, str]:
     """Return llguidance's settings for a schema.
 
-    Names may not be written by the codes of their characters where an object has others beside those that it names: an
+    Names may not be written by the codes of their characters where an object has others besides those that it names: an
     "a" written so would be taken for another name. Nor may any text of that schema then.
     """
     is_open = any(
@@ -90,7 +90,7 @@ def guidance_for(schema: Any) -> dict[str, str]:
 
 
 def _narrow_bound(schema: dict[str, Any], word: str) -> None:
-    """Put the nearest float64 inside into the place of a bound beyond 2**53, or one within 2**63 beyond that."""
+    """Replace a bound beyond 2**53 by the nearest float64 inside, and clamp all bounds to 2**63."""
     inward = -math.inf if word == "maximum" else math.inf
     outermost = _LARGEST_INTEGER if word == "maximum" else -_LARGEST_INTEGER
     exclusive_word = f"exclusive{word.capitalize()}"
@@ -133,7 +133,7 @@ def _check_constants(schema: dict[str, Any]) -> None:
     for word in ("const", "enum"):
         for value in values_in(schema.get(word)):
             if isinstance(value, int) and abs(value) > _MOST_EXACT and _float_of(value, word) != value:
-                raise GrammarError(f"{word} holds {value}, beyond 2**53, which cannot be told from its neighbours")
+                raise GrammarError(f"{word} holds {value}, beyond 2**53, which float64 cannot distinguish")
 
 
 def _narrow_count(schema: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Formats and patterns of strings, written so that llguidance reads them as JSON Schema means them.
+"""Translate formats and patterns of strings from JSON Schema to llguidance.
 
 Patterns are in the dialect of ECMA-262; llguidance reads that of Rust's `regex`, without look-around.
 """
@@ -76,7 +76,7 @@ _COMMON: Mapping[str, str] = {
     "duration": "^P([0-9]{1,4}[YMWD]|([0-9]{1,4}D)?T[0-9]{1,4}(H([0-9]{1,4}M([0-9]{1,4}S)?)?|M([0-9]{1,4}S)?|S))$",
     "uri": "^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z]{2,10}){1,3}(/[A-Za-z0-9_-]*)*$",
 }
-"""Expressions for some texts of a format, where only an expression can be said."""
+"""Expressions for some texts of a format, where only an expression is possible."""
 _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer than most")
 
 

@@ -17,12 +17,12 @@ _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 
 @dataclass(frozen=True, slots=True)
 class CallsInReasoning:
-    """Calls that may begin within reasoning.
+    """Tool calls that may begin within reasoning.
 
     Args:
-        marker: What begins them, at the start of a line; if it is a token, also after a word or a sentence.
-        rest: The grammar of what follows the marker.
-        after: The grammar of what may follow the calls and a closing marker; None: the reply ends there.
+        marker: Their start, at the start of a line; if it is a token, also after a word or a sentence.
+        rest: The grammar after the marker.
+        after: The grammar after the calls and a closing marker; None: the reply ends there.
     """
 
     marker: str

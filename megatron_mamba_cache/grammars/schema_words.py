@@ -71,7 +71,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
     """Return a schema and those in it by their paths, and those anywhere else in it that references name."""
-    places: dict[str, dict[str, Any]] = {}
+    locations: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     references: list[str] = []
     waiting = [("", schema)]
@@ -79,13 +79,13 @@ def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
         path, found = waiting.pop()
         if isinstance(found, dict) and id(found) not in seen:
             seen.add(id(found))
-            places[path] = found
+            locations[path] = found
             waiting += [(f"{path}.{step}" if path else step, inner) for step, inner in held_by(found)]
             references += [found["$ref"]] if isinstance(found.get("$ref"), str) else []
         if not waiting:
             waiting = [(path_of(name), target_of(name, schema)) for name in references]
             references = []
-    return places
+    return locations
 
 
 def path_of(reference: str) -> str:
@@ -213,11 +213,13 @@ def _drop_unused_definitions(root: dict[str, Any]) -> None:
         for found in values_in(waiting.pop()):
             for reference in (found.get("$ref"), found.get("$id")) if isinstance(found, dict) else ():
                 match = _DEFINITION.match(reference) if isinstance(reference, str) else None
-                place = None if match is None else (match[1], unquote(match[2]).replace("~1", "/").replace("~0", "~"))
-                if reference is not None and place not in names:
+                location = (
+                    None if match is None else (match[1], unquote(match[2]).replace("~1", "/").replace("~0", "~"))
+                )
+                if reference is not None and location not in names:
                     return
-                if place in names - used:
-                    used.add(place)
-                    waiting.append(root[place[0]][place[1]])
+                if location in names - used:
+                    used.add(location)
+                    waiting.append(root[location[0]][location[1]])
     for word, name in names - used:
         del root[word][name]

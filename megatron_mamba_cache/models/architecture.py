@@ -123,11 +123,11 @@ class ExpertsSizes:
     """Sizes and routing of the mixture-of-experts layers.
 
     Args:
-        shared_hidden_size: Of the expert that all tokens go to; None: there is none.
+        shared_hidden_size: Of the shared expert; None without one.
         score: "sigmoid" with a selection bias, or "softmax".
         num_groups, top_groups, num_scoring: Experts are chosen from the groups whose best `num_scoring` experts score
             most together; 1 and 1: from all experts.
-        normalizes: Whether the routing weights of a token are divided by their sum.
+        normalizes: True to divide the routing weights of a token by their sum.
         scaling: Factor on the routing weights.
         latent_size: What the routed experts read and write, between two projections; None: the hidden size.
         has_shared_gate: True if the shared expert's output is multiplied by the sigmoid of one projected number a
@@ -173,7 +173,7 @@ class HybridArchitecture:
         pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
         zero_centered_norms: True if the factor of a norm with weight w is 1 + w, computed in fp32; of every norm but
             the mixers' own.
-        input_multiplier, residual_multiplier, output_multiplier: See `LocalSpecOptions`.
+        input_multiplier, residual_multiplier, output_multiplier: As in `LocalSpecOptions`.
     """
 
     pattern: str
@@ -222,7 +222,7 @@ def _check_experts(architecture: HybridArchitecture) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFields:
-    """What a configuration calls the numbers of `ExpertsSizes`; without groups, the names of theirs are empty."""
+    """A configuration's names for the numbers of `ExpertsSizes`; empty names if it has no groups."""
 
     num_experts: str
     top_k: str

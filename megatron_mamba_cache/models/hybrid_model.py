@@ -1,4 +1,4 @@
-"""Build this rank's part of the Megatron model that an architecture describes."""
+"""Build this rank's shard of the Megatron model that an architecture describes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ _TRANSFERS = (Tensor.to, Tensor.cuda, Tensor.cpu)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Let the block make tensors on the meta device, whatever device it asks for."""
+    """Create all tensors in the block on the meta device, whatever device is requested."""
     with torch.device("meta"), _OnMeta():
         yield
 
 
 class _OnMeta(TorchFunctionMode):
-    """Takes the meta device in the place of one that is named, and moves no tensor to another."""
+    """Replaces any requested device by the meta device, and moves no tensor to another."""
 
     def __torch_function__(
         self,
@@ -78,7 +78,7 @@ def _sizes(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:
-    """Build this rank's part of the model on the current device, in eval mode, with uninitialized parameters.
+    """Build this rank's shard of the model, in eval mode, with uninitialized parameters.
 
     The model is split over Megatron's tensor-, pipeline- and expert-parallel ranks; without `parallel_state`, this
     process is the only one.
@@ -172,7 +172,7 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
 
 
 def _mixer_options(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, Any]:
-    """Return what a spec decides about the mixers."""
+    """Return the mixers' options of a spec."""
     if isinstance(sizes, GatedDeltaSizes):
         return {"mixer": "gated_delta", "grain": sizes.grain}
     return {
@@ -185,7 +185,7 @@ def _mixer_options(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, Any]:
 
 
 def _mixer_settings(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, object]:
-    """Return what Megatron's configuration says of the mixers."""
+    """Return the mixers' fields of Megatron's configuration."""
     if isinstance(sizes, GatedDeltaSizes):
         return {
             "linear_num_key_heads": sizes.num_key_heads,
@@ -216,7 +216,7 @@ def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, o
 
 
 def _routing(experts: ExpertsSizes) -> dict[str, object]:
-    """Return what Megatron's configuration says of experts; the spec has the whole routing rule."""
+    """Return the experts' fields of Megatron's configuration; the spec has the whole routing rule."""
     return {
         "num_moe_experts": experts.num_experts,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),

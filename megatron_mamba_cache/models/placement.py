@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go in a Megatron model, and which part of each this tensor-parallel rank keeps."""
+"""Where a checkpoint's tensors go in a Megatron model, and which shard of each this rank keeps."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ class Split:
     sections: tuple[int, ...] = ()
 
     def local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """Return this rank's part.
+        """Return this rank's shard.
 
         Raises:
-            ValueError: If the sections are not the tensor's, or a part does not divide by the number of ranks.
+            ValueError: If the sections are not the tensor's, or one does not divide by the number of ranks.
         """
         if self.dim is None or size == 1:
             return tensor
@@ -54,7 +54,7 @@ class GroupedSplit:
     divided: tuple[int, ...] = ()
 
     def local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """Return this rank's part.
+        """Return this rank's shard.
 
         Raises:
             ValueError: If the rows do not divide by the groups, or groups and ranks do not divide each other.
@@ -104,21 +104,21 @@ Placements = Mapping[str, tuple[Placement, ...]]
 """Checkpoint tensor name → its destinations."""
 
 
-def stacked(places: Iterable[Placement]) -> tuple[Placement, ...]:
+def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
     """Return the destinations of a tensor that stacks the tensors of these destinations, in this order.
 
     Tensors with one target, such as the halves of a gated projection, are one entry together, each its equal share of
     the rows.
     """
-    entries = [list(parts) for _, parts in groupby(places, key=lambda place: place.target)]
+    entries = [list(parts) for _, parts in groupby(targets, key=lambda placement: placement.target)]
 
     def share(part: int, count: int) -> Callable[[Tensor], Tensor]:
         return lambda entry: entry.chunk(count)[part]
 
     return tuple(
-        replace(place, entry=index, rows=share(part, len(entry)))
+        replace(placement, entry=index, rows=share(part, len(entry)))
         for index, entry in enumerate(entries)
-        for part, place in enumerate(entry)
+        for part, placement in enumerate(entry)
     )
 
 
@@ -126,16 +126,16 @@ def _same_name(name: str) -> str:
     return name
 
 
-def stored_shape(places: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the checkpoint tensor that goes to these places.
+def stored_shape(targets: tuple[Placement, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the checkpoint tensor with these destinations.
 
     Args:
         shapes: Of the undivided model's parameters and buffers, by name.
     """
-    first = places[0].entry
-    parts = [place.shape(shapes) for place in places if place.entry == first]
+    first = targets[0].entry
+    parts = [placement.shape(shapes) for placement in targets if placement.entry == first]
     whole = (sum(part[0] for part in parts), *parts[0][1:])
-    return whole if first is None else (len({place.entry for place in places}), *whole)
+    return whole if first is None else (len({placement.entry for placement in targets}), *whole)
 
 
 class ModelFiller:
@@ -160,7 +160,7 @@ class ModelFiller:
         self._local_name = local_name
         parameters = unstacked_parameters(model)
         self._targets = {**dict(model.named_buffers()), **parameters}
-        named = (local_name(placement.target) for places in placements.values() for placement in places)
+        named = (local_name(placement.target) for targets in placements.values() for placement in targets)
         needed = {name for name in named if name is not None}
         needed |= parameters.keys()
         self._empty = {name: self._targets[name].numel() for name in needed}
@@ -172,18 +172,18 @@ class ModelFiller:
         Raises:
             ValueError: Naming it and both shapes, if its shape is not the model's.
         """
-        places = self._placements[name]
-        for placement, part in zip(places, _selected(name, tensor, places), strict=True):
+        targets = self._placements[name]
+        for placement, part in zip(targets, _selected(name, tensor, targets), strict=True):
             target = self._local_name(placement.target)
             if target is not None:
-                self._place(name, placement, part, target)
+                self._copy(name, placement, part, target)
 
     def wants(self, name: str) -> bool:
-        """Return whether a part of a checkpoint tensor goes to this model."""
+        """Return True if this model has a destination of a checkpoint tensor."""
         return any(self._local_name(placement.target) is not None for placement in self._placements[name])
 
     def target(self, name: str) -> Tensor:
-        """Return the first parameter or buffer of this model that a part of a checkpoint tensor goes to."""
+        """Return this model's first destination of a checkpoint tensor."""
         names = (self._local_name(placement.target) for placement in self._placements[name])
         return next(self._targets[target] for target in names if target is not None)
 
@@ -191,7 +191,7 @@ class ModelFiller:
         """Return the names of parameters and buffers that lack values."""
         return sorted(name for name, count in self._empty.items() if count)
 
-    def _place(self, name: str, placement: Placement, selected: Tensor, target: str) -> None:
+    def _copy(self, name: str, placement: Placement, selected: Tensor, target: str) -> None:
         part = placement.view(self._targets[target].data)
         try:
             local = placement.split.local(selected, self._rank, self._size)
@@ -212,14 +212,14 @@ def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[Tensor]:
-    """Return the part for each place; together they must cover the whole tensor."""
+def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list[Tensor]:
+    """Return the part of each destination; together they must cover the whole tensor."""
     try:
-        parts = [placement.select(tensor) for placement in places]
+        parts = [placement.select(tensor) for placement in targets]
     except IndexError:
         parts = []
     if sum(part.numel() for part in parts) != tensor.numel():
-        needed = f"{len(places)} of {_shape(tensor)[1:]}"
+        needed = f"{len(targets)} of {_shape(tensor)[1:]}"
         raise ValueError(f"tensor {name} has shape {_shape(tensor)} where the model has {needed}")
     return parts
 

@@ -1,4 +1,4 @@
-"""A small hybrid model with seeded random weights, for trying the cache out without a checkpoint."""
+"""A small hybrid model with seeded random weights, to try the cache without a checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ class RandomHybridConfig:
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - MLP, E mixture of experts.
         ssm_chunk_size: Of the scan, whatever the recurrent layers are.
-        gated_delta: Sizes of Gated DeltaNet layers, in the place of Mamba's. The rest is then as in such models: gated
+        gated_delta: Sizes of Gated DeltaNet layers, instead of Mamba's. The rest is then as in such models: gated
             attention with head norms, a quarter of each head rotated, zero-centred norms, a gated shared expert.
         use_rope: Rotary position embeddings; False: none.
         num_experts: Experts of each E layer; each token is routed to 2 by softmax.
-        experts: Sizes and routing of the E layers, in the place of `num_experts` and of a gated shared expert; a
+        experts: Sizes and routing of the E layers, instead of `num_experts` and of a gated shared expert; a
             sigmoid gets a random bias.
-        gated: Whether feed-forward layers and experts are gated.
+        gated: True for gated feed-forward layers and experts.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
 
@@ -64,7 +64,7 @@ class RandomHybridConfig:
 
 
 def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
-    """Build this rank's part of the model on the current device, in eval mode.
+    """Build this rank's shard of the model on the current device, in eval mode.
 
     The same seed gives the same weights on any device and under any number of ranks.
 
@@ -83,15 +83,15 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
         parallel_state.get_tensor_model_parallel_world_size(),
         RankShard.of_process(architecture).local_name,
     )
-    for name, drawn in random_weights(shape):
-        filler.fill(name, drawn)
+    for name, values in random_weights(shape):
+        filler.fill(name, values)
     return model
 
 
 def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the float32 weights of each parameter of the whole model, and of each bias of a choice.
+    """Yield the name and the float32 values of each parameter and selection bias of the whole model.
 
-    All are drawn from one CPU generator: Megatron draws some on the device, where the numbers differ.
+    All come from one CPU generator: Megatron initializes some on the device, where the numbers differ.
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
@@ -151,7 +151,7 @@ def _recurrent(shape: RandomHybridConfig) -> MambaSizes | GatedDeltaSizes:
 
 
 def _uniform_bounds(name: str, shape: RandomHybridConfig) -> tuple[float, float] | None:
-    """Return the range of a uniformly drawn parameter; None for one drawn from a normal distribution."""
+    """Return the range of a uniformly distributed parameter; None for a normally distributed one."""
     if "norm" in name:
         is_zero_centered = shape.gated_delta is not None and "mixer.norm" not in name
         return (-0.2, 0.2) if is_zero_centered else (0.8, 1.2)

@@ -1,4 +1,4 @@
-"""Which part of a hybrid model a rank has: its layers, its experts, and whether it has the embeddings and output."""
+"""The shard of a hybrid model on a rank: its layers, its experts, embeddings and output."""
 
 import re
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """The part of a model that a rank has.
+    """The shard of a model on one rank.
 
     Args:
         layers: Its layers, numbered as in the whole model.
@@ -51,7 +51,7 @@ class RankShard:
 
     @staticmethod
     def of_process(architecture: HybridArchitecture) -> "RankShard":
-        """Return the part of this process, by Megatron's parallel state."""
+        """Return the shard of this process, by Megatron's parallel state."""
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         lengths = stage_lengths(len(architecture.pattern), num_stages)

@@ -1,4 +1,4 @@
-"""What a part of a hybrid model stores for its requests, from the architecture alone: no weight has to be there."""
+"""Sizes that a shard of a hybrid model has for its requests, from the architecture alone, without weights."""
 
 import torch
 from megatron.core import parallel_state
@@ -13,7 +13,7 @@ from .rank_shard import RankShard, check_ranks
 
 
 def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
-    """Return the shape of this rank's part, by Megatron's parallel state; see `shard_shape`.
+    """Return the shape of this rank's shard, by Megatron's parallel state.
 
     Raises:
         ValueError: If the ranks cannot share the model.
@@ -26,11 +26,11 @@ def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridMo
 def shard_shape(
     architecture: HybridArchitecture, dtype: torch.dtype, layers: range | None = None, num_tensor_ranks: int = 1
 ) -> HybridModelShape:
-    """Return the shape of a rank's part, without a fingerprint, which only a model that is built has.
+    """Return the shape of a shard, without a fingerprint, which needs a built model.
 
     Args:
         dtype: Of the weights.
-        layers: Those of the rank; None: all.
+        layers: The rank's layers; None for all.
         num_tensor_ranks: Ranks that share the layers; they divide the heads and their groups.
     """
     attention, recurrence = architecture.attention, _recurrence(architecture.recurrent, num_tensor_ranks)

@@ -1,4 +1,4 @@
-"""What a grammar allows after each token of a reply, of the vocabulary of `PieceTokenizer`, token by token."""
+"""The tokens that a grammar allows after each token of a reply, of the vocabulary of `PieceTokenizer`, token by token."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tests.grammars.piece_tokenizer import PieceTokenizer
 
 
 def allowed_tokens(grammar: str, generated: Sequence[int], vocab_size: int) -> Tensor:
-    """Return which tokens may stand in the place of each token of a reply, [generated, vocab] bool."""
+    """Return which tokens are allowed instead of each token of a reply, [generated, vocab] bool."""
     grammars = Grammars(vocab_size)
     grammars.read(PieceTokenizer(vocab_size))
     matcher = grammars.matcher(grammar)

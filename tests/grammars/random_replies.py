@@ -12,7 +12,7 @@ _CLOSING_TAG = b"\n</parameter>\n"
 
 
 class StuckReplyError(AssertionError):
-    """A reply that its grammar does not let go on, or end."""
+    """A reply that its grammar does not let continue, or end."""
 
 
 def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length: int) -> str:

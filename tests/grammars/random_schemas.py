@@ -50,7 +50,7 @@ class _SchemaMaker:
             bounds = {"exclusiveMinimum": low - 1, "exclusiveMaximum": low + 12}
         elif self._random.random() < 0.1:
             low = self._random.randrange(-(2**62), 2**62)
-            bounds = {"minimum": low, "exclusiveMaximum": low + 4096}  # some float64 lie between
+            bounds = {"minimum": low, "exclusiveMaximum": low + 4096}  # some float64 are in between
         return {"type": "integer", **bounds}
 
     def _number(self) -> dict[str, Any]:

@@ -35,9 +35,9 @@ def grammars() -> Grammars:
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
     """Check that a schema is held in 3 replies, or refused by name; return whether it is held."""
     grammar = forms.json_grammar(schema).text
-    fault = grammars.error_of(grammar)
-    if fault is not None:
-        assert any(reason in fault for reason in REASONS) and not any(word in fault for word in LIBRARY_WORDS), fault
+    error = grammars.error_of(grammar)
+    if error is not None:
+        assert any(reason in error for reason in REASONS) and not any(word in error for word in LIBRARY_WORDS), error
         return False
     validator = jsonschema_rs.validator_for(schema, validate_formats='"time"' not in json.dumps(schema))
     for number in range(3):
@@ -148,10 +148,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_the_place_and_no_setting_of_a_library(name: str, grammars: Grammars) -> None:
+def test_refusals_name_the_location_and_no_setting_of_a_library(name: str, grammars: Grammars) -> None:
     schema, words = REFUSED[name]
-    fault = grammars.error_of(forms.json_grammar(schema).text)
-    assert fault is not None and words in fault and not any(word in fault for word in LIBRARY_WORDS), fault
+    error = grammars.error_of(forms.json_grammar(schema).text)
+    assert error is not None and words in error and not any(word in error for word in LIBRARY_WORDS), error
 
 
 @pytest.mark.parametrize("kind", MAKERS)

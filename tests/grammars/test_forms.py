@@ -177,8 +177,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
     schema, reason = REFUSED[name]
-    fault = grammars.error_of(forms.json_grammar(schema).text)
-    assert fault is not None and reason in fault and len(fault) < 600 and "\n" not in fault, fault
+    error = grammars.error_of(forms.json_grammar(schema).text)
+    assert error is not None and reason in error and len(error) < 600 and "\n" not in error, error
 
 
 TAKEN = {
@@ -209,8 +209,8 @@ def test_a_large_schema_is_compiled_in_a_moment(name: str, grammars: Grammars) -
     [("", "no JSON text"), ("[" * 5000, "nested too deeply"), ("{}", "grammars"), ("7", ""), ('{"grammars": []}', "")],
 )
 def test_text_that_is_no_grammar_is_refused(text: str, reason: str, grammars: Grammars) -> None:
-    fault = grammars.error_of(text)
-    assert fault is not None and reason in fault
+    error = grammars.error_of(text)
+    assert error is not None and reason in error
 
 
 def test_compiled_grammars_are_kept_up_to_a_size() -> None:

@@ -172,11 +172,11 @@ def test_a_text_that_the_vocabulary_cannot_write_is_refused_before_a_reply(kind:
     described = {"type": "string", "enum": ["größe"], "description": "日", "title": "🙂"}
     refused = [forms.choice_grammar(["ab", "a日"]), *map(forms.json_grammar, ({"enum": ["a", ["日"]]}, named))]
     for grammar in refused:
-        fault = grammars_of(tokenizer).error_of(grammar.text)
+        error = grammars_of(tokenizer).error_of(grammar.text)
         if KINDS[kind].covers_all:
-            assert fault is None and "日" in "".join(replies(tokenizer, grammar, 8))
+            assert error is None and "日" in "".join(replies(tokenizer, grammar, 8))
         else:
-            assert fault is not None and "the model has no token for '日'" in fault and "\n" not in fault
+            assert error is not None and "the model has no token for '日'" in error and "\n" not in error
     assert replies(tokenizer, forms.json_grammar(described), 1) == ['"größe"']
 
 
@@ -199,8 +199,8 @@ def test_a_mark_that_the_vocabulary_lacks_is_refused_before_a_reply(
 ) -> None:
     tokenizer = saved_without(tmp_path, missing)
     for grammar in refused:
-        fault = grammars_of(tokenizer).error_of(grammar.text)
-        assert fault is not None and f"the model has no token for {missing!r}" in fault and len(fault.splitlines()) == 1
+        error = grammars_of(tokenizer).error_of(grammar.text)
+        assert error is not None and f"the model has no token for {missing!r}" in error and len(error.splitlines()) == 1
     assert set(replies(tokenizer, forms.choice_grammar(["a", "lazy dog"]), 8)) == {"a", "lazy dog"}
     expression = forms.regex_grammar('("[^]{:\n4]|a)b')  # says what may be missing, but needs none of it
     assert all(reply[-1] == "b" for reply in replies(tokenizer, expression, 4))
@@ -222,8 +222,8 @@ def saved_without(directory: Path, missing: str, *added: str) -> HuggingFaceToke
 def test_a_form_that_no_token_begins_is_refused_before_a_reply(piece: str, tmp_path: Path) -> None:
     tokenizer = saved_without(tmp_path, "{", piece)
     for grammar in (forms.json_grammar(OBJECT), forms.choice_grammar(["{a", "{b"])):
-        fault = grammars_of(tokenizer).error_of(grammar.text)
-        assert fault == "the model has no token that begins a reply of this form"
+        error = grammars_of(tokenizer).error_of(grammar.text)
+        assert error == "the model has no token that begins a reply of this form"
     assert set(replies(tokenizer, forms.choice_grammar(["a", ""]), 8)) == {"a", ""}
 
 

@@ -55,7 +55,7 @@ def _modules(run: EngineRun, kind: type) -> list[Any]:
     return [module for module in run.subject.model.modules() if isinstance(module, kind)]
 
 
-class InjectedFault(RuntimeError):
+class InjectedError(RuntimeError):
     """Raised by a test in the middle of a step."""
 
 
@@ -66,7 +66,7 @@ def raise_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: 
     def wrapper(*args: Any, **settings: Any) -> Any:
         calls[0] += 1
         if calls[0] == call:
-            raise InjectedFault(f"{name}, call {call}")
+            raise InjectedError(f"{name}, call {call}")
         return original(*args, **settings)
 
     monkeypatch.setattr(owner, name, wrapper)
@@ -79,7 +79,7 @@ def raise_where(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_fault
 
     def wrapper(*args: Any, **settings: Any) -> Any:
         if is_fault(*args, **settings):
-            raise InjectedFault(f"{name}, as always with these arguments")
+            raise InjectedError(f"{name}, as always with these arguments")
         return original(*args, **settings)
 
     monkeypatch.setattr(owner, name, wrapper)

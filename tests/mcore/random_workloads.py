@@ -36,7 +36,7 @@ from tests.mcore.engine_runs import (
     with_host_tier,
     with_one_budget,
 )
-from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedFault, raise_once
+from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedError, raise_once
 from tests.mcore.reply_oracle import Asked, check_log_probs, check_reply
 from tests.tiers.unreliable_copies import unreliable_copies
 
@@ -626,7 +626,7 @@ def disturbed_step(
             patch.setattr(running_requests, "grow_requests", _grow_requests_and_evict)
         try:
             run.step()
-        except InjectedFault:
+        except InjectedError:
             seen["faults in reports"] += place in REPORT_FAULT_PLACES
 
 

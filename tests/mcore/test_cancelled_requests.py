@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, OracleTally, cache_config, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, make_workload
 
@@ -54,7 +54,7 @@ def test_a_paused_row_goes_on_when_the_others_are_gone(how: str, monkeypatch: py
         cancel(run, 0)
     else:
         raise_once(monkeypatch, run.context.runner, "_sample")
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             run.step()
     assert [(row.request_id, row.is_paused) for row in run.context.rows] == [(1, False)]
     run.add(2, some_tokens(5, seed=2), 3)

@@ -14,7 +14,7 @@ from megatron_mamba_cache.policy import block_growth
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_REFUSAL
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_bad_requests import megatron_request
 
@@ -156,7 +156,7 @@ def test_rows_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypa
     with torch.inference_mode():
         best = model.compute_step().squeeze(0).argmax(-1)
     raise_once(monkeypatch, context.runner.requests, "grow")
-    with pytest.raises(InjectedFault):
+    with pytest.raises(InjectedError):
         context.update_requests([1, 1], best)
     assert [row.scheduled for row in context.rows] == [0, 0]
     context.runner.drop_failed_step()
@@ -183,13 +183,13 @@ def test_an_evicted_row_is_released_once_though_growth_fails(monkeypatch: pytest
 
     def fail_once(*arguments: object) -> None:
         monkeypatch.setattr(PrefixCache, "grow", grow)
-        raise InjectedFault("growing")
+        raise InjectedError("growing")
 
     monkeypatch.setattr(block_growth, "plan_preemption", plan_and_fail)
     while run.engine.has_unfinished_requests():
         try:
             run.step()
-        except InjectedFault:
+        except InjectedError:
             run.context.check_integrity()
     assert raised
     run.assert_exact()

@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_boundaries_while_ahead import assert_nothing_is_copied_for
 from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
@@ -267,7 +267,7 @@ def test_a_fault_beside_an_early_step_loses_no_token(place: str, form: str, monk
         step_until_ahead(run)
         with monkeypatch.context() as patch:
             raise_once(patch, *FAULTS[place](run))
-            with pytest.raises(InjectedFault):
+            with pytest.raises(InjectedError):
                 for _ in range(4):
                     run.step()
         run.context.check_integrity()

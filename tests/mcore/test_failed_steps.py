@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
-from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
+from tests.mcore.faults import FAULT_PLACES, InjectedError, raise_once
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -27,7 +27,7 @@ def start_run(**settings: Any) -> EngineRun:
 
 def step_until_fault(run: EngineRun) -> None:
     """Run until a step raises the injected fault."""
-    with pytest.raises(InjectedFault):
+    with pytest.raises(InjectedError):
         run.finish()
 
 

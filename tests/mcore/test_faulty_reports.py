@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, InjectedFault, raise_once
+from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.record_lists import assert_same_lists
@@ -120,7 +120,7 @@ def test_a_report_that_fails_in_a_suspended_engine_leaves_its_requests_to_the_re
     run.engine.suspend()
     run.add(9, [])  # refused, and reported while the engine is suspended
     raise_once(monkeypatch, *REPORT_FAULT_PLACES["before the report"](run))
-    with pytest.raises(InjectedFault):
+    with pytest.raises(InjectedError):
         run.engine._run_coroutine_sync(run.engine.async_bookkeep(None, {"kv_stats": None}, 0.0, run.num_steps))
     run.engine.resume()
     assert list(run.engine.waiting_request_ids) == list(NUM_TOKENS)

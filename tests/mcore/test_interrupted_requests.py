@@ -17,7 +17,7 @@ from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.step import runner as runner_module
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 
 BLOCK = 16
 SHARED = 5 * BLOCK
@@ -75,7 +75,7 @@ def cancel_a_neighbour(run: EngineRun) -> None:
 def _fail_at(run: EngineRun, owner: Any, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         raise_once(patch, owner, name)
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             run.step()
 
 
@@ -269,7 +269,7 @@ def test_a_late_report_of_an_interrupted_request_has_the_text_of_the_whole(monke
     suspend(run)
     step_until_generated(run, 3)
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=5)  # two prompts, two parts, the whole
-    with pytest.raises(InjectedFault):
+    with pytest.raises(InjectedError):
         run.step()
     run.finish()
     run.step()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 
 TOLERANCE = 1e-4
 
@@ -88,7 +88,7 @@ def _suspend(run: EngineRun) -> None:
 def _fail_a_step(run: EngineRun) -> None:
     with pytest.MonkeyPatch.context() as patch:
         raise_once(patch, run.context.runner, "land")
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             run.step()
 
 

@@ -16,7 +16,7 @@ from megatron_mamba_cache.step.memory import CacheMemory
 from megatron_mamba_cache.step.recorder import CudaRecorder
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
 from tests.mcore.split_replays import ComputesInParts
 
@@ -163,7 +163,7 @@ def test_a_step_begins_when_it_is_laid_out_and_may_be_dropped_then(
         run.add(index, some_tokens(29 + index % 4, seed=index % 4), 5)
         try:
             run.finish()
-        except InjectedFault:
+        except InjectedError:
             num_faults += 1
             run.finish()
     run.assert_matches_oracle()

@@ -10,7 +10,7 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once, raise_where
+from tests.mcore.faults import InjectedError, raise_once, raise_where
 
 NUM_TOKENS = 6
 POISONED = 2
@@ -31,7 +31,7 @@ def finish_through_faults(run: EngineRun) -> int:
     while run.engine.has_unfinished_requests():
         try:
             run.step()
-        except InjectedFault:
+        except InjectedError:
             run.context.check_integrity()
             num_failed += 1
             assert num_failed < 50
@@ -41,7 +41,7 @@ def finish_through_faults(run: EngineRun) -> int:
 def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
     """Assert that one request failed, said why, and that all others went to their ends."""
     reason = failure_reason(run.finished[poisoned])
-    assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedFault" in reason
+    assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedError" in reason
     others = [request_id for request_id in run.prompts if request_id != poisoned]
     assert [len(run.tokens(request_id)) for request_id in others] == [NUM_TOKENS] * len(others)
     run.assert_matches_oracle().assert_few_stops()
@@ -109,7 +109,7 @@ def test_suspects_run_isolated_until_each_has_made_a_token(monkeypatch: pytest.M
     def note_rows(rows: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
         steps.append({row.request_id for row in rows})
         if len(steps) <= FAILURES_BEFORE_ISOLATION:
-            raise InjectedFault("the first steps")
+            raise InjectedError("the first steps")
         return lay_out(rows, *arguments, **settings)
 
     monkeypatch.setattr(run.context.runner, "lay_out", note_rows)
@@ -127,7 +127,7 @@ def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.M
         for _ in range(FAILURES_BEFORE_REFUSAL - 1):
             with monkeypatch.context() as patch:
                 raise_once(patch, runner_module, "verify_step")
-                with pytest.raises(InjectedFault):
+                with pytest.raises(InjectedError):
                     run.step()
         run.step()
     run.finish()

@@ -26,7 +26,7 @@ from megatron_mamba_cache.step import early_step
 from megatron_mamba_cache.step.step import Step
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, GATED_DELTA_MODELS, MODELS, make_workload, run_workload, undisturbed
 from tests.mcore.test_log_probs import TOLERANCE, oracle_log_probs
@@ -435,7 +435,7 @@ def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch:
     }[place]
     with monkeypatch.context() as patch:
         raise_once(patch, *owner)
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             while True:
                 run.step()
     run.context.check_integrity()
@@ -485,7 +485,7 @@ def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
         step_until_ahead(run)
         with monkeypatch.context() as patch:
             raise_once(patch, *EARLY_PLACES[place](run))
-            with pytest.raises(InjectedFault):
+            with pytest.raises(InjectedError):
                 run.step()
         run.context.check_integrity()
         assert len(run.context.rows) == (0 if place == "landing" else 3)  # what is not begun has not failed
@@ -501,7 +501,7 @@ def test_a_layout_that_is_broken_off_is_not_gone_on_from(monkeypatch: pytest.Mon
         step_until_ahead(run)
         with monkeypatch.context() as patch:
             raise_once(patch, run.context.memory.step_buffers, "send")
-            with pytest.raises(InjectedFault):
+            with pytest.raises(InjectedError):
                 rehearse_engine(run)
         run.step()
     run.finish()

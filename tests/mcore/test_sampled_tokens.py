@@ -9,7 +9,7 @@ import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 
 NUM_TOKENS = 30
 SETTINGS = {
@@ -109,7 +109,7 @@ def after_a_failed_step() -> EngineRun:
         run.step()
     with pytest.MonkeyPatch.context() as patch:
         raise_once(patch, run.context.runner, "land")
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             run.step()
     return run
 

@@ -26,7 +26,7 @@ from tests.mcore.engine_runs import (
     tiny_hybrid,
     with_one_budget,
 )
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 
 BLOCK = 8
@@ -258,7 +258,7 @@ def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pyte
     wish = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
     run.add(0, prompt_of(0), greedy(20, **wish))
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
-    with pytest.raises(InjectedFault):
+    with pytest.raises(InjectedError):
         run.finish()
     run.finish()
     request = run.finished[0]
@@ -298,7 +298,7 @@ def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: py
     (row,) = run.context.rows
     length, before = row.length, run.counters.prefill_tokens_computed
     raise_once(monkeypatch, runner_module, "verify_step")
-    with pytest.raises(InjectedFault):
+    with pytest.raises(InjectedError):
         run.step()
     assert not run.context.rows and length > 2 * BLOCK
     run.finish()

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 
 NUM_TOKENS = 24
 
@@ -80,7 +80,7 @@ def _suspend(run: EngineRun) -> None:
 def _fail_a_step(run: EngineRun) -> None:
     with pytest.MonkeyPatch.context() as patch:
         raise_once(patch, run.context.runner, "publish_prompts")
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             run.step()
 
 

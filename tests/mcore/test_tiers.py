@@ -34,7 +34,7 @@ from tests.mcore.engine_runs import (
     with_host_tier,
     with_one_budget,
 )
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import GATED_DELTA_MODELS, QUANTIZATION_MARGIN
 from tests.recurrences.toy import on_cpu
@@ -556,7 +556,7 @@ def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkey
         run.add(100 + number, text, 10)
         with monkeypatch.context() as patch:
             raise_once(patch, run.context.cache, "plan")
-            with pytest.raises(InjectedFault):
+            with pytest.raises(InjectedError):
                 run.step()
         run.finish()
     assert run.counters.states_restored_from_host
@@ -570,7 +570,7 @@ def test_a_restore_for_which_no_room_can_be_made_by_a_fault_holds_nothing(monkey
     run.add(100, talks.texts[0], 10)
     with monkeypatch.context() as patch:
         raise_once(patch, run.context.cache.slots, "reserve")
-        with pytest.raises(InjectedFault):
+        with pytest.raises(InjectedError):
             run.step()
     run.context.check_integrity()
     run.finish()

@@ -16,7 +16,7 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import MODEL_FORMS
 from tests.speculation.running_requests import request_of
@@ -328,11 +328,11 @@ def test_a_drafter_that_cannot_capture_again_drafts_without_graphs(
     monkeypatch.setattr(draft_model, "capture_graphs", _fail)
     run.run(0, some_tokens(20), 30)
     assert acceptance(run) > 0.95 and drafter.context.graphs is None
-    assert "runs without CUDA graphs: InjectedFault" in caplog.text
+    assert "runs without CUDA graphs: InjectedError" in caplog.text
 
 
 def _fail(*_: Any) -> None:
-    raise InjectedFault
+    raise InjectedError
 
 
 @pytest.mark.parametrize("num_graphs", [3], indirect=True)
@@ -489,7 +489,7 @@ def test_a_fault_leaves_the_drafter_usable(num_graphs: int, monkeypatch: pytest.
         drafter.forget(0)
         with monkeypatch.context() as patch:
             raise_once(patch, mixer, "forward", call=call)
-            with pytest.raises(InjectedFault):
+            with pytest.raises(InjectedError):
                 propose(drafter, {0: text})
         assert not drafter.context.rows
         draft = propose(drafter, {0: text})[0]

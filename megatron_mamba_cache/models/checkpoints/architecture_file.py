@@ -1,4 +1,4 @@
-"""The architecture of a model as a JSON file beside a Megatron checkpoint's weights."""
+"""The architecture of a model as a JSON file next to a Megatron checkpoint's weights."""
 
 import json
 from dataclasses import asdict

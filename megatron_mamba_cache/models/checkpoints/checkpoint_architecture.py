@@ -59,9 +59,9 @@ def written_architecture(
     """
     if given is not None:
         return DescribedModel(given, "the given architecture")
-    for place in (directory, run_directory):
-        if (place / ARCHITECTURE_FILE).exists():
-            return DescribedModel(read_architecture(place), str(place / ARCHITECTURE_FILE))
+    for folder in (directory, run_directory):
+        if (folder / ARCHITECTURE_FILE).exists():
+            return DescribedModel(read_architecture(folder), str(folder / ARCHITECTURE_FILE))
     if not directory.is_dir():
         raise ValueError(f"cannot read {directory}: no such directory")
     if not (directory / COMMON_FILE).exists():

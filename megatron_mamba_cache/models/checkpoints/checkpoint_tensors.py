@@ -141,7 +141,7 @@ class CheckpointTensors:
         self.names: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
         self.unused: list[str] = []
-        self._faults: dict[str, ValueError] = {}
+        self._errors: dict[str, ValueError] = {}
         scales = set() if quantization is None else {name for name in self._files.names if self._is_scale(name)}
         for name in self._files.names:
             if quantization is not None and name not in scales and _UNUSED.search(name):
@@ -156,9 +156,9 @@ class CheckpointTensors:
             ValueError: If a tensor's type is not supported, or a scale is missing, superfluous, or of another type or
                 shape than its format needs, naming file and tensor.
         """
-        for name, fault in self._faults.items():
+        for name, error in self._errors.items():
             if name not in left_out:
-                raise fault
+                raise error
 
     def tensors(self, wanted: Container[str], like: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of each wanted name, plain ones on the CPU; none is held here.
@@ -191,8 +191,8 @@ class CheckpointTensors:
                 self._check_no_scale(name)
             else:
                 return self._quantized_as(name, quantization)
-        except ValueError as fault:
-            self._faults[name] = fault
+        except ValueError as error:
+            self._errors[name] = error
         return name, (name,), self._files.shapes[name]
 
     def _check_plain(self, name: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint holds beside its tensors, read without running or importing what it names.
+"""The metadata of a Megatron checkpoint, read without running or importing what it names.
 
 Classes that torch or Megatron considers safe are built; stand-ins replace all others.
 """
@@ -22,7 +22,7 @@ UNPICKLING_ERRORS = (
     *(OSError, RuntimeError, EOFError, MemoryError, pickle.UnpicklingError, struct.error),
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
-"""What unpickling damaged bytes may raise."""
+"""Errors of unpickling damaged bytes."""
 _NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for the arrays of a run's random state
 
 
@@ -33,7 +33,7 @@ class CommonState:
     Args:
         arguments: Arguments of the training run that wrote the checkpoint, by name; None: none are stored. Values of
             types unknown to torch, such as enums, are stand-ins that equal nothing.
-        splits_experts: Whether each expert's tensors have their own names, instead of one for all experts.
+        splits_experts: True if each expert's tensors have their own names, instead of one for all experts.
     """
 
     arguments: Mapping[str, Any] | None

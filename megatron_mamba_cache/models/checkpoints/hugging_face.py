@@ -217,23 +217,23 @@ def _placements(
 
 
 def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, Sequence[str]]) -> None:
-    faults = [f"has {listed(unknown)}, which the model has no place for"] if unknown else []
+    errors = [f"has {listed(unknown)}, which the model has no place for"] if unknown else []
     if missing:
         lacking = sorted(missing)
         tried = shortened(missing[lacking[0]][1:])
-        faults.append(f"lacks {listed(lacking)}" + (f" (the first is also read as {tried})" if tried else ""))
-    if faults:
-        raise ValueError(f"{directory}: the checkpoint {', and '.join(faults)}")
+        errors.append(f"lacks {listed(lacking)}" + (f" (the first is also read as {tried})" if tried else ""))
+    if errors:
+        raise ValueError(f"{directory}: the checkpoint {', and '.join(errors)}")
 
 
 def _check_shapes(
     directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise `ValueError` if a tensor has another shape than the whole model has for it, before a model is built."""
-    for name, places in placements.items():
-        found, needed = files.shapes[name], stored_shape(places, shapes)
+    for name, targets in placements.items():
+        found, needed = files.shapes[name], stored_shape(targets, shapes)
         if found != needed:
-            sizes = "the vocab_size and hidden_size of" if places[0].target == EMBEDDINGS else "by"
+            sizes = "the vocab_size and hidden_size of" if targets[0].target == EMBEDDINGS else "by"
             raise ValueError(
                 f"{files.names[name]}: tensor {name} has shape {found} where the model has {needed}, {sizes} "
                 f"{directory / 'config.json'}"

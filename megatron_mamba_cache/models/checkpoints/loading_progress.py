@@ -1,4 +1,4 @@
-"""Progress while weights load: a bar on a terminal, else a line every few seconds."""
+"""Progress while weights load: a progress bar on a terminal, else a line every few seconds."""
 
 import sys
 import time

@@ -248,7 +248,7 @@ def _fill(model: MambaModel, state: dict[str, Any], stacked: Mapping[str, Tensor
         name for name in outcome.missing_keys if not is_training_state(name) and not name.endswith(STACKED_PARAMETERS)
     ]
     if unfilled or outcome.unexpected_keys:
-        raise ValueError(f"not filled: {unfilled}; without a place: {outcome.unexpected_keys}")
+        raise ValueError(f"not filled: {unfilled}; without a target: {outcome.unexpected_keys}")
 
 
 def _reason(error: BaseException) -> str:

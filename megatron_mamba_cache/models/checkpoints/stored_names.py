@@ -13,7 +13,7 @@ from ..placement import Placement, Placements, stacked
 from .checkpoint_config import CheckpointConfig
 
 MTP_LAYERS = "layers for multi-token prediction (MTP), which is not used yet"
-"""What a warning says of them."""
+"""Their description in warnings."""
 
 _LOG = logging.getLogger(__name__)
 _NAMED_SO = re.compile(r"(language_model\.|model\.|backbone\.)*(mtp|mtp_layers|mtp_block)\.")
@@ -112,7 +112,7 @@ class StoredTensors:
         found: dict[str, tuple[Placement, ...]] = {}
         stacks: dict[str, list[Placement]] = {}
         missing: dict[str, list[str]] = {}
-        for usual, places in placements.items():
+        for usual, targets in placements.items():
             single, of_stack = others.of(usual), others.of_stack(usual)
             present = [name for name in (*single, *of_stack) if name in names]
             if len(present) > 1:
@@ -120,10 +120,10 @@ class StoredTensors:
             if not present:
                 missing[usual] = single + of_stack
             elif present[0] in of_stack:
-                stacks.setdefault(present[0], []).extend(places)
+                stacks.setdefault(present[0], []).extend(targets)
             else:
-                found[present[0]] = places
-        found |= {name: stacked(places) for name, places in stacks.items()}
+                found[present[0]] = targets
+        found |= {name: stacked(targets) for name, targets in stacks.items()}
         beginnings = Counter(name.partition("layers.")[0] for name in found if "layers." in name)
         most = max(beginnings, key=beginnings.__getitem__, default="")
         return StoredTensors(found, dict(_named_alike(f"{most}layers.", tried) for tried in missing.values()))

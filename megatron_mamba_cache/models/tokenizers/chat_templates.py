@@ -35,14 +35,14 @@ def _named_in(path: Path, inner: tuple[str, ...], vocab_size: int) -> Iterator[i
             yield from _ids_in(fields[name], f"{path}: {name}.{_FIELD}", vocab_size)
 
 
-def _ids_in(fields: dict[str, Any], place: str, vocab_size: int) -> list[int]:
+def _ids_in(fields: dict[str, Any], location: str, vocab_size: int) -> list[int]:
     named = fields.get(_FIELD)
     found = named if isinstance(named, list) else [] if named is None else [named]
     for end_id in found:
         if type(end_id) is not int or not 0 <= end_id < vocab_size:
             raise ValueError(
-                f"{place}={named!r:.100}, but must be a token id or a list of them, each from 0 to {vocab_size - 1}, "
-                "the last id of the model's vocabulary; correct the file"
+                f"{location}={named!r:.100}, but must be a token id or a list of them, from 0 to {vocab_size - 1}, the "
+                "last id of the model's vocabulary; correct the file"
             )
     return found
 

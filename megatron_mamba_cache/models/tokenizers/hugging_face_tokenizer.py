@@ -171,8 +171,8 @@ class HuggingFaceTokenizer:
             messages: Each with "role" and "content", oldest first.
             tools: Definitions of functions, as OpenAI's API has them.
             values: Further variables of the template.
-            adds_prompt: Whether the text goes on to where the assistant's reply begins.
-            continues: Whether the last message is left open, to be continued.
+            adds_prompt: True to end the text with the start of the assistant's reply.
+            continues: True to leave the last message open, to be continued.
 
         Raises:
             ValueError: If the directory has no chat template, transformers is missing, or the template refuses.

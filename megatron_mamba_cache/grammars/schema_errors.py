@@ -1,4 +1,4 @@
-"""Reasons why a JSON schema cannot be held to, in the words of JSON Schema, with the place that they are about."""
+"""Reasons why a JSON schema cannot be enforced, in JSON Schema's terms, with their location."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import GrammarError
 from .forms import GUIDANCE
-from .held_words import Fault
+from .held_words import Refusal
 from .schema_words import (
     BRANCHES,
     at_location,
@@ -32,16 +32,16 @@ def close_names(root: Any, has_text: HasText) -> None:
     Args:
         has_text: Returns whether the reply `{` may go on with a name.
     """
-    places = locations_in(root)
-    if not any(mapping_of(found.get("patternProperties")) for found in places.values()):
+    locations = locations_in(root)
+    if not any(mapping_of(found.get("patternProperties")) for found in locations.values()):
         return
-    names = _names_of_values(places, root)
-    for place, found in places.items():
+    names = _names_of_values(locations, root)
+    for location, found in locations.items():
         patterns = found.get("patternProperties")
         if not isinstance(patterns, dict) or not patterns:
             continue
         known = names[id(found)]
-        with at_location(place):
+        with at_location(location):
             for pattern in [pattern for pattern in patterns if not has_text(_only(pattern, known))]:
                 _name(found, pattern, known, has_text)
             others = {
@@ -72,23 +72,23 @@ def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> N
             properties[name] = {"allOf": [properties[name], value]} if name in properties else value
 
 
-def _names_of_values(places: dict[str, Schema], root: Any) -> dict[int, set[str]]:
+def _names_of_values(locations: dict[str, Schema], root: Any) -> dict[int, set[str]]:
     """Return the names of properties that are known of the values of each schema, of all that hold for them."""
-    leader = {id(found): id(found) for found in places.values()}
+    leader = {id(found): id(found) for found in locations.values()}
 
     def find(number: int) -> int:
         while leader[number] != number:
             number = leader[number]
         return number
 
-    for found in places.values():
+    for found in locations.values():
         reference = found.get("$ref")
         joined = [target_of(reference, root)] if isinstance(reference, str) else []
         for inner in (*joined, *(branch for word in BRANCHES for branch in list_of(found.get(word)))):
             if isinstance(inner, dict) and id(inner) in leader:
                 leader[find(id(inner))] = find(id(found))
     names: dict[int, set[str]] = {}
-    for found in places.values():
+    for found in locations.values():
         known = names.setdefault(find(id(found)), set())
         known |= mapping_of(found.get("properties")).keys() | {str(name) for name in list_of(found.get("required"))}
     return {number: names[find(number)] for number in leader}
@@ -104,16 +104,16 @@ def close_endless(root: Any) -> None:
     Raises:
         GrammarError: If no value of the whole schema is finite.
     """
-    places = list(locations_in(root).values())
+    locations = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
-        found = {id(schema) for schema in places if id(schema) not in finite and _has_value(schema, finite, root)}
+        found = {id(schema) for schema in locations if id(schema) not in finite and _has_value(schema, finite, root)}
         if not found:
             break
         finite |= found
     if id(root) not in finite:
         _refuse(root, finite)
-    for schema in places:
+    for schema in locations:
         for step, inner in list(held_by(schema)):
             if isinstance(inner, dict) and id(inner) not in finite:
                 _replace(schema, step)
@@ -221,27 +221,27 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
 )
 
 
-def explained(schema: dict[str, Any], fault: Fault) -> None:
+def explained(schema: dict[str, Any], refusal: Refusal) -> None:
     """Raise a `GrammarError` for a schema that llguidance cannot follow, with the path to what it cannot.
 
     Args:
         schema: As it is handed to llguidance.
     """
-    reason = fault(schema)
+    reason = refusal(schema)
     if reason is not None:
-        path, reason = _deepest(schema, reason, fault)
+        path, reason = _deepest(schema, reason, refusal)
         with at_location(path):
             raise GrammarError(_sentence(reason))
 
 
-def _deepest(root: dict[str, Any], reason: str, fault: Fault) -> tuple[str, str]:
-    """Return the path of the innermost schema that has the fault, and its reason there."""
+def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, str]:
+    """Return the path of the innermost schema that has the refusal, and its reason there."""
     path, current = "", root
     shared = {word: root[word] for word in (GUIDANCE, "$defs", "definitions", "$id") if word in root}
     for _ in range(_MOST_TRIED):
         for step, inner in _suspects(current, root, reason):
             alone = {**shared, **inner} if isinstance(inner, dict) else {**shared, "enum": []}
-            found = fault(alone)
+            found = refusal(alone)
             if found is not None and (found == reason or _is_named(reason)):
                 path, current, reason = f"{path}.{step}".lstrip("."), mapping_of(inner), found
                 break
@@ -251,7 +251,7 @@ def _deepest(root: dict[str, Any], reason: str, fault: Fault) -> tuple[str, str]
 
 
 def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in one that its fault may come from."""
+    """Yield the schemas in one that its refusal may come from."""
     named = re.search(r"required property '(.*)' is unsatisfiable", reason)
     if named is not None:
         properties = mapping_of(schema.get("properties"))
