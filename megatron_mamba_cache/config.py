@@ -27,7 +27,7 @@ class _Rule(NamedTuple):
 
 
 def is_encodable(text: object) -> bool:
-    """Return whether `text` is a str that UTF-8 can encode, as block keys require."""
+    """Return True if `text` is a str that UTF-8 can encode, as block keys require."""
     try:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:

@@ -17,13 +17,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CLEAN = (
-    "megatron_mamba_cache/grammars",
+    "examples",
     "megatron_mamba_cache/kernels",
     "megatron_mamba_cache/models",
     "megatron_mamba_cache/recurrences",
+    "megatron_mamba_cache/replicas",
+    "megatron_mamba_cache/server",
     "megatron_mamba_cache/speculation",
     "megatron_mamba_cache/tiers",
-    "tests/grammars",
+    "tests/planning",
+    "tests/replicas",
     "tests/speculation",
     "tests/test_words.py",
     "tests/tiers",

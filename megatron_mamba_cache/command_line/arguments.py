@@ -60,7 +60,7 @@ def check_tiers(arguments: Namespace) -> None:
 
 
 def _can_be_written(directory: Path) -> bool:
-    """Return whether entries can be written there: into it, or into the nearest directory above that exists."""
+    """Return True if entries can be written there: into it, or into the nearest directory above that exists."""
     path = directory.absolute()
     try:
         existing = next(found for found in (path, *path.parents) if os.path.lexists(found))

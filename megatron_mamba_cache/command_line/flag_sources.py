@@ -222,7 +222,7 @@ def _is_settable(action: Action) -> bool:
 
 
 def _takes_list(action: Action) -> bool:
-    """Return whether a flag may have several values: in one place, or by being given several times."""
+    """Return True if a flag may have several values: in one place, or by being given several times."""
     return action.nargs in ("+", "*") or type(action).__name__ == "_AppendAction"
 
 

@@ -191,7 +191,7 @@ def _note_misspelled_variables(parser: FlagParser) -> None:
 
 
 def _speaks_for_all() -> bool:
-    """Return whether this is the first process of a launch; True if it cannot tell."""
+    """Return True if this is the first process of a launch; True if it cannot tell."""
     try:
         return Launch.of_environment().is_first
     except UsageError:

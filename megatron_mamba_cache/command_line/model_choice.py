@@ -72,7 +72,7 @@ def draft_directory(arguments: Namespace) -> ModelDirectory | None:
 
 
 def has_shipped_model() -> bool:
-    """Return whether the files of the trained model came with this installation."""
+    """Return True if the files of the trained model came with this installation."""
     return all((SHIPPED_MODEL / name).is_file() for name in _SHIPPED_FILES)
 
 

@@ -32,7 +32,7 @@ class Replicas:
         return list(lines)
 
     def any_continues(self, has_requests: bool) -> bool:
-        """Return whether this process has to step, for its own requests or for ranks that share its experts."""
+        """Return True if this process has to step, for its own requests or for ranks that share its experts."""
         return has_requests
 
     def gather(self, result: RunResult) -> RunResult:

@@ -1,4 +1,4 @@
-"""Middleware in front of every route: other origins, API keys, readiness and limits on bodies."""
+"""Middleware of every route: other origins, API keys, readiness and body limits."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 
 
 class Entrance:
-    """ASGI middleware around everything else; stores the exchange as `scope["exchange"]`.
+    """Outermost ASGI middleware; stores the exchange as `scope["exchange"]`.
 
     A request ends when the client's socket has the last byte of its response, or when the client has left.
 
@@ -63,7 +63,7 @@ class Entrance:
         return sum(not exchange.is_probe for exchange in self._open.values())
 
     async def open_requests_end(self) -> None:
-        """Wait until the requests that are open now have ended, excluding probes; later ones do not count."""
+        """Wait until the requests that are open now have ended, excluding probes."""
         waiting = [exchange for exchange in self._open.values() if not exchange.is_probe]
         while any(exchange.ended is None for exchange in waiting):
             self._some_ended.clear()
@@ -86,7 +86,7 @@ class Entrance:
 
 
 class _Response:
-    """A response on its way to the client; keeps its exchange's status true.
+    """A response being sent; updates the status of its exchange.
 
     Args:
         connection: Where it is sent; None outside of our server, where each complete response counts as delivered.
@@ -114,7 +114,7 @@ class _Response:
                 self._delivery = self._connection.delivery()
 
     async def end(self) -> None:
-        """Wait until the last byte is sent, once the application is done; else change the status."""
+        """Wait until the last byte is sent; if it cannot be, change the status."""
         if self._is_complete and (self._delivery is None or await self._delivery):
             return
         if self._connection is None or self._connection.is_broken:
@@ -148,7 +148,7 @@ _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class AccessControl:
-    """ASGI middleware: checks the API key, then readiness, then reads the whole body of a POST within its limits.
+    """ASGI middleware that checks the API key and readiness and reads the body.
 
     Args:
         is_draining: Returns whether the server refuses new requests.
@@ -218,7 +218,7 @@ class AccessControl:
 
 
 class CrossOrigin:
-    """ASGI middleware in front of the API key check, because a browser's preflight request carries no key.
+    """ASGI middleware for CORS, before the API key check: preflight requests carry no key.
 
     Admin paths are never open to other origins.
 
@@ -244,12 +244,12 @@ class CrossOrigin:
 
 
 def is_for_admins(path: str) -> bool:
-    """Return whether a path is for administrators only."""
+    """Return True if a path is for administrators only."""
     return _is_below(path, _ADMIN_PATHS)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body once and then calls the original."""
+    """Return a `receive` that yields the body, then calls the original."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

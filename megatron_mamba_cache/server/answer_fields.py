@@ -1,4 +1,4 @@
-"""Fields that say what an answer has to look like, in OpenAI's and vLLM's names."""
+"""Fields of the answer's format, with OpenAI's and vLLM's names."""
 
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -15,7 +15,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def _schema(found: Any) -> Any:
-    """Return a JSON schema that may be written as text."""
+    """Return a JSON schema, parsed if it is text."""
     if isinstance(found, str):
         try:
             found = strict_value(found)
@@ -32,7 +32,7 @@ Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema and its name, which nothing depends on; it is held to, strict or not."""
+    """A JSON schema and its name; it is enforced, strict or not."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -51,7 +51,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return what the answer has to follow; None for any text."""
+        """Return the grammar of the answer; None for any text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -89,7 +89,7 @@ class StructuredOutputs(PartlySupported):
 
 
 class AnswerFields(PartlySupported):
-    """Constraints on the format of a reply; at most one of these fields is set."""
+    """Fields of the answer's format, of which at most one is set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -100,7 +100,7 @@ class AnswerFields(PartlySupported):
 
     @cached_property
     def answer(self) -> tuple[str, Grammar] | None:
-        """The field that says what the answer has to follow, and that; None if it may be any text."""
+        """The field that constrains the answer, and its grammar; None for any text."""
         return next(iter(self._answers.items()), None)
 
     @cached_property

@@ -52,8 +52,8 @@ class ServerSettings:
     """A server's settings, apart from its engines.
 
     Args:
-        model_name: What clients call the model, and replies.
-        other_names: What clients may call it too.
+        model_name: Name of the model for clients, used in replies.
+        other_names: Further names that clients may use.
         end_ids: Tokens that end replies.
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
@@ -122,7 +122,7 @@ class Server:
         self.settings.load_record.note(job)
 
     async def _remember(self, job: Job, choice: Choice) -> None:
-        """Keep the exact tokens of a complete reply, so that the next turn finds them however it writes the reply."""
+        """Keep the exact tokens of a complete reply for the next turn."""
         prompt, reply = job.prompts[choice.prompt_index], choice.reply
         text, token_ids = reply.exact()
         self._reader.remember(job.tenant, prompt, text, token_ids)
@@ -166,7 +166,7 @@ class Server:
             state=lambda: self.backend.state,
             is_draining=lambda: self.rules.is_draining,
         )
-        app.openapi()  # cached from here on; building it for the first client would block all others
+        app.openapi()  # caches it; building it for the first client would block all others
         return app
 
 
@@ -231,7 +231,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         exchange_of(request.scope).note_error(error)
         return error_response(error, request.scope)
 
-    @app.exception_handler(ValidationError)  # of a request that another route's was turned into
+    @app.exception_handler(ValidationError)  # of the chat request that another route's was translated to
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return await api_error(request, schema_error(error.errors(), request.headers.get("content-type")))

@@ -1,4 +1,4 @@
-"""The front end's interface to the engines, wherever they run."""
+"""Interface of the front end to the engines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """New tokens of a reply after a step.
+    """Progress of one reply in one step.
 
     Args:
         log_probs: One for each new token, if requested.
         alternatives: The most probable tokens for each new token, id to log-prob, if requested.
-        prompt_log_probs, prompt_alternatives: The same for prompt tokens from the second on, with the first new token.
+        prompt_log_probs, prompt_alternatives: Of the prompt from its second token on, with the first new token.
         prompt_scores: The same with ranks and ids, if requested.
         cached_tokens: Prompt tokens that were skipped at the request's first admission.
-        cached_tokens_from_host, cached_tokens_from_disk: Cached tokens restored for the request from there.
+        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
         written_tokens: Prompt tokens that the request has newly written to the cache.
         draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
         running_s: Seconds since the start of the first step that ran the request.
@@ -69,12 +69,12 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """The engines. Call every method in the front end's event loop; only `flush` and `stop` may wait for a step."""
+    """The engines; call every method in the event loop. Only `flush` and `stop` may wait for a step."""
 
     max_sequence_length: int
-    """The most prompt and generated tokens of a request."""
+    """Maximum prompt and generated tokens of a request."""
     grammars: Grammars
-    """Compiler of constraints on replies; compiling takes a moment, on any thread."""
+    """Compiler of grammars, usable from any thread."""
 
     async def start(self) -> None:
         """Start the engines' warmup; progress is delivered in the running event loop."""
@@ -84,7 +84,7 @@ class Backend(Protocol):
         """The latest state."""
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return why a request can never run; None if it can."""
+        """Return the reason why a request can never run; None if it can."""
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         """Queue a request, which gets its id and time here.
@@ -93,13 +93,13 @@ class Backend(Protocol):
         """
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop a request before the next step and deliver nothing more; ignore one that has ended."""
+        """Cancel a request before the next step; ignore one that has ended."""
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error before the next step."""
 
     async def flush(self, weights_version: str | None) -> None:
-        """Make everything cached unreachable; see `MambaCacheContext.flush`."""
+        """Flush the cache, as `MambaCacheContext.flush`."""
 
     async def stop(self) -> None:
         """Stop the engines."""
@@ -126,12 +126,12 @@ class Listener:
 
 
 def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
-    """Return log-probs by token id, which a record names by their digits."""
+    """Return log-probs by token id from a record's digits."""
     return tuple({int(token): value for token, value in best.items()} for best in named)
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
-    """Return a reply's last progress with the reason of its end, taken from the newest part of its record."""
+    """Return a reply's last progress with the reason of its end."""
     error = failure_reason(newest)
     if error is not None:
         return replace(progress, end="error", error=error)

@@ -1,4 +1,4 @@
-"""The part of a chat's prompt that begins the reply: what the template and the client wrote for the assistant."""
+"""The beginning of a reply that the template and the client write into the prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ _MARK = "\u2400"
 
 @dataclass(frozen=True, slots=True)
 class BegunReply:
-    """The end of a prompt, after the last message that is complete. Tags within messages are not in it.
+    """The end of a prompt, after the last complete message.
 
     Args:
-        text: What the template wrote, with the reasoning of a message that is continued.
-        prefill: The content of a message that is continued.
+        text: Text of the template, with the reasoning of a continued message.
+        prefill: Content of a continued message.
         token_ids: Of the whole prompt.
     """
 
@@ -26,7 +26,7 @@ class BegunReply:
     token_ids: Sequence[int]
 
     def opens_reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> bool:
-        """Return whether a reply begins within reasoning.
+        """Return True if a reply begins within reasoning.
 
         Args:
             tag_ids: Tags that are tokens of the model.
@@ -46,7 +46,7 @@ class BegunReply:
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Return what a prompt has begun.
+    """Return the beginning of the reply in a prompt.
 
     Args:
         text: The conversation's, as it was rendered.
@@ -60,7 +60,7 @@ def begun_reply(
 
 
 def _after_last_message(conversation: Conversation, text: str, rendered: Callable[[Conversation], str]) -> str:
-    """Return the text after the last message that is complete; the whole text if the template hides where it ends."""
+    """Return the text after the last complete message, or all if its end is unknown."""
     last = len(conversation.messages) - 1 - conversation.continues
     content = (conversation.messages[last].get("content") or "") if last >= 0 else None
     if not isinstance(content, str):

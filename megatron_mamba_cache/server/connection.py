@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, but disconnects are always noticed and stalled clients are dropped."""
+"""Client connections that notice every disconnect and drop stalled clients."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _LEAST_READ = 256 * 2**10
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, but it keeps reading while it replies.
+    """uvicorn's protocol, except that it keeps reading while it replies.
 
     uvicorn stops reading when bytes follow a request, and then misses a disconnect. This class also closes the
     connection of a client that
@@ -64,16 +64,16 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Note whether a response was in progress; the transport closes, so the client does not get the rest."""
+        """Note if a response was in progress: the client does not get the rest."""
         self.is_broken |= self._is_responding
 
     def abort(self) -> None:
-        """Close the connection at once and drop the output that the client has not read."""
+        """Close the connection at once and drop unread output."""
         self.is_broken = True
         self.transport.abort()
 
     def delivery(self) -> "asyncio.Future[bool]":
-        """Return a future: True once the kernel has all output so far, False if the connection breaks before."""
+        """Return a future: True once the kernel has all output, False if the connection breaks."""
         future: asyncio.Future[bool] = self.loop.create_future()
         self._deliveries.append(future)
         is_written = not self.transport.is_closing() and not self.transport.get_write_buffer_size()
@@ -96,12 +96,12 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Watch a client that reads more slowly than the server writes."""
+        """Start the timer of a client that reads more slowly than the server writes."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Stop watching a client that has caught up."""
+        """Stop the timer of a client that has caught up."""
         super().resume_writing()
         self._read_timer.stop()
         self._settle_deliveries()

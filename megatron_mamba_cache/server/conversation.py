@@ -1,4 +1,4 @@
-"""A conversation as a chat template reads it."""
+"""Conversations for chat templates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +19,13 @@ MARKING_TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A place in a conversation up to which other conversations are expected to be the same.
+    """A position in a conversation: other conversations may share the text before it.
 
     Args:
-        message: Index of the message that it is in; None: it is after the tools.
+        message: Index of its message; None: it is after the tools.
         end: Characters of the message's content before it.
         call: Index of the tool call that it follows; None: it is in the content.
-        keep_s: Seconds for which the state at that point has a higher priority.
+        keep_s: Seconds for which the cached prefix has more priority.
     """
 
     message: int | None = None
@@ -36,7 +36,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and what else the template reads.
+    """Messages and the other inputs of a chat template.
 
     Args:
         messages: In OpenAI's form, oldest first; arguments of tool calls are objects.
@@ -61,9 +61,9 @@ class Conversation:
 
     @property
     def marked_head(self) -> tuple[Breakpoint, ...]:
-        """Two breakpoints, after the tools and after the instructions, if either is marked; else none.
+        """Breakpoints after the tools and after the instructions, if either is marked; else none.
 
-        Both begin a prompt, in an order that depends on the template, so a mark after one means both.
+        Both begin a prompt, in an order that the template decides, so a mark of one means both.
         """
         roles = [message["role"] for message in self.messages]
         count = next((at for at, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
@@ -86,7 +86,7 @@ class Conversation:
         )
 
     def marked(self, mark: Breakpoint) -> Self:
-        """Return a conversation that parts from this one at a breakpoint: up to there, both have the same text."""
+        """Return a conversation that equals this one only up to a breakpoint."""
         if mark.message is None:
             return replace(self, tools=(*self.tools, MARKING_TOOL))
         message = self.messages[mark.message]
@@ -114,13 +114,13 @@ class Conversation:
 
 
 def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, Any]:
-    """Return a tool call for a template; see `arguments_object`."""
+    """Return a tool call for a template."""
     identified = {} if call_id is None else {"id": call_id}
     return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`, so a tool can say so.
+    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`.
 
     Some clients send no text for a call without arguments.
     """

@@ -1,4 +1,4 @@
-"""A `Backend` for engines in other processes, reached through a coordinator.
+"""A `Backend` for engines of other processes, reached through a coordinator.
 
 Megatron's `InferenceClient` returns whole replies; this client gets the progress of every step. See
 `replicas.front_end`.
@@ -38,7 +38,7 @@ _COUNTS = (
     *("cached_tokens_from_host", "cached_tokens_from_disk", "written_tokens"),
     *("draft_tokens", "accepted_tokens", "running_s"),
 )
-"""Attributes of a reply's sampling parameters that describe its request, in addition to `cached_tokens`."""
+"""Counts in a reply's sampling parameters, in addition to `cached_tokens`."""
 
 
 class CoordinatorBackend:
@@ -115,7 +115,7 @@ class CoordinatorBackend:
             listener.deliver(Progress(end="error", error=reason))
 
     async def flush(self, weights_version: str | None) -> None:
-        """Flush all replicas; each does so before it handles any later request."""
+        """Flush all replicas before they handle later requests."""
         self._send(FLUSH, weights_version)
         if weights_version is not None:
             self._flushed_to = weights_version
@@ -180,7 +180,7 @@ class CoordinatorBackend:
         listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
-        """Return the progress that is new to a listener; a restarted request reports its first tokens again."""
+        """Return the progress that a listener lacks; a restarted request repeats its first tokens."""
         known = max(listener.num_tokens - news["start"], 0)
         is_first = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])

@@ -1,4 +1,4 @@
-"""The dashboard: one self-contained page, and the last hour in samples, which its charts show."""
+"""The dashboard: a self-contained page and the samples of the last hour."""
 
 import asyncio
 import math
@@ -90,7 +90,7 @@ class History:
             await asyncio.sleep(INTERVAL_S)
 
     def sample(self) -> None:
-        """Take a sample of what happened since the last one."""
+        """Take a sample of the time since the last one."""
         now, totals = self._clock(), self._now()
         first_token, inter_token = self._metrics.take_recent()
         self._recent.append((first_token, inter_token))
@@ -113,7 +113,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return the samples after a time, oldest first, and the quantiles of the last minute, as plain JSON.
+        """Return the samples after a time and the last minute's quantiles as JSON.
 
         A sample is a list in the order of `fields`.
         """

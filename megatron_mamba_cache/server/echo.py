@@ -12,7 +12,7 @@ from .text_stream import IncrementalText
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is echoed.
+    """An echoed prompt.
 
     Args:
         text: As the client sent it, or the text of its token ids.
@@ -26,7 +26,7 @@ class Echo:
     offsets: Sequence[int] = ()
 
     def piece(self, progress: Progress) -> Piece:
-        """Return the piece before a reply; `progress` is the reply's first and has the prompt's log-probs."""
+        """Return the piece before a reply from the reply's first progress."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
@@ -39,7 +39,7 @@ class Echo:
 
 
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
-    """Return the echo of a prompt; like tokenizing, this takes time.
+    """Return the echo of a prompt; as slow as tokenizing.
 
     Args:
         text: The prompt's text; None uses the text of the token ids.

@@ -39,7 +39,7 @@ GROUPS: Mapping[str, str] = MappingProxyType(
         "Administration": "These need an admin key if one is set",
     }
 )
-"""The groups of the page and what is in them."""
+"""Groups of the documentation page and their descriptions."""
 
 OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
@@ -65,7 +65,7 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("get", "/admin/weights"): ("Administration", "Return the version of the weights"),
     }
 )
-"""The group and the summary of each operation, by method and path; a test finds an operation without them."""
+"""Group and summary of each operation, by method and path."""
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
@@ -124,7 +124,7 @@ class TokenizeReply(BaseModel):
     """The tokens of a text.
 
     Args:
-        max_model_len: The most prompt and generated tokens of a request.
+        max_model_len: Maximum prompt and generated tokens of a request.
         token_strs: The tokens as the tokenizer's files spell them, if requested.
     """
 
@@ -142,7 +142,7 @@ class DetokenizeReply(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizingRoutes:
-    """The routes and what they need.
+    """Routes that tokenize and detokenize.
 
     Args:
         describes_tokenizer: True if clients may read the tokenizer's settings and chat template.
@@ -208,7 +208,7 @@ class TokenizingRoutes:
 
 
 def _described_of_tokenizing(tokenizer: Any) -> dict[str, Any]:
-    """Return the class of a tokenizer, the settings in its files and its chat template, as vLLM does."""
+    """Return a tokenizer's class, settings and chat template, as vLLM does."""
     settings = {key: value for key, value in getattr(tokenizer, "settings", {}).items() if key != "name_or_path"}
     template = getattr(tokenizer, "chat_template", "") or None
     return {"tokenizer_class": type(tokenizer).__name__, **settings, "chat_template": template}

@@ -1,4 +1,4 @@
-"""The engine in this process, stepping in its own thread; commands run between its steps."""
+"""The engine of this process, stepping in its own thread."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _Mail = list[tuple[Callable[[Progress], None], Progress]]
 
 
 class EngineThread:
-    """A `Backend` over one engine that has no other user.
+    """A `Backend` over one engine.
 
     Args:
         end_ids: Tokens that end a reply.
@@ -93,7 +93,7 @@ class EngineThread:
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Call `act` with the engine between two steps; return its result or raise its error.
+        """Run `act` with the engine between two steps and return its result.
 
         Raises:
             ApiError: 503 if the engine has failed.
@@ -145,7 +145,7 @@ class EngineThread:
             self._commands.get()()
 
     def _next_command(self) -> Callable[[], None]:
-        """Wait for a command; meanwhile what requests have left goes on to the host and the disk."""
+        """Wait for a command; meanwhile continue the copies to host and disk."""
         while self._engine.has_idle_copies:
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=LANDING_INTERVAL_S)
@@ -231,7 +231,7 @@ class EngineThread:
         self._is_stopping = True
 
     def _break(self, reason: str) -> None:
-        """Answer all requests, now and later, with an error."""
+        """Answer all current and later requests with an error."""
         self._state = replace(self._state, failure=reason)
         listeners, self._listeners = self._listeners, {}
         self._post([(listener.deliver, Progress(end="error", error=reason)) for listener in listeners.values()])
@@ -261,7 +261,7 @@ class EngineThread:
 
 
 def _copied(snapshot: CacheSnapshot) -> CacheSnapshot:
-    """Return a copy of a snapshot whose lists and dicts the engine no longer changes."""
+    """Return a deep copy of a snapshot."""
     return CacheSnapshot.summed([snapshot])
 
 

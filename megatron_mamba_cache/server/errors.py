@@ -1,4 +1,4 @@
-"""Errors in the shapes that OpenAI's and Anthropic's clients expect, also for what does not match a schema."""
+"""Errors in the formats of OpenAI's and Anthropic's clients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 @dataclass
 class ApiError(Exception):
-    """An error that a request gets instead of a reply.
+    """An error response.
 
     Args:
-        message: What was found and what is allowed.
+        message: The found value and the allowed ones.
         code: Error code for programs.
         retry_after_s: Whole seconds after which the same request may succeed.
     """
@@ -66,7 +66,7 @@ class ApiError(Exception):
 
 
 def is_of_anthropic(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API."""
+    """Return True if a path belongs to Anthropic's API."""
     return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
@@ -90,7 +90,7 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
 
 
 def unexpected() -> ApiError:
-    """Return the error of a defect of the server."""
+    """Return the error of a bug in the server."""
     return ApiError(500, "the server failed at this request; its log says why", "internal_error")
 
 
@@ -100,7 +100,7 @@ def engine_failed(reason: str) -> ApiError:
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Return one error for all of pydantic's: the first field's, from the form of it that matches furthest.
+    """Return one error for all of pydantic's: that of the union member that matches furthest.
 
     Args:
         content_type: The request's; None if it has none.
@@ -145,11 +145,11 @@ def _is_json(content_type: str | None) -> bool:
 
 
 def _reach(error: Any) -> tuple[int, int, bool]:
-    """Return how far a form matches: its depth, the item where it fails, and whether the error is not just a type."""
+    """Return how far a union member matches: depth, failing item, more than a wrong type."""
     path = error["loc"]
     return len(path), path[-1] if isinstance(path[-1], int) else -1, error["type"] not in _OTHER_FORM
 
 
 def _is_form(part: str | int) -> bool:
-    """Return whether a part of an error's place is pydantic's name for a form, not a field or an item."""
+    """Return True if a part of an error's path is pydantic's name of a union member."""
     return isinstance(part, str) and (part == "str" or "[" in part or "-" in part)

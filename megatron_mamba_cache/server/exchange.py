@@ -1,4 +1,4 @@
-"""One HTTP request from its arrival to the end of its response, and its line in the access log."""
+"""HTTP requests from arrival to response, and their access log lines."""
 
 import json
 import re
@@ -68,7 +68,7 @@ class Exchange:
 
     @property
     def is_probe(self) -> bool:
-        """True for a probe or scrape; these are counted apart and not logged, unless their key is refused."""
+        """True for a probe or scrape, which is not logged unless its key is refused."""
         return self.path in _PROBES and self.status not in _KEY_REFUSED
 
     @property
@@ -77,15 +77,15 @@ class Exchange:
         return self.status < 400 and self.error is not None
 
     def seconds_to(self, event: float | None) -> float | None:
-        """Return the seconds from the arrival to a time; None if it has not come."""
+        """Return the seconds from the arrival to an event; None if it has not happened."""
         return None if event is None else round(event - self.arrived, 4)
 
     def note_undelivered(self) -> None:
-        """Record that the client did not get the last byte: it left, or the server's end cut it off."""
+        """Record that the client did not get the last byte."""
         self.status = (self.status or 503) if self.is_cut_off else CLIENT_CLOSED_REQUEST
 
     def note_error(self, error: ApiError) -> None:
-        """Record the error in the response, also one in the middle of a stream."""
+        """Record an error of the response or within its stream."""
         self.error = error.code or error.type
 
 
@@ -169,5 +169,5 @@ def _request_id(scope: Scope) -> str:
 
 
 def _printable(path: bytes) -> str:
-    """Return a path as printable ASCII without spaces, whatever the client sent."""
+    """Return a path as printable ASCII without spaces."""
     return "".join(chr(byte) if 0x21 <= byte <= 0x7E else f"%{byte:02X}" for byte in path)

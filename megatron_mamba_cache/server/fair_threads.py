@@ -1,4 +1,4 @@
-"""A few threads for work that would block the event loop; owners take turns."""
+"""A small thread pool that is fair to the owners of its work."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ _Found = TypeVar("_Found")
 
 
 class FairThreads:
-    """Runs work in threads, round-robin over the owners with waiting work.
+    """Runs work in threads, round-robin over owners.
 
     Call every method in one event loop. The callers limit how much work waits.
     """

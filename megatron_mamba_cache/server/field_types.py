@@ -32,23 +32,23 @@ def _strict(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_strict)]
-"""An object of the client's that may be repeated, kept or shown to a template: any JSON, but no NaN or Infinity."""
+"""A client's JSON object, without NaN or Infinity."""
 
 
 class CacheControl(BaseModel):
-    """Marks the end of a part that other requests are expected to share, and says for how long."""
+    """A mark at the end of a shared prefix, with its lifetime."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
     @property
     def keep_s(self) -> int:
-        """Seconds for which what is cached is worth more; 0 if the mark does not say."""
+        """Seconds for which the cached prefix has more priority; 0 if unset."""
         return 0 if self.ttl is None else _SECONDS[self.ttl]
 
 
 class PromptCacheBreakpoint(BaseModel):
-    """The same mark as OpenAI's API has it."""
+    """OpenAI's form of the mark."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
@@ -62,7 +62,7 @@ Mark = CacheControl | PromptCacheBreakpoint
 
 
 class PartlySupported(BaseModel):
-    """An object that refuses its unsupported fields by name, unless their values ask for nothing.
+    """An object that refuses unsupported fields by name unless their values are neutral.
 
     `labels` names fields that cannot change a reply. They are counted, and left out unless the schema has them.
     """

@@ -1,4 +1,4 @@
-"""Replies in the formats of OpenAI's completions and chat completions."""
+"""Formats of OpenAI's completions and chat completions."""
 
 import time
 import uuid
@@ -37,16 +37,16 @@ class Format(Protocol):
         """Return the event that ends a stream after an error."""
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """Return the whole reply; `pieces` has those of each choice, by its index."""
+        """Return the whole reply; `pieces` is by the index of the choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Settings of streams in OpenAI's formats.
+    """Options of OpenAI's formats.
 
     Args:
         includes_usage: True if a stream's last chunk has the usage.
-        usage_in_every_event: True if all others have the usage so far.
+        usage_in_every_event: True if every other chunk has the usage so far.
         request_id: The end of the reply's id; None generates one.
     """
 
@@ -57,7 +57,7 @@ class StreamSettings:
 
 
 class _Envelope:
-    """The fields that both formats share."""
+    """Fields that both formats share."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -99,7 +99,7 @@ class _Envelope:
 
 
 class CompletionFormat(_Envelope):
-    """`/v1/completions`; see `Format`."""
+    """`Format` of `/v1/completions`."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -132,7 +132,7 @@ class CompletionFormat(_Envelope):
 
 
 class _ChatDeltas:
-    """The deltas of one reply; together they are its message."""
+    """The deltas of one reply, which add up to its message."""
 
     def __init__(self, *, includes_reasoning: bool) -> None:
         self._includes_reasoning = includes_reasoning
@@ -165,7 +165,7 @@ class _ChatDeltas:
 
 
 class ChatFormat(_Envelope):
-    """`/v1/chat/completions`; see `Format`.
+    """`Format` of `/v1/chat/completions`.
 
     Args:
         includes_reasoning: True if replies include their reasoning, where the server separates it.
@@ -220,7 +220,7 @@ def _wants_log_probs(choice: Choice) -> bool:
 
 
 def _best(token: TokenInfo) -> dict[str, float] | None:
-    """Return the best log-probs by text, and the token's own; None for the first token of a prompt.
+    """Return the best log-probs and the token's own, by text; None for a prompt's first token.
 
     Tokens may have the same text, for instance parts of characters: then the token itself is named by its text, else
     the best one, and each other one by its id, as `token_id:5`.

@@ -1,4 +1,4 @@
-"""One HTTP request's replies, from the gate to the end of the last one."""
+"""The replies of one HTTP request, from the gate to the end of the last one."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,7 +29,7 @@ class Choice:
         index: Among the choices of all prompts.
         ticket: Set while the engine has the request.
         echo: The prompt's echo until it is sent.
-        num_log_probs: See `Order`.
+        num_log_probs: Alternatives per token, as in `Order`.
         prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
     """
 
@@ -48,13 +48,13 @@ async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 @dataclass(slots=True)
 class JobRules:
-    """Settings that all jobs of a server share.
+    """Collaborators and hooks of all jobs of a server.
 
     Args:
         on_reply: Awaited with each reply that is complete, before its client has the end of it.
         on_end: Called with each job that has ended, complete or not.
         token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
-        is_over: True if accepted requests are no longer started either.
+        is_over: True once accepted requests are not started either.
     """
 
     backend: Backend
@@ -71,7 +71,7 @@ class JobRules:
 
 @asynccontextmanager
 async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
-    """Pass the gate, read the prompts and yield the submitted job; cancel what is left of it at the end.
+    """Read the prompts and yield the submitted job; cancel unfinished choices at the end.
 
     Raises:
         ApiError: 400 if a prompt or a grammar cannot be read or a request can never run, 429 if too many requests run
@@ -184,11 +184,11 @@ class Job:
 
     @property
     def scores_prompts(self) -> bool:
-        """True when the client wants to know of the prompts' tokens."""
+        """True when the client requests scores of prompt tokens."""
         return self._scoring is not None
 
     def prompt_log_probs(self) -> list[Entries]:
-        """Return what is reported of each prompt's tokens; like tokenizing, this takes time."""
+        """Return the scores of each prompt's tokens; as slow as tokenizing."""
         assert self._scoring is not None
         firsts = (choice for choice in self.choices if choice.spec.log_probs.prompt_top_n is not None)
         return [
@@ -224,7 +224,7 @@ class Job:
             self._forget(choice)
 
     def _forget(self, choice: Choice) -> None:
-        """Record that the engine no longer has a choice, whether or not its client has read all of it."""
+        """Record that the engine has finished a choice, even if it is unread."""
         if choice.ticket is not None:
             choice.ticket = None
             self._permits.leave()

@@ -1,4 +1,4 @@
-"""A job's progress: what its reader has not read yet, and how long tokens take."""
+"""Progress of jobs: unread tokens, token counts and times."""
 
 import asyncio
 import time
@@ -17,9 +17,9 @@ class Usage:
 
     Args:
         cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
+        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
         written_tokens: Prompt tokens newly written to the cache.
-        hour_tokens: Written tokens before a breakpoint that is kept for an hour.
+        hour_tokens: Of these, the ones before a breakpoint with a TTL of an hour.
         draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
         reasoning_tokens: Completion tokens that were parsed as reasoning.
     """
@@ -37,7 +37,7 @@ class Usage:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """The cached tokens that came back from each tier below the device; an extension of every API's usage."""
+        """Cached tokens restored from each tier; an extension of every API's usage."""
         return {
             "cached_tokens_from_host": self.cached_tokens_from_host,
             "cached_tokens_from_disk": self.cached_tokens_from_disk,
@@ -65,7 +65,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptUsage:
-    """Prompt tokens read from the cache and written to it, as `Usage` reports them."""
+    """Counts of a prompt, as in `Usage`."""
 
     cached_tokens: int
     cached_tokens_from_host: int
@@ -75,7 +75,7 @@ class PromptUsage:
 
 
 def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
-    """Return the counts of a request's prompt, each token counted once however often it was computed."""
+    """Return the counts of a request's prompt; each token counts once."""
     written = min(latest.written_tokens, spec.prompt_len - latest.cached_tokens)
     ends = [mark.position for mark in spec.breakpoints if mark.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
@@ -89,13 +89,13 @@ def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
 
 
 class TokenTimes:
-    """Records how long the tokens of replies take, in seconds; this class drops them."""
+    """Records times of tokens, in seconds; this class drops them."""
 
     def note_queued(self, seconds: float) -> None:
-        """Record a reply's wait, from its request's arrival to the first step that ran it."""
+        """Record a reply's wait from arrival to its first step."""
 
     def note_first_token(self, seconds: float) -> None:
-        """Record a job's wait for its first token, from its submission to the engine."""
+        """Record a job's wait from submission to its first token."""
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
         """Record that a reply grew by `num_tokens`, `seconds` after it last did."""
@@ -138,7 +138,7 @@ class JobTimes:
 
 
 class Mail:
-    """A queue that merges the waiting progress of each choice, so that a slow reader catches up at once."""
+    """A queue that merges the unread progress of each choice."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[Progress]] = {}
@@ -150,7 +150,7 @@ class Mail:
         self._has_some.set()
 
     async def take(self) -> tuple[int, Progress]:
-        """Return the choice that has waited longest, and all of its waiting progress."""
+        """Return the choice that has waited longest and all of its progress."""
         await self._has_some.wait()
         index = next(iter(self._waiting))
         progress = _joined(self._waiting.pop(index))

@@ -1,4 +1,4 @@
-"""The limits of a server; what exceeds them is refused, so that queues and memory stay bounded."""
+"""Limits of a server, which bound its queues and memory."""
 
 import math
 from collections import deque
@@ -98,7 +98,7 @@ class QueueGate:
         self._ends.append(self._clock())
 
     def retry_after_s(self) -> int:
-        """Return the seconds until room is likely: a tenth of the requests inside, at the recent completion rate."""
+        """Return the seconds in which a tenth of the requests end at the recent rate."""
         if len(self._ends) < 2 or self._clock() <= self._ends[0]:
             return 1
         rate = len(self._ends) / (self._clock() - self._ends[0])

@@ -1,4 +1,4 @@
-"""A file of served requests in a format that `plan` reads: times, lengths and hashes of tokens, without texts."""
+"""A record of served requests for `plan`: times, lengths and hashes, without texts."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request that the engine was given.
+    """A request of the engine.
 
     Args:
         arrived: In seconds since the epoch.
@@ -42,7 +42,7 @@ class ServedRequest:
 
 
 class LoadRecord:
-    """Where served requests are recorded; this class drops them."""
+    """Records served requests; this class drops them."""
 
     def start(self) -> None:
         """Begin to record."""
@@ -55,7 +55,7 @@ class LoadRecord:
 
 
 class LoadFile(LoadRecord):
-    """Appends a line for each request to a file, in a thread of its own.
+    """Appends a line for each request to a file, in its own thread.
 
     After an error of the file system a warning is logged and nothing more is recorded. Only whole lines are left.
 
@@ -95,7 +95,7 @@ class LoadFile(LoadRecord):
 
 
 class LoadLines:
-    """Writes requests as lines; equal hashes stand for equal tokens after equal beginnings.
+    """Encodes requests as lines; hashes are equal exactly for equal prefixes.
 
     The hashes are salted with random bytes that are not kept, so that no text can be tried against them.
 
@@ -122,7 +122,7 @@ class LoadLines:
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     def _hashes(self, request: ServedRequest) -> Iterator[int]:
-        """Yield the hash of each run of the prompt and what is before it, the last run perhaps incomplete."""
+        """Yield the hash of each run of the prompt with its prefix; the last may be incomplete."""
         tokens = np.asarray(request.prompt, dtype=np.int64)
         digest = hashlib.blake2b(request.tenant.encode(), key=self._salt).digest()
         for start in range(0, len(tokens), self._run_tokens):
@@ -130,7 +130,7 @@ class LoadLines:
             yield int.from_bytes(digest[:8], "little") & _HASH_MASK
 
     def _session_of(self, hashes: list[int], num_complete: int) -> int:
-        """Return the session whose latest prompt this one begins with, or a new one, named by a hash."""
+        """Return the session that this prompt continues, or a new one."""
         complete = hashes[:num_complete]
         known = next((run for run in reversed(complete) if run in self._sessions), None)
         session = hashes[-1] if known is None else self._sessions.pop(known)

@@ -1,4 +1,4 @@
-"""Schemas of messages, and of what else a chat template reads."""
+"""Schemas of messages and of the other inputs of a chat template."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
@@ -24,7 +24,7 @@ def _text_only(kind: str) -> str:
 
 
 class TextPart(BaseModel):
-    """A part of a message; parts of other types are refused by their type, whatever their other fields."""
+    """A text part of a message; parts of other types are refused by type."""
 
     type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
@@ -73,7 +73,7 @@ class Message(PartlySupported):
     @model_validator(mode="before")
     @classmethod
     def _has_text(cls, fields: Any) -> Any:
-        """Return the fields with text in place of other parts of results, and of refusals in earlier replies."""
+        """Return the fields with text instead of other result parts and of refusals."""
         role = fields.get("role") if isinstance(fields, Mapping) else None
         if role not in ("tool", "assistant"):
             return fields
@@ -93,7 +93,7 @@ class Message(PartlySupported):
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
-        """Yield the marks in it, in order, and the breakpoints that they set in the message of this index."""
+        """Yield the marks in order, with their breakpoints in the message of this index."""
         end, calls = 0, self.tool_calls or []
         for number, part in enumerate(() if self.content is None or isinstance(self.content, str) else self.content):
             end += len(part.text) + (len(_LINE_END) if number else 0)
@@ -127,7 +127,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Templated(BaseModel):
-    """Fields of both routes that render a chat template; `chat_template_kwargs` are further variables of it."""
+    """Fields of the routes that render a chat template."""
 
     tools: Tools | None = None
     add_generation_prompt: Flag | None = None
@@ -142,7 +142,7 @@ class Templated(BaseModel):
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:
-        """Return messages with what else the template reads.
+        """Return the conversation of messages for the template.
 
         Args:
             values: Further variables of the template; None leaves one out.

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus and the dashboard: the engine's latest snapshot and the front end's own counters."""
+"""Metrics of engines and server for Prometheus and the dashboard."""
 
 import math
 from collections import Counter as Tally
@@ -79,7 +79,7 @@ _TIER_COPIES = "Copies between tiers in progress, by destination tier"
 
 
 class Durations:
-    """A histogram whose buckets grow by five percent, which bounds its relative error."""
+    """A histogram with a relative error of at most five percent."""
 
     def __init__(self) -> None:
         self._counts: Tally[int] = Tally()
@@ -97,7 +97,7 @@ class Durations:
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:
-        """Return the duration that `share` of all durations does not exceed; None if there are none."""
+        """Return a quantile of the durations; None if there are none."""
         rank = math.ceil(share * self._counts.total())
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
@@ -114,7 +114,7 @@ class SnapshotCollector(Collector):
         self._gate = gate
 
     def collect(self) -> Iterable[Metric]:
-        """Yield every counter of the cache, the use of slots and blocks, and the queue."""
+        """Yield the metrics of cache, slots, blocks and queue."""
         state = self._backend.state
         yield _gauge("ready", "1 if the engine is warmed up and has not failed", state.is_ready and not state.failure)
         yield _gauge("requests_running", "Requests running in the engine", state.num_running)
@@ -185,13 +185,13 @@ class ServerMetrics(TokenTimes):
         self.recent_first_token.add(seconds)
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Note the time between tokens; several tokens of a step share its time."""
+        """Record the time between tokens; tokens of one step share it."""
         for _ in range(num_tokens):
             self.inter_token.observe(seconds / num_tokens)
         self.recent_inter_token.add(seconds / num_tokens, num_tokens)
 
     def num_responses(self) -> dict[str, int]:
-        """Return how many responses had each status."""
+        """Return the number of responses by status."""
         samples = [sample for metric in self.responses.collect() for sample in metric.samples]
         return {one.labels["status"]: int(one.value) for one in samples if one.name.endswith("_total")}
 
@@ -242,5 +242,5 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 
 def _counter_text(name: str) -> str:
-    """Return what a field of `CacheCounters` counts."""
+    """Return the help text of a field of `CacheCounters`."""
     return COUNTER_TEXTS.get(name, name.replace("_", " ").capitalize())

@@ -1,4 +1,4 @@
-"""Orders: what the requests of each route ask of the model, in one form."""
+"""Orders: the requests of all routes in one form."""
 
 import hashlib
 import secrets
@@ -29,20 +29,20 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The content of an HTTP request.
+    """The work of an HTTP request: prompts, sampling and format.
 
     Args:
-        readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if it cannot.
+        readings: One for each prompt; tokenizes it, which may take seconds; raises `ApiError`.
         num_choices: Replies to generate for each prompt.
         sampling: Of every choice, without a grammar; each choice of a prompt has its own seed.
-        max_tokens: The most tokens of a reply, at least 1; None: as many as fit after the prompt.
+        max_tokens: Maximum tokens of a reply, at least 1; None: as many as fit after the prompt.
         fits_room: True cuts `max_tokens` to what fits after the prompt.
         is_empty: True if replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.
-        form: What replies have to look like; None: anything.
+        form: Grammar of the replies; None: any text.
         num_log_probs: Alternatives with log-probs for each token; 0 gives only the sampled token's, None gives none.
         scores_prompt: True returns log-probs of the prompt too, which computes the whole prompt.
-        scoring: What to report of the prompts' tokens; None: nothing. The first choice of each prompt scores them.
+        scoring: Scores of prompt tokens to report, computed by each prompt's first choice; None: none.
     """
 
     tenant: Tenant
@@ -60,7 +60,7 @@ class Order:
     scoring: PromptScoring | None = None
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
-        """Yield the request of each choice of a prompt; the backend gives it its id."""
+        """Yield the request of each choice of a prompt, without an id."""
         ids = packed_ids(prompt.token_ids)
         room = max(max_sequence_length - len(ids), 1)
         max_tokens = room if self.max_tokens is None else self.max_tokens
@@ -77,7 +77,7 @@ class Order:
             )
 
     def _log_probs(self, number: int) -> LogProbSettings:
-        """Return what the choice of this number, among those of a prompt, has to report."""
+        """Return the log-probs that a prompt's choice of this number reports."""
         prompt_top_n = None if self.scoring is None or number else self.scoring.top_n
         is_scored = prompt_top_n is not None
         return LogProbSettings(
@@ -94,9 +94,9 @@ class ServedModel:
     """A model and the reader that turns requests into its tokens.
 
     Args:
-        name: What clients call the model, and replies.
+        name: Name of the model for clients, used in replies.
         created: Seconds since the epoch, as `/v1/models` reports it.
-        other_names: What clients may call it too.
+        other_names: Further names that clients may use.
     """
 
     name: str
@@ -107,7 +107,7 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, that of replies first."""
+        """All names, starting with that of replies."""
         return (self.name, *self.other_names)
 
     def check_name(self, name: str | None) -> None:
@@ -121,7 +121,7 @@ class ServedModel:
 
 
 def tenant_of(request: Request, body: GenerationFields) -> Tenant:
-    """Return the tenant whose prefixes a request may share; `scope["owner"]` was set from its API key."""
+    """Return a request's tenant; `scope["owner"]` was set from its API key."""
     return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
 
 
@@ -154,10 +154,10 @@ class OrderMaker:
         return replace(order, scores_prompt=bool(body.echo) and body.logprobs is not None)
 
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
-        """Return the order of a request of `/v1/chat/completions`, or of another route in its terms.
+        """Return the order of a chat completion, or of another route translated to one.
 
         Args:
-            answer_field: What the other route calls the field that says the form of an answer.
+            answer_field: Name of the other route's field for the answer's format.
         """
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -231,11 +231,11 @@ class OrderMaker:
         )
 
     def _stop_token_ids(self, body: GenerationFields) -> tuple[int, ...]:
-        """Return the tokens that end a reply because the request says so, each once."""
+        """Return the distinct tokens that end a reply by the request's fields."""
         return tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)]))
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
-        """Return how the replies to messages are read; None if all of their text is content."""
+        """Return the parsing of replies; None if all text is content."""
         syntax = self._model.syntax
         calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
         shows_all = body.skip_special_tokens is False
@@ -252,7 +252,7 @@ class OrderMaker:
 
 
 def choice_seed(seed: int, number: int) -> int:
-    """Return the seed of a choice: the request's own for the first one, derived from it for the others."""
+    """Return a choice's seed: the request's for the first, derived for others."""
     if number == 0:
         return seed % _UINT63
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") % _UINT63

@@ -8,7 +8,7 @@ from ..policy.request_settings import ScoredToken
 from .errors import bad_request
 
 _MOST_ENTRIES = 2**18  # of one response: some 20 MB
-_LEAST_LOG_PROB = -9999.0  # instead of minus infinity, which JSON cannot represent
+_LEAST_LOG_PROB = -9999.0  # instead of minus infinity, which JSON lacks
 
 Entries = list[dict[str, dict[str, Any]] | None]
 
@@ -26,17 +26,17 @@ class PromptScoring:
     text_of: Callable[[int], str]
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Raise `ApiError` 400 if prompts of these lengths have too many tokens to tell of."""
+        """Raise `ApiError` 400 if prompts of these lengths have too many tokens."""
         num_entries = sum(length - 1 for length in lengths) * (1 + self.top_n)
         if num_entries > _MOST_ENTRIES:
             raise bad_request(
                 f"prompt_logprobs={self.top_n} makes {num_entries} entries for these prompts; at most {_MOST_ENTRIES} "
-                "are told: send shorter prompts or a smaller prompt_logprobs",
+                "are returned: send shorter prompts or a smaller prompt_logprobs",
                 "prompt_logprobs",
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return, for each prompt token, it and the best ones at its position by id; None for the first.
+        """Return each prompt token with its alternatives, by id; None for the first.
 
         Args:
             scores: Of the tokens from the second on.
@@ -54,7 +54,7 @@ class PromptScoring:
 
 
 def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int]]:
-    """Yield the id, log-prob and rank of a token, and of the others that are better or as good."""
+    """Yield id, log-prob and rank of a token and of its alternatives."""
     yield token_id, finite(score.log_prob), score.rank
     for rank, (other_id, log_prob) in enumerate(zip(score.best_ids, score.best_log_probs, strict=True), 1):
         if other_id != token_id:
@@ -62,5 +62,5 @@ def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int
 
 
 def finite(log_prob: float) -> float:
-    """Return a log-prob as JSON can hold it."""
+    """Return a log-prob that JSON can hold."""
     return log_prob if log_prob > _LEAST_LOG_PROB else _LEAST_LOG_PROB

@@ -1,4 +1,4 @@
-"""Turn what a client sends into the token ids of a prompt."""
+"""Prompts: rendering and tokenizing of clients' texts and conversations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +27,12 @@ class Prompt:
     """A tokenized prompt.
 
     Args:
-        token_ids: What the engine reads.
+        token_ids: Input of the engine.
         text: The text that was tokenized; None if the client sent token ids.
         echo: What to send before the reply; None sends nothing.
-        conversation: What the text was rendered from; None for a text of the client's.
-        breakpoints: The conversation's breakpoints with a known position.
-        add_special_tokens: How the text was tokenized; see `PromptReader.read`.
+        conversation: Source of the rendered text; None for a text of the client.
+        breakpoints: The conversation's breakpoints whose position is known.
+        add_special_tokens: As in `PromptReader.read`.
         opens_reasoning: True if a reply begins within reasoning.
     """
 
@@ -46,7 +46,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Tokenizes prompts; if the exact tokens of a prefix are known, tokenizes only the rest.
+    """Tokenizes prompts, reusing the exact tokens of known prefixes.
 
     Thread-safe. A prompt that is certain to have too many tokens is refused before it takes time and memory.
 
@@ -64,7 +64,7 @@ class PromptReader:
         self._fits = _fits_of(tokenizer)
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None) -> Prompt:
-        """Return a prompt of text or token ids; known tokens are reused if no token of the whole text spans their end.
+        """Return a prompt of text or token ids.
 
         Args:
             add_special_tokens: If the tokenizer adds special tokens around a text: True adds them, False does not, and
@@ -86,12 +86,12 @@ class PromptReader:
         *,
         has_tokens: bool,
     ) -> Prompt:
-        """Return a prompt with its echo; see `read` and `echo_of`."""
+        """Return a prompt with its echo, as `read` and `echo_of`."""
         found = self.read(tenant, prompt, add_special_tokens)
         return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
     def read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool = False) -> Prompt:
-        """Return the prompt of a conversation, rendered by the model directory's chat template.
+        """Return the prompt of a conversation, rendered by the chat template.
 
         Known tokens are reused wherever they end, because each message is followed by the template's text.
 
@@ -99,16 +99,16 @@ class PromptReader:
             add_special_tokens: True adds the tokenizer's special tokens to those that the template writes.
 
         Raises:
-            ApiError: 400 if there is no template, it does not support tools or their calls, it refuses the messages, or
+            ApiError: 400 if there is no template, it does not render tools or their calls, it refuses the messages, or
                 the prompt is too long or not only text.
         """
         template = template_of(self._tokenizer, has_tools=bool(conversation.tools))
         if not template:
             raise bad_request("this model has no chat template; use /v1/completions", "messages")
         if conversation.tools and "tools" not in template:
-            raise bad_request("this model's chat template has no place for tools; leave them out", "tools")
+            raise bad_request("this model's chat template does not render tools; leave them out", "tools")
         if conversation.has_calls and "tool_calls" not in template and "tools" not in template:
-            raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
+            raise bad_request("this model's chat template does not render tool calls; leave them out", "messages")
         fit = self._fits[bool(conversation.tools)]
         conversation = fit.efforts.fitted(conversation)
         fit.note_unread_values(conversation)
@@ -130,7 +130,7 @@ class PromptReader:
         return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Store the exact tokens of a prompt and its reply, as the client has it, unless that is empty or not text."""
+        """Store the exact tokens of a prompt and its reply, unless that is empty or not text."""
         add = prompt.add_special_tokens
         if image_error(self._tokenizer, reply_ids) is not None:
             return
@@ -140,7 +140,7 @@ class PromptReader:
         self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids), kind)
 
     def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
-        """Return how the next turn's prompt will write a reply, after the text of this prompt.
+        """Return the text of a reply in the next turn's prompt.
 
         Returns:
             None if the template does not write the prompt's text again before it, as where it drops reasoning.
@@ -159,7 +159,7 @@ class PromptReader:
     def _tokens_before(
         self, mark: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
-        """Return how many of a prompt's tokens are certainly before a breakpoint; None if unknown."""
+        """Return the number of tokens certainly before a breakpoint; None if unknown."""
         assert prompt.text is not None
         try:
             marked = self._rendered(conversation.marked(mark))
@@ -199,7 +199,7 @@ class PromptReader:
         return Prompt(self._text_only(token_ids), text, add_special_tokens=add)
 
     def _text_only(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a prompt's tokens; raise `ApiError` 400 if one of them is not text."""
+        """Check that a prompt's tokens are text; raise `ApiError` 400 if not."""
         reason = image_error(self._tokenizer, token_ids)
         if reason is not None:
             raise bad_request(reason, "prompt", "not_text")
@@ -218,11 +218,11 @@ class PromptReader:
         return self._tokenizer.tokenize(text, add_special_tokens=add)  # type: ignore[no-any-return]
 
     def _kind_of(self, add: bool | None) -> bool | None:
-        """Return which transcripts have the tokens of a text: all are alike if the tokenizer adds none."""
+        """Return the key of a text's transcripts: equal if the tokenizer adds no tokens."""
         return add if getattr(self._tokenizer, "adds_special_tokens", False) else None
 
     def _ends_text(self, add: bool | None) -> bool:
-        """Return whether a prompt's tokens end with a special one that is not in its text, so that no text follows."""
+        """Return True if a prompt ends with an added special token, so that no text follows."""
         return add is not False and getattr(self._tokenizer, "adds_end_token", False)
 
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
@@ -233,13 +233,13 @@ class PromptReader:
 
 
 def template_of(tokenizer: Any, *, has_tools: bool) -> str:
-    """Return the source of the chat template that is used with or without tools; "" if there is none."""
+    """Return the source of the chat template with or without tools; "" without one."""
     found: str = getattr(tokenizer, "chat_template", "")
     return getattr(tokenizer, "tool_template", found) if has_tools else found
 
 
 def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
-    """Return what fits conversations to the template for chats without tools and to that for chats with tools."""
+    """Return the template fits of chats with and without tools."""
     plain, with_tools = (template_of(tokenizer, has_tools=has_tools) for has_tools in (False, True))
     if plain == with_tools:
         return dict.fromkeys((False, True), TemplateFit(lambda conversation: conversation.text(tokenizer), plain))
@@ -254,7 +254,7 @@ def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
 
 
 def _placed(marks: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
-    """Return the breakpoints with a known position in the prompt, with the number of tokens before it."""
+    """Return the breakpoints of known position, as tokens before them."""
     counted = [(counts[replace(mark, keep_s=0)], mark.keep_s) for mark in marks]
     return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
 

@@ -1,4 +1,4 @@
-"""An engine as a replica of a launch: in a thread next to the front end, or alone in any other process."""
+"""The engine of a replica: in a thread next to the front end, or in its own process."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from ..replicas.settings import RoutingSettings
 
 
 class ReplicaThread:
-    """Starts a coordinator and serves it in a thread of its own.
+    """Starts a coordinator and serves it in its own thread.
 
     Args:
         engine: A `ReplicaEngine` that has no other user.
@@ -31,7 +31,7 @@ class ReplicaThread:
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> str:
-        """Start, and return the coordinator's address once all replicas have joined.
+        """Start and return the coordinator's address once all replicas have joined.
 
         A SIGTERM ends the process as usual until the engine is warm, which may take minutes, and is ignored after that.
 
@@ -49,7 +49,7 @@ class ReplicaThread:
         return self._address
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the engine to end once the coordinator is stopping; return True if it ended without error."""
+        """Wait for the engine to end after the coordinator's stop; return True without an error."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._error is None
 

@@ -1,4 +1,4 @@
-"""One reply as it grows: tokens in, text out, up to where the reply ends."""
+"""Replies: text of tokens as they arrive, up to a stop."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of a reply after a step.
+    """Text and tokens that a step adds to a reply.
 
     Args:
         finish_reason: "stop", "length" or "tool_calls" with the last piece, else None.
-        parts: Parts of the text that the reply's parser found.
+        parts: The parsed text.
     """
 
     text: str
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ReplyReading:
-    """How a reply's tokens are read.
+    """Settings of a reply's parsing.
 
     Args:
         shown: Texts of the special tokens that are part of the reply's text; None: all are.
@@ -84,7 +84,7 @@ def scored_token(
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrompt:
-    """The rules that a reply follows.
+    """Properties of a prompt that its reply depends on.
 
     Args:
         opens_reasoning: True if the prompt ends within reasoning.
@@ -97,7 +97,7 @@ class ReplyPrompt:
 
 
 class Reply:
-    """The engine's tokens and their text, up to the end of the reply or the first stop string.
+    """Tokens and text of one reply, up to its end or the first stop string.
 
     The text is what its tokens add to the text of the prompt's; see `IncrementalText`.
 
@@ -182,7 +182,7 @@ class Reply:
         return Piece(text, tuple(tokens), self.finish_reason, parts=tuple(found))
 
     def exact(self) -> tuple[str, list[int]]:
-        """Return the reply's text up to the last token that ends within it, and its tokens: both without end tokens."""
+        """Return the reply's text and its exact tokens, without end tokens."""
         length = len(self.text)
         inside = [
             (end, index)
@@ -199,15 +199,15 @@ class Reply:
 
     @property
     def is_whole(self) -> bool:
-        """True when the exact tokens are all of the reply, and no call is cut off."""
+        """True when the exact tokens cover the reply and no call is cut off."""
         return self.exact()[0] == self.text and self._parser.num_complete_calls == self._parser.num_calls
 
     def parsed(self) -> ParsedReply:
-        """Return what the text means."""
+        """Return the parsed text."""
         return assembled(self.parts)
 
     def same_in(self, text: str) -> str | None:
-        """Return the beginning of a text that means the same as this reply; None if there is none.
+        """Return the prefix of a text that means the same as this reply; None without one.
 
         White space at its ends and inside arguments may differ. It is the whole text unless the reply was ended after a
         call, by a stop string or the limit of tokens or of calls: then it ends with that call, because the reply lacks
@@ -222,7 +222,7 @@ class Reply:
         return text if _essence(found) == _essence(self.parsed()) else None
 
     def _through_calls(self, text: str) -> str:
-        """Return the shortest beginning of a text that has as many complete calls as this reply; else all of it."""
+        """Return the shortest prefix of a text with as many complete calls; else all of it."""
         parser = self._parser_of(text)
         for index, character in enumerate(text):
             parser.push(character)
@@ -231,7 +231,7 @@ class Reply:
         return text
 
     def _parser_of(self, rewritten: str) -> ReplyParser:
-        """Return a parser of this reply's text as a template has written it, in which the same tags count."""
+        """Return a parser of this reply's text as rewritten by a template."""
         own = self._tags.joined(self._parser.found_tags)
         parser = self._new_parser(own.texts)
         for position in own.in_rewritten(rewritten, self.text):
@@ -239,7 +239,7 @@ class Reply:
         return parser
 
     def _push(self, token: int) -> str:
-        """Return a token's text up to a stop string, which ends the reply even in text that would be held back."""
+        """Return a token's text up to a stop string, which ends the reply even in held text."""
         self.token_ids.append(token)
         text = self._text.push(token)
         position = self._tags.find(token, text, self._num_pushed)
@@ -267,7 +267,7 @@ class Reply:
 
 
 def special_stops(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by their ids: most replies' text does not show them."""
+    """Return the stop strings that are special tokens, by id."""
     special: Collection[int] = getattr(tokenizer, "special_ids", ())
     ids = [tokenizer.id_of(stop) for stop in stops] if special else []
     return {token: stop for token, stop in zip(ids, stops, strict=False) if token in special}
@@ -279,7 +279,7 @@ def _essence(reply: ParsedReply) -> object:
 
 
 class EmptyReply(Reply):
-    """A reply without tokens: it ends once the prompt is computed; the token that signals this is dropped."""
+    """A reply without tokens: it ends once the prompt is computed."""
 
     def take(self, progress: Progress) -> Piece:
         self._note(progress)

@@ -1,4 +1,4 @@
-"""Constraints on a reply: a format or calls of tools, possibly after reasoning."""
+"""Grammars of replies: answers in a format or tool calls, with or without reasoning."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ class ReplyForm:
     """A grammar that replies follow.
 
     Args:
-        field: The field of the request that asks for it.
+        field: The request's field that sets it.
         grammar: Of what comes after reasoning.
-        reasoning: None: the reply begins with what the grammar says.
+        reasoning: None: the grammar applies from the start.
         special_id: Returns the id of a tag that is a token.
         calls: Calls that may begin within reasoning; None: there are none.
     """
@@ -47,10 +47,10 @@ class ReplyForm:
         return reasoning.before(self.grammar, self.calls, is_open=prompt.opens_reasoning).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
-        """Compile the grammars of replies to some prompts.
+        """Check the grammars of replies to some prompts by compiling them.
 
         Raises:
-            ApiError: 400 that says why one of them cannot be used.
+            ApiError: 400 with the reason why one of them cannot be used.
         """
         for text in dict.fromkeys(map(self.grammar_after, prompts)):
             reason = grammars.error_of(text)
@@ -79,10 +79,10 @@ class FormMaker:
         chosen: ChosenTools,
         may_call_several: bool | None,
     ) -> ReplyForm | None:
-        """Return the form of a reply to messages; None if it may be anything.
+        """Return the form of a reply to messages; None for any text.
 
         Args:
-            answer: The field that says what an answer has to follow, and that.
+            answer: The field that constrains the answer, and its grammar.
             chosen: The tools that may be called, and whether one must be.
             may_call_several: False allows one call.
 
@@ -117,7 +117,7 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return the form of a reply whose calls of strict tools have arguments of their schemas; None without any.
+        """Return the form of replies with strict tools; None without any.
 
         Where only some tools may be called, it has calls of these alone.
         """
@@ -141,7 +141,7 @@ class FormMaker:
 
 @contextmanager
 def _refusing_tools() -> Iterator[None]:
-    """Turn the error of a schema that calls cannot be held to into a 400."""
+    """Turn the error of an unsupported schema into a 400."""
     try:
         yield
     except GrammarError as error:

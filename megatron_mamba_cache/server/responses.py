@@ -1,4 +1,4 @@
-"""Send a job's replies, whole or as a stream; cancel its requests if the client disconnects."""
+"""Responses with a job's replies, whole or streamed."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ _STREAM_HEADERS = [
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
-    """Return an error in the shape of the API that a request's path belongs to."""
+    """Return an error in the format of the request's API."""
     exchange = exchange_of(scope)
     is_anthropic = is_of_anthropic(exchange.path)
     body = error.anthropic_body() | {"request_id": exchange.request_id} if is_anthropic else error.body()
@@ -81,7 +81,7 @@ class WholeReply(JobResponse):
 
 
 class EventStream(JobResponse):
-    """Server-sent events, starting once the engine has the job."""
+    """A stream of server-sent events, starting once the engine has the job."""
 
     async def _send(self, job: Job, send: Send, exchange: Exchange) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})

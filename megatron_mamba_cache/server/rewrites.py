@@ -1,4 +1,4 @@
-"""Changes of a conversation for chat templates that do not read it as the client sent it.
+"""Rewrites of conversations for chat templates that would drop or refuse messages.
 
 Each takes the turns of a conversation and returns those of one that says the same. None changes a turn because of what
 comes after it, except for messages right next to it, so a longer conversation begins like a shorter one.
@@ -53,11 +53,11 @@ class Turn:
         return self.role in INSTRUCTING
 
     def has_name_of(self, other: "Turn") -> bool:
-        """Return whether both messages have one name, or none."""
+        """Return True if both messages have one name, or none."""
         return self.message.get("name") == other.message.get("name")
 
     def with_role(self, role: str) -> Self:
-        """Return the turn as one of another role, with its text alone."""
+        """Return the turn with another role and only its text."""
         return replace(self, message={"role": role, "content": self.content})
 
     def after(self, text: str) -> Self:
@@ -91,7 +91,7 @@ def turns_of(conversation: Conversation) -> list[Turn]:
 
 
 def with_turns(conversation: Conversation, turns: Sequence[Turn]) -> Conversation:
-    """Return a conversation with other turns, and its breakpoints where they are in them."""
+    """Return a conversation with other turns and their breakpoints."""
     breakpoints = [*conversation.breakpoints]
     for index, turn in enumerate(turns):
         for number, mark in turn.breakpoints:
@@ -138,7 +138,7 @@ def short_ids(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Divide messages of the model with text and calls into one with the text and one with the calls."""
+    """Split assistant messages with text and calls into two."""
     return [part for turn in turns for part in (_text_and_calls(turn) if turn.calls and turn.content else [turn])]
 
 
@@ -156,7 +156,7 @@ def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def single_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Divide messages with several calls into one for each call, followed by its result."""
+    """Split messages with several calls into one per call, each followed by its result."""
     found: list[Turn] = []
     rest = [*turns]
     while rest:
@@ -177,7 +177,7 @@ def user_text_in_results(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def calls_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    """Write calls as text of the model, and their results as text of the user, next to the user's own."""
+    """Write calls as assistant text and their results as user text."""
     names: dict[Any, str] = {}
     found: list[Turn] = []
     for turn in turns:
@@ -201,7 +201,7 @@ def _joined(turns: Sequence[Turn], belongs: Callable[[Turn, Turn], bool]) -> lis
 
 
 def _instructions_in_users(turns: Sequence[Turn]) -> list[Turn]:
-    """Put instructions into a message of the user; those between a call and its result come after the result."""
+    """Put instructions into a user message, after any result that precedes it."""
     found: list[Turn] = []
     held: list[Turn] = []
     for turn in turns:
@@ -266,7 +266,7 @@ def _calls_with_results(turn: Turn, results: list[Turn]) -> Iterator[Turn]:
 
 
 def _with_written_calls(turn: Turn) -> Turn:
-    """Return a turn whose calls are text after its own; a breakpoint after a call is at the end of the call's text."""
+    """Return a turn whose calls follow its text as text, breakpoints included."""
     text, ends = turn.content, []
     for call in turn.calls:
         text += _JOINT * bool(text) + shown_call(call["function"]["name"], call["function"]["arguments"])

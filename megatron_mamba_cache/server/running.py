@@ -1,4 +1,4 @@
-"""The server's process: it listens, drains on SIGTERM and ends with status 0."""
+"""The server's process, which drains on SIGTERM and ends with status 0."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _READY_INTERVAL_S = 0.05
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, but a SIGTERM or SIGINT lets accepted requests finish, and is not raised again at the end.
+    """uvicorn, except that SIGTERM and SIGINT let accepted requests finish.
 
     After the first signal new requests are refused with 503, on old and new connections, until the accepted requests
     have ended. Requests that are not done `drain_s` later end with an error. A second signal ends all requests with an
@@ -93,7 +93,7 @@ class DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(_BACKSTOP_S, self._abort_connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the connections, as uvicorn does, but not for the rest of the drain time."""
+        """Wait for the connections as uvicorn does, without the rest of the drain time."""
         try:
             await super().shutdown(sockets)
         finally:
@@ -119,7 +119,7 @@ class DrainingServer(uvicorn.Server):
         self._abort_connections()
 
     def _abort_connections(self) -> None:
-        """Close what is left: connections of clients that do not read their responses."""
+        """Close the connections of clients that do not read their responses."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.abort()

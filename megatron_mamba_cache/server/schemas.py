@@ -49,7 +49,7 @@ class StreamOptions(PartlySupported):
 
 
 class GenerationFields(AnswerFields):
-    """Fields of both endpoints. Fields that cannot change a reply are ignored and counted; others are refused.
+    """Fields of completions and chat completions; unsupported ones are ignored or refused.
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
     `ignore_eos`, `add_special_tokens` (to the prompt's text, as the tokenizer's files say), `skip_special_tokens`,
@@ -182,7 +182,7 @@ class ChatRequest(GenerationFields, Templated):
     prediction: JsonObject | None = None  # accepted, without effect
 
     def conversation(self) -> Conversation:
-        """Return what the template reads."""
+        """Return the conversation for the template."""
         return self.conversation_of(self.messages, reasoning_effort=self.reasoning_effort, verbosity=self.verbosity)
 
 
@@ -218,7 +218,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class FlushRequest(BaseModel):
-    """A request of `/admin/flush`; without a version the current one stays."""
+    """A request of `/admin/flush`; without a version, the current one is kept."""
 
     model_config = ConfigDict(extra="forbid")
 

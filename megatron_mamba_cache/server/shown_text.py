@@ -1,4 +1,4 @@
-"""Text for what has no form of its own in a chat template: calls of other kinds, their results, images."""
+"""Text for content that chat templates lack: foreign tool calls, results, images."""
 
 import json
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def omitted(kind: str) -> str:
 
 
 def text_instead(part: Any) -> Any:
-    """Return a text part that says what is left out, or that has the text of a document; others as they are."""
+    """Return a text part instead of an image or document; others unchanged."""
     kind = _OMITTED.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     if kind is None:
         return part
@@ -48,17 +48,17 @@ def text_instead(part: Any) -> Any:
 
 
 def is_foreign_call(kind: str) -> bool:
-    """Return whether items of a type are calls of tools that this server does not know."""
+    """Return True if items of a type are calls of foreign tools."""
     return kind.endswith(_CALLS)
 
 
 def is_foreign_result(kind: str) -> bool:
-    """Return whether items of a type are results of such calls."""
+    """Return True if items of a type are results of foreign tools."""
     return kind.endswith(_RESULTS)
 
 
 def foreign_call(item: Mapping[str, Any]) -> str:
-    """Return a call of a tool that this server does not know as text."""
+    """Return a foreign tool call as text."""
     fields = {name: value for name, value in item.items() if name not in _NOT_SHOWN and value is not None}
     if item["type"] == "image_generation_call":  # whose result is an image in base 64
         fields["result"] = omitted("image")
@@ -66,7 +66,7 @@ def foreign_call(item: Mapping[str, Any]) -> str:
 
 
 def foreign_result(item: Mapping[str, Any], name: str) -> str:
-    """Return the result of such a call as text."""
+    """Return the result of a foreign tool call as text."""
     fields = {key: value for key, value in item.items() if key not in _NOT_SHOWN and value is not None}
     return shown_result(name, _written(next(iter(fields.values())) if len(fields) == 1 else fields))
 
@@ -80,7 +80,7 @@ def tool_of(item: Mapping[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return a value as text: text as it is, parts in lines, anything else as JSON without images."""
+    """Return text unchanged, parts as lines, and other values as JSON without images."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]

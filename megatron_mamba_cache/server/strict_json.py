@@ -1,4 +1,4 @@
-"""JSON that every client can read: its numbers are finite and its text is valid Unicode."""
+"""JSON with finite numbers and valid Unicode, which every client can read."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def error_of(value: Any) -> str | None:
 
 
 def strict_scalar(text: str) -> str:
-    """Return a number, or a word used as one, as JSON: quoted if it is not a finite number."""
+    """Return a number or a word as JSON; numbers that are not finite are quoted."""
     try:
         return text if math.isfinite(float(text)) else json.dumps(text)
     except ValueError:
@@ -57,7 +57,7 @@ def strict_scalar(text: str) -> str:
 
 
 def nearest_number(text: str) -> str:
-    """Return a JSON number, or a word, as it is, or with the nearest finite value if it is beyond float64."""
+    """Return a JSON number or word; beyond float64, the nearest finite number."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Fit conversations to a chat template that would drop or refuse some of their messages."""
+"""Fitting of conversations to chat templates that drop or refuse messages."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ _PROBE = ({"role": "user", "content": "x"},)
 
 
 class Efforts:
-    """The values of `reasoning_effort` of one chat template, found by rendering a small conversation.
+    """Values of `reasoning_effort` of a template, found by rendering a conversation.
 
     Args:
         render: Returns the text of a conversation; raises `ValueError` if the template refuses it.
@@ -45,7 +45,7 @@ class Efforts:
         self._takes = lru_cache(len(_LEVELS))(self._rendered)
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return a conversation with an effort that the template takes: the next higher one, else the next lower one.
+        """Return a conversation with the nearest effort that the template accepts.
 
         `none` turns thinking off where the template has a switch for it, unless the conversation sets that.
         """
@@ -83,7 +83,7 @@ _ORDER: tuple[Rewrite, ...] = (
     calls_as_text,
     joined_users,
 )
-"""All rewrites in the order in which they are applied, the later ones to what the earlier ones leave."""
+"""All rewrites in the order in which they are applied."""
 
 _SYSTEM, _DEVELOPER, _USER, _REPLY = "system", "developer", "user", "assistant"
 _CALL, _SAYING_CALL, _CALLS, _RESULT, _OTHER_RESULT = "call", "saying call", "calls", "result", "other result"
@@ -109,7 +109,7 @@ _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
     (text_in_results, _SAYING),
     (user_text_in_results, ((_USER, _CALL, _RESULT, _USER), (_USER, _CALL, _RESULT, _USER, _REPLY, _USER))),
 )
-"""For each rewrite, small conversations that a template reads as they are if it does not need the rewrite."""
+"""For each rewrite, conversations that a template reads unchanged if it needs no rewrite."""
 
 Render = Callable[[Conversation], str]
 
@@ -137,7 +137,7 @@ class Reading:
 
     @property
     def is_usable(self) -> bool:
-        """True when nothing is left out but what the model itself wrote before its calls."""
+        """True when only the model's texts before calls are left out."""
         return not self.is_refused and not self.unread
 
 
@@ -159,7 +159,7 @@ class TemplateFit:
         self.efforts = Efforts(render, source)
 
     def fitted(self, conversation: Conversation) -> Conversation:
-        """Return a conversation that the template reads and that says the same, its breakpoints where they belong.
+        """Return an equivalent conversation that the template reads.
 
         A conversation that the template refuses in every form is returned too; rendering it says why.
 
@@ -171,7 +171,7 @@ class TemplateFit:
             reading = self._reading(found)
             if reading.is_usable:
                 if not reading.is_whole:
-                    note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
+                    note_ignored("the chat template does not render it", ["text of replies that also call tools"])
                 if reading.num_names < len(_named(conversation)):
                     note_ignored("the chat template does not read it", ["messages.name"])
                 return found
@@ -193,7 +193,7 @@ class TemplateFit:
 
     @cached_property
     def _needed(self) -> frozenset[Rewrite]:
-        """The rewrites that the template needs for every conversation to which they apply."""
+        """Rewrites that the template always needs."""
         needed: set[Rewrite] = {joined_instructions}
         if DEVELOPER not in self._source:
             needed.add(developer_as_system)
@@ -207,7 +207,7 @@ class TemplateFit:
         return all(self._reading(_rewritten(probe, rewrites)).is_whole for probe in probes)
 
     def _choices(self, conversation: Conversation) -> Iterator[frozenset[Rewrite]]:
-        """Yield the sets of rewrites to try: what is always needed, with each further one, with all, and none."""
+        """Yield the sets of rewrites to try."""
         others = [rewrite for rewrite in _ORDER if rewrite not in self._needed]
         if not conversation.has_calls:
             others = [rewrite for rewrite in others if rewrite is not calls_as_text]
@@ -245,7 +245,7 @@ def _rewritten(conversation: Conversation, rewrites: Set[Rewrite]) -> Conversati
 
 
 def _marked(conversation: Conversation) -> Conversation:
-    """Return a conversation of the same form with a marker in place of each text, and at most one tool."""
+    """Return the conversation with a marker instead of each text, and at most one tool."""
     return replace(
         conversation,
         messages=[_with_markers(index, message) for index, message in enumerate(conversation.messages)],
@@ -279,7 +279,7 @@ def _named(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 def _conversation_of(names: Sequence[str]) -> Conversation:
-    """Return a probe, by the names of its messages."""
+    """Return a test conversation from the names of its messages."""
     messages = [{"role": name, "content": "x"} | _CALLING.get(name, {}) for name in names]
     return Conversation(messages, tools=(MARKING_TOOL,) if "call" in " ".join(names) else (), adds_prompt=True)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The requests that share prefixes: those with one API key and one salt.
+    """An API key and a salt, whose requests share prefixes.
 
     Args:
         owner: Digest of the API key; "" if the server has none.
@@ -34,7 +34,7 @@ class ApiKeys:
 
     Args:
         admin_keys: Keys that may also read metrics and flush; without any, every user's key may.
-        names: What logs call a key, by key; a key without a name is shown by a few digits of its digest.
+        names: Names of keys in logs; an unnamed key is logged by digits of its digest.
 
     Raises:
         ValueError: If a key is empty or cannot be sent in a header, or there are admin keys but no user keys.
@@ -68,7 +68,7 @@ class ApiKeys:
         return len(set(self._owners)) or 1
 
     def owner_of(self, authorization: str) -> str | None:
-        """Return the digest of the key in an Authorization header; "" if none is needed, None if it is not known.
+        """Return the digest of an Authorization header's key; "" if unneeded, None if unknown.
 
         The header is "Bearer KEY", or HTTP Basic with the key as password, which browsers ask for.
         """
@@ -79,11 +79,11 @@ class ApiKeys:
         return known[0] if known else None
 
     def name_of(self, owner: str) -> str:
-        """Return what logs call a known owner's key; "" if none is needed."""
+        """Return the name of a known owner's key in logs; "" if none is needed."""
         return self._names.get(owner, "")
 
     def may_administrate(self, owner: str) -> bool:
-        """Return whether a known owner may read metrics and flush the cache."""
+        """Return True if a known owner may read metrics and flush the cache."""
         return not self._admins or owner in self._admins
 
 

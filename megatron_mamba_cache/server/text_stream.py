@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive, without partial characters or any part of a stop string."""
+"""Streamed text of tokens, without partial characters or stop strings."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 class IncrementalText:
-    """Turns tokens into text one at a time; the pieces together are what the tokens add to the text before them.
+    """Decodes tokens one at a time; the pieces join to the text that the tokens add.
 
     That is the tokenizer's text of all tokens, less what its text of the earlier ones has in common with it. Where the
     earlier tokens end inside a character, that character belongs to the token that completes it.
@@ -43,7 +43,7 @@ class IncrementalText:
 
     @property
     def held(self) -> str:
-        """The whole characters that are held back: the next text if no token follows; "" if one is incomplete."""
+        """The held text if its characters are complete, else ""."""
         if not self._tail.num_whole or self._tail.num_open:
             return ""
         text = self._reader.text(self._window)
@@ -51,7 +51,7 @@ class IncrementalText:
 
     @property
     def offset(self) -> int:
-        """The characters before the next token, whole ones that are held back included."""
+        """Characters before the next token, including held ones."""
         return self._length + self._tail.num_whole
 
     def push(self, token: int) -> str:
@@ -91,7 +91,7 @@ class IncrementalText:
         return self._take_held(self._reader.text(self._window))
 
     def _restart(self, tokens: Sequence[int]) -> None:
-        """Read on from the text of these tokens, of which nothing is new."""
+        """Restart after the text of these tokens, which is not new."""
         self._window: list[int] = []
         self._tail = _Tail(self._reader)
         for token in tokens:
@@ -101,7 +101,7 @@ class IncrementalText:
         self._taken = 0
 
     def _slide(self, num_held: int) -> None:
-        """Forget all tokens but those that decide how the next ones are read."""
+        """Keep only the tokens that the decoding of the next ones depends on."""
         self._restart(self._window[-_CONTEXT:])
         self._taken = len(self._before) - num_held
         self._before = ""
@@ -113,14 +113,14 @@ class IncrementalText:
             self._window.append(token)
 
     def _ended(self, certain: str, num_tokens: int) -> str:
-        """Return what was held back of the window's first tokens, if it is certain by now."""
+        """Return the held text of the window's first tokens if it is certain."""
         earlier = self._reader.text(self._window[:num_tokens])
         if not certain.startswith(earlier):
             return ""
         return self._take_held(earlier)
 
     def _take_held(self, text: str) -> str:
-        """Return what was held back, and note where its tokens end."""
+        """Return the held text and record the ends of its tokens."""
         new = self._take(text)
         if self._inside.get(self._newest_shown) == self._length:  # else the run became something else
             for index, end in self._inside.items():
@@ -130,7 +130,7 @@ class IncrementalText:
         return new
 
     def _take(self, text: str) -> str:
-        """Return what is new in the certain part of the window's text."""
+        """Return the new text in the certain part of the window."""
         new = text[self._start(text) :]
         if not self._before.startswith(text):
             self._before = ""
@@ -143,13 +143,13 @@ class IncrementalText:
 
 
 def text_after(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """Return what tokens add to the text of those before them; see `IncrementalText`."""
+    """Return the text that tokens add after the tokens before them."""
     stream = IncrementalText(TokenReader(tokenizer), before)
     return "".join([*map(stream.push, tokens), stream.finish()])
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many elements two sequences have in common at their start."""
+    """Return the length of the common prefix of two sequences."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -161,7 +161,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
-    """Return the last tokens with text that decide how later ones are read: a run of single bytes is never cut."""
+    """Return the last tokens that the decoding of later ones depends on."""
     found: list[int] = []
     num_before_run = 0
     for token in reversed(tokens):
@@ -174,7 +174,7 @@ def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
 
 
 class _Tail:
-    """The end of a text, as far as later tokens may change it.
+    """The end of a text that later tokens may change.
 
     Attributes:
         is_run: True when the newest token belongs to a run that is decoded as a whole.
@@ -212,7 +212,7 @@ class _Tail:
             self.num_open = len(self._utf8.getstate()[0])
 
     def num_held(self, text: str) -> int:
-        """Return how many characters at the end of a text, which is not in a run, stand for an incomplete one."""
+        """Return the number of characters at the end of a text that stand for an incomplete one."""
         num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
         return min(num_replaced, self._reader.replacements(self.num_open))
 
@@ -231,15 +231,15 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
+        """Return True if there are any."""
         return bool(self._stops)
 
     def ends_in(self, text: str) -> bool:
-        """Return whether this text, if it came next, would complete a stop string."""
+        """Return True if this text would complete a stop string."""
         return self.found is None and any(stop in self._held + text for stop in self._stops)
 
     def push(self, text: str) -> str:
-        """Return the text that is certainly before any stop string; "" once one was found."""
+        """Return the text certainly before any stop string; "" once one was found."""
         if self.found is not None:
             return ""
         self._held += text
@@ -255,7 +255,7 @@ class StopStrings:
         return new
 
     def finish(self) -> str:
-        """Return what was held back, since no stop string can be completed any more."""
+        """Return the held text: no stop string can be completed any more."""
         new, self._held = ("" if self.found is not None else self._held), ""
         return new
 

@@ -1,4 +1,4 @@
-"""Schemas of tools and of their calls, as chat completions have them."""
+"""Schemas of tools and tool calls of chat completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema
 
 
 class ForeignTool(BaseModel):
-    """A tool of a type that this server cannot run and its models cannot call, such as `web_search`."""
+    """A tool of a foreign type, which cannot be called here, such as `web_search`."""
 
     type: Text
     cache_control: CacheControl | None = None
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return the discriminator between tools of these types, or of none, and tools of other types.
+    """Return the discriminator of tools of these types, or without one, from foreign tools.
 
     Its tags `own-tool` and `foreign-tool` are left out of errors, since they have a hyphen.
     """
@@ -58,14 +58,14 @@ OwnOrForeign = Annotated[
 
 
 def counted_foreign(tools: list[Any]) -> list[Any]:
-    """Count the tools of other types in a list, for which there is a warning in the log."""
+    """Count the foreign tools of a list and log a warning."""
     foreign = [tool for tool in tools if isinstance(tool, ForeignTool)]
     note_ignored("tools of this type cannot run here", [f"tools.type {tool.type}" for tool in foreign])
     return tools
 
 
 def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
-    """Return the tools that a model can call; a breakpoint after another one is set after the last of them."""
+    """Return the callable tools; a foreign tool's breakpoint moves after the last one."""
     kept = [tool for tool in tools or () if not isinstance(tool, ForeignTool)]
     foreign = [tool for tool in tools or () if isinstance(tool, ForeignTool)]
     mark = next((tool.cache_control for tool in foreign if tool.cache_control is not None), None)
@@ -75,7 +75,7 @@ def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
 
 
 class Function(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema, which the chat template prints.
+    """A function that the model may call; `parameters` is a JSON schema.
 
     Clients set `cache_control` here or on the tool.
     """
@@ -90,7 +90,7 @@ class Function(BaseModel):
 
 
 def _nested(found: Any) -> Any:
-    """Return a function or a choice of one as chat completions have it; the responses API has it without nesting."""
+    """Return a function, or a choice of one, nested as in chat completions."""
     if not isinstance(found, Mapping) or found.get("type") != "function" or "function" in found or "name" not in found:
         return found
     outer = {name: found[name] for name in ("type", "cache_control") if name in found}
@@ -157,7 +157,7 @@ class AllowedTools(BaseModel):
 
 
 def _plain_choice(found: Any) -> Any:
-    """Return a choice in the one form that the schemas have; `allowed_tools` may be nested."""
+    """Return a choice with `allowed_tools` flattened."""
     inner = found.get("allowed_tools") if isinstance(found, Mapping) else None
     return {"type": "allowed_tools", **inner} if isinstance(inner, Mapping) else _nested(found)
 
@@ -178,7 +178,7 @@ ToolChoice = Annotated[
 
 
 def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
-    """Return a choice as the responses API has it."""
+    """Return a choice in the form of the responses API."""
     if isinstance(choice, AllowedTools):
         tools = [flat_choice(tool) for tool in own_tools(choice.tools)]
         return {"type": choice.type, "mode": choice.mode, "tools": tools}
@@ -219,7 +219,7 @@ def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[
 
 
 class CalledFunction(BaseModel):
-    """A function and its arguments, JSON as text."""
+    """A function and its arguments as JSON text."""
 
     name: Name
     arguments: Text = "{}"

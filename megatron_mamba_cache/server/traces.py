@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each request, with the attributes of its conventions for generative models.
+"""OpenTelemetry traces: a span for each request, with the GenAI attributes.
 
 The packages are those of the extra otel. Their own environment variables (`OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`,
 `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_SCHEDULE_DELAY` and so on) apply.
@@ -22,7 +22,7 @@ _CLOSE_S = 3.0
 
 
 class Traces:
-    """Where spans of requests go; this class drops them."""
+    """Exports spans of requests; this class drops them."""
 
     def start(self) -> None:
         """Begin to trace."""
@@ -31,11 +31,11 @@ class Traces:
         """Record the span of a request that has ended; returns at once."""
 
     def close(self) -> None:
-        """Send what is left, as far as a few seconds allow."""
+        """Send the remaining spans within a few seconds."""
 
 
 class ExportedTraces(Traces):
-    """Sends spans to a collector by OTLP over HTTP, in a thread of the SDK.
+    """Sends spans to a collector by OTLP over HTTP.
 
     A request with a `traceparent` header continues the caller's trace. Probes have no spans.
 
@@ -97,7 +97,7 @@ class ExportedTraces(Traces):
 
 
 def _attributes(exchange: Exchange, operation: str | None, model_name: str) -> dict[str, Any]:
-    """Return a span's attributes: those of HTTP, and those of a request to the model."""
+    """Return a span's HTTP and model attributes."""
     found: dict[str, Any] = {
         "http.request.method": exchange.method,
         "url.path": exchange.path,

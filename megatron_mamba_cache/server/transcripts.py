@@ -1,4 +1,4 @@
-"""The exact tokens of earlier prompts and replies: a reply's text may tokenize differently than it was generated."""
+"""Exact tokens of earlier texts: a reply's text may tokenize differently."""
 
 import threading
 from array import array
@@ -27,7 +27,7 @@ class _Key(NamedTuple):
 
 
 class Transcripts:
-    """A bounded map from text to tokens for each API key; the least recently used entry is dropped first.
+    """A bounded LRU map from text to tokens for each API key.
 
     An entry serves every later prompt of its tenant that begins with its text: a conversation's next turn, if the
     chat template renders the earlier messages as before. A template that rewrites them (drops earlier reasoning, trims
@@ -48,10 +48,10 @@ class Transcripts:
         self._lock = threading.Lock()
 
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
-        """Return the longest entry of the tenant that `text` begins with; None if there is none.
+        """Return the tenant's longest entry that is a prefix of `text`; None without one.
 
         Args:
-            adds: Which special tokens were added to the text; entries of another value do not fit.
+            adds: Setting of special tokens; entries with another one do not match.
         """
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
@@ -64,7 +64,7 @@ class Transcripts:
             return Transcript(key.text, tuple(entries[key]))
 
     def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int], adds: bool | None = None) -> None:
-        """Store the tokens of a non-empty text; an entry larger than the whole limit is not stored."""
+        """Store the tokens of a non-empty text unless they exceed the whole limit."""
         key, tokens = _Key((tenant.salt, adds), text), array("q", token_ids)
         size = _size(key, tokens)
         if not text or size > self._max_bytes:

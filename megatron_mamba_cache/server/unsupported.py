@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that this server does not support, and the values that ask for nothing.
+"""Unsupported fields of OpenAI's and vLLM's requests, and their neutral values.
 
 To support a field, remove its entry here and add it to a schema. Fields that cannot change a reply are ignored and
 counted: those that name a client, a user or a session, and those that only ask for speed.
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def note_ignored(reason: str, names: Iterable[str]) -> None:
-    """Count parts of a request that are ignored, and log those whose count is 1, 10, 100 and so on.
+    """Count ignored parts of a request; log each at counts of 1, 10, 100 and so on.
 
     Args:
         reason: Why, in words that fit all of them.
@@ -43,23 +43,23 @@ def note_ignored(reason: str, names: Iterable[str]) -> None:
 
 
 REFUSED = "unsupported_field"
-"""The type of a refusal among pydantic's errors; its context names the field."""
+"""Type of a refusal among pydantic's errors; its context names the field."""
 
 
 def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -> PydanticCustomError:
-    """Return an error that `errors.schema_error` reports with this sentence, for a nested field if given."""
+    """Return an error that `errors.schema_error` reports with this sentence."""
     named = {} if field is None else {"field": field}
     return PydanticCustomError(kind, "{sentence}", {**named, "sentence": sentence})
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """The accepted values of one field, and how all others are refused.
+    """Accepted values of an unsupported field, and the refusal of others.
 
     Args:
-        neutral: The values that ask for nothing, besides null.
-        instead: What to send instead; "" derives it from `neutral`.
-        items: Texts that ask for nothing where the field is a list of them.
+        neutral: Values without effect, besides null.
+        instead: The alternative to send; "" derives it from `neutral`.
+        items: Texts without effect in a field that is a list.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -67,7 +67,7 @@ class Unsupported:
     items: tuple[str, ...] = ()
 
     def takes(self, value: Any) -> bool:
-        """Return whether a value asks for nothing."""
+        """Return True if a value has no effect."""
         if isinstance(value, list) and self.items:
             return all(item in self.items for item in value)
         return value is None or any(_is_same(value, neutral) for neutral in self.neutral)
@@ -175,11 +175,11 @@ LABELS = frozenset(
         *("prompt_cache_retention", "prediction"),
     }
 )
-"""Fields that do not change a reply; so do all others whose names end with "metadata"."""
+"""Fields that do not change a reply, as do all names ending with "metadata"."""
 
 
 def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:
-    """Count the fields of a request that cannot change a reply, and return it without those that no schema has.
+    """Count fields that cannot change a reply and drop those that no schema has.
 
     Args:
         labels: Names of such fields; if there are none, all fields are returned.
@@ -193,10 +193,10 @@ def without_labels(labels: Collection[str], known: Container[str], fields: Any) 
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
-    """Return a request's fields without those of the table; return anything but an object unchanged.
+    """Return an object without the fields of the table; return other values unchanged.
 
     Raises:
-        PydanticCustomError: Of type `REFUSED`, at the first field that asks for something.
+        PydanticCustomError: Of type `REFUSED`, at the first field with an effect.
     """
     if not isinstance(fields, Mapping):
         return fields
@@ -214,5 +214,5 @@ def schema_with(table: Table, labels: Collection[str], schema: dict[str, Any]) -
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Return whether two values are equal in JSON, where false is not 0."""
+    """Return True if two values are equal in JSON, where false is not 0."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

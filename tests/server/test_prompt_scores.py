@@ -95,7 +95,7 @@ def test_oversized_response_is_refused_before_computing(server: RunningServer, m
         body = {"prompt": [[1] * 6, [1] * 7], "max_tokens": 1}
         assert http.post("/v1/completions", json=body | {"prompt_logprobs": 0}).status_code == 200
         reply = http.post("/v1/completions", json=body | {"prompt_logprobs": 1})
-    message = "prompt_logprobs=1 makes 22 entries for these prompts; at most 20 are told"
+    message = "prompt_logprobs=1 makes 22 entries for these prompts; at most 20 are returned"
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(message)
 
 

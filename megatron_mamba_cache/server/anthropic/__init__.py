@@ -1,1 +1,1 @@
-"""Anthropic's messages API, in terms of chat completions."""
+"""Anthropic's messages API, translated to chat completions."""

@@ -1,4 +1,4 @@
-"""Schemas of content blocks, of tools and of the choice among them, as the messages API has them."""
+"""Schemas of content blocks, tools and tool choices of the messages API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """Reasoning of an earlier reply; its signature is not looked at."""
+    """Reasoning of an earlier reply; its signature is ignored."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -46,7 +46,7 @@ class ToolUseBlock(BaseModel):
 
 
 class ToolResultBlock(BaseModel):
-    """The result of a call; `is_error` is counted but not shown to the model, as templates do not support it."""
+    """The result of a call; templates do not render `is_error`, so it is only counted."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -67,7 +67,7 @@ def _only(*kinds: str) -> BeforeValidator:
 
 
 def _with_shown_calls(block: Any) -> Any:
-    """Return a call of a tool that Anthropic runs, or its result, as a block of text."""
+    """Return a call of Anthropic's own tools, or its result, as a text block."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
         return block
@@ -106,7 +106,7 @@ class MessagesTool(BaseModel):
     cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool as chat completions have it."""
+        """Return the tool of chat completions."""
         fields = {"description": self.description, "strict": self.strict}
         described = {key: value for key, value in fields.items() if value is not None}
         function = {"name": self.name, **described, "parameters": self.input_schema}
@@ -133,7 +133,7 @@ class MessagesToolChoice(BaseModel):
     disable_parallel_tool_use: Flag | None = None
 
     def as_chat(self) -> Any:
-        """Return the choice as chat completions have it."""
+        """Return the choice of chat completions."""
         if self.type != "tool":
             return _CHOICES[self.type]
         return {"type": "function", "function": {"name": self.name or ""}}

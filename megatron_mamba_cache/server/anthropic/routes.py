@@ -1,4 +1,4 @@
-"""The routes of Anthropic's messages API, and replies as its messages: blocks, whole and in events."""
+"""Routes of Anthropic's messages API, and its whole and streamed replies."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -46,10 +46,10 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
 
 
 class MessagesFormat:
-    """`/v1/messages`; see `Format`. A job has one choice.
+    """`Format` of `/v1/messages`, for jobs with one choice.
 
     Args:
-        max_tokens: What the client asked for; fewer may fit after the prompt.
+        max_tokens: Limit of the client; fewer may fit after the prompt.
         includes_thinking: True if blocks of reasoning have their text.
     """
 
@@ -61,7 +61,7 @@ class MessagesFormat:
         self._has_started = False
 
     def opening(self, _job: Job) -> list[Event]:
-        """Start a message with its first piece, when the cached tokens are known."""
+        """Send nothing: a message starts with its first piece, which has the cached tokens."""
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
@@ -80,13 +80,13 @@ class MessagesFormat:
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts as the client wants them."""
+        """Return the parts that the client asked for."""
         if self._includes_thinking:
             return parts
         return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
 
     def _end(self, job: Job) -> dict[str, Any]:
-        """Return why the reply ended."""
+        """Return the fields of the reply's end."""
         reply, fitting = job.choices[0].reply, job.choices[0].spec.max_tokens
         if reply.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
@@ -118,7 +118,7 @@ class _BlockEvents:
 
     def __init__(self) -> None:
         self._index = -1
-        self._kind: type[Part] | None = None  # of the part that the open block takes
+        self._kind: type[Part] | None = None  # of the open block's parts
         self._arguments = ""  # of the open call
 
     def of(self, part: Part) -> list[Event]:
@@ -192,7 +192,7 @@ def _tool_use(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _usage(job: Job) -> dict[str, Any]:
-    """Return the usage in Anthropic's terms, where input tokens are those that were neither cached nor are now."""
+    """Return Anthropic's usage; its input tokens are neither read from nor written to the cache."""
     usage = job.usage()
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.written_tokens,

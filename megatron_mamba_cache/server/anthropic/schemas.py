@@ -1,4 +1,4 @@
-"""Schemas of the requests of the messages API, and what they are as chat completions."""
+"""Schemas of requests of the messages API, and their translation to chat completions."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class Turn(PartlySupported):
 
     @property
     def is_empty(self) -> bool:
-        """True when the message says and calls nothing."""
+        """True when the message has neither text nor calls."""
         blocks = () if isinstance(self.content, str) else self.content
         return not self.has_text and all(isinstance(block, TextBlock) for block in blocks)
 
@@ -92,7 +92,7 @@ class Turn(PartlySupported):
 
 
 class Thinking(BaseModel):
-    """True if the model reasons first; templates read it as `enable_thinking`. A budget has no effect.
+    """Setting of reasoning, which templates read as `enable_thinking`; a budget has no effect.
 
     Args:
         display: "omitted" leaves the text of reasoning out of the reply.
@@ -104,7 +104,7 @@ class Thinking(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """Constraint on the format of a reply."""
+    """Format of the answer."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -112,12 +112,12 @@ class OutputFormat(BaseModel):
     json_schema: JsonSchema = Field(alias="schema")
 
     def as_response_format(self) -> dict[str, Any]:
-        """Return the format as chat completions have it."""
+        """Return the format of chat completions."""
         return {"type": "json_schema", "json_schema": {"schema": self.json_schema}}
 
 
 class OutputConfig(BaseModel):
-    """How hard the model tries, which templates read as `reasoning_effort`, and what an answer has to look like."""
+    """Effort, which templates read as `reasoning_effort`, and format of the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -156,7 +156,7 @@ class CountTokensRequest(PartlySupported):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Return the same request of chat completions."""
+        """Return the request as a chat completion."""
         return ChatRequest.model_validate(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class CountTokensRequest(PartlySupported):
         }
 
     def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages the last of which has the breakpoint that the request asks for, unless it has its own."""
+        """Return messages with the request's breakpoint on the last one, unless it has one."""
         if self.cache_control is not None and messages:
             last = messages[-1]
             if not any(part["cache_control"] for part in last["content"][-1:]):
@@ -238,7 +238,7 @@ def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
             texts = []
         if isinstance(block, ToolResultBlock):
             if block.is_error:
-                note_ignored("the chat template has no place for it", ["is_error of results"])
+                note_ignored("the chat template does not render it", ["is_error of results"])
             result = {"tool_call_id": block.tool_use_id, "content": parts_of(block.content)}
             yield {"role": "tool", **result, "cache_control": block.cache_control}
 

@@ -1,1 +1,1 @@
-"""Parsers of replies: text deltas in; content, reasoning and tool calls out, however the text was cut."""
+"""Parsers of replies: from text deltas to content, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""Tool calls as grammars, so that a reply cannot be anything else: in the form that the family's parser reads."""
+"""Grammars of tool calls, in the format that the family's parser reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedCalls:
-    """Calls that begin with a marker, as a family writes them.
+    """A family's calls after a marker.
 
     Args:
-        marker: What every call, or list of calls, begins with.
-        rest: Returns the grammar of what follows the marker, given how many calls a list may have.
-        separator: A rule between calls that have a marker each; None: calls are a list after one marker.
-        others: Other text that the family's parser accepts as the beginning of calls.
+        marker: Start of every call or list of calls.
+        rest: Returns the grammar of the text after the marker, given the allowed calls of a list.
+        separator: A rule between calls with a marker each; None: calls are a list after one marker.
+        others: Further texts that the parser reads as the start of calls.
     """
 
     marker: str
@@ -40,11 +40,11 @@ class MarkedCalls:
     others: tuple[str, ...] = ()
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar of one to so many calls of any of the tools."""
+        """Return the grammar of one or more calls of the tools."""
         return sequence(Grammar(literal(self.marker, special_id)), self.rest_of_calls(tools, special_id, most))
 
     def rest_of_calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar of what follows the first marker of one to so many calls."""
+        """Return the grammar of one or more calls, after the first marker."""
         rest = named("call", self.rest(tools, special_id, most))
         if self.separator is None or most == 1:
             return rest
@@ -52,7 +52,7 @@ class MarkedCalls:
         return replace(rest, rule=f"{rest.rule} {others}")
 
     def text_and_calls(self, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar:
-        """Return the grammar of any text in which calls are calls of the tools."""
+        """Return the grammar of text whose calls are calls of the tools."""
         number = special_id(self.marker)
         rules = {"TEXT": f"/(.|\\n)*/ & {without(self.marker, *self.others)}"}
         begun = f"TEXT <[{number}]>"
@@ -91,11 +91,11 @@ MARKED_CALLS: Mapping[str, MarkedCalls] = {
     "nemotron_nano_v2": MarkedCalls("<TOOLCALL>", _nemotron_rest),
     "granite": MarkedCalls("<|tool_call|>", _granite_rest, others=("<tool_call>",)),
 }
-"""By the names of `TOOL_CALL_PARSERS`; the form that is not here, `json`, has no marker."""
+"""By the names of `TOOL_CALL_PARSERS`, except `json`, which has no marker."""
 
 
 def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool) -> Grammar:
-    """Return the grammar of a reply that calls tools, at least one time."""
+    """Return the grammar of a reply with at least one call."""
     form = MARKED_CALLS.get(family)
     if form is None:
         return _json_call(tools, "parameters")
@@ -103,7 +103,7 @@ def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: Specia
 
 
 def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId) -> Grammar | None:
-    """Return the grammar of a reply that may call tools; None if calls have no marker."""
+    """Return the grammar of a reply that may call tools; None if calls look like text."""
     form = MARKED_CALLS.get(family)
     return None if form is None else form.text_and_calls(tools, special_id)
 
@@ -111,10 +111,10 @@ def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_i
 def calls_in_reasoning(
     family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool, after: Grammar | None = None
 ) -> CallsInReasoning | None:
-    """Return the calls with which a reply may end its reasoning; None if they look like text.
+    """Return the calls that may end reasoning; None if calls look like text.
 
     Args:
-        after: What may follow them; None: the reply ends.
+        after: Grammar of the text after them; None: the reply ends.
     """
     form = MARKED_CALLS.get(family)
     if form is None:

@@ -1,4 +1,4 @@
-"""Text between tags: content or reasoning, without the white space right before a tag."""
+"""Text between tags: content or reasoning, without white space before a tag."""
 
 import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 
 class TagPositions:
-    """The positions in one reply.
+    """Positions of the tags of one reply.
 
     Args:
         tokens: Tokens that are tags, and their texts.
@@ -21,14 +21,14 @@ class TagPositions:
 
     @property
     def texts(self) -> Collection[str]:
-        """The texts of the tags."""
+        """Texts of the tags."""
         return self._positions.keys()
 
     def find(self, token: int, text: str, start: int) -> int | None:
-        """Return the position of a token's tag, and keep it; None if the token is not a tag.
+        """Record and return the position of a token's tag; None if it is not a tag.
 
         Args:
-            text: What the token adds to the reply's text.
+            text: Text of the reply that the token adds.
             start: Characters of the reply before `text`.
         """
         tag = self._tokens.get(token)
@@ -48,7 +48,7 @@ class TagPositions:
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
-        """Yield the positions of the same tags in what a template has written for a reply.
+        """Yield the positions of the same tags in a reply rewritten by a template.
 
         If the template writes a tag more or fewer times than the reply, each of them counts.
 
@@ -74,7 +74,7 @@ _OPENING = frozenset(  # as in `after_reasoning`
 
 
 class LinePosition:
-    """A position in text: what its line has before it, and if it is inside a fenced block of code.
+    """A position in text: its line so far, and if it is in a fenced code block.
 
     Args:
         is_held: True if a grammar holds the text. It knows neither fences nor which quotes belong together.
@@ -87,7 +87,7 @@ class LinePosition:
         self._start_line()
 
     def add(self, text: str) -> None:
-        """Move on by a text."""
+        """Advance by a text."""
         first, *others = text.split("\n")
         self._add_to_line(first)
         for line in others:
@@ -96,11 +96,11 @@ class LinePosition:
             self._add_to_line(line)
 
     def begins_call(self) -> bool:
-        """Return whether a tag here may begin a call: it begins its line, outside of code."""
+        """Return True if a tag here may begin a call: it begins its line, outside of code."""
         return not self.is_in_code and not self._beginning
 
     def ends_reasoning(self, *, is_tag: bool) -> bool:
-        """Return whether a closing marker here ends reasoning, whatever comes after it.
+        """Return True if a closing marker here ends reasoning.
 
         Outside of code it does if it begins its line, or unless it is quoted or, for a tag, is a word of a sentence.
 
@@ -135,7 +135,7 @@ class LinePosition:
 _BLANK = " \t\r"
 
 Reading = Generator[Part | None, None, bool]
-"""Parts as they become certain; returns whether what was asked for came."""
+"""Parts as they become certain; returns True if the expected text came."""
 
 
 class MarkedCalls(Protocol):
@@ -146,7 +146,7 @@ class MarkedCalls(Protocol):
         """Markers before a call; grammars write the first one."""
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """Parse the calls after a marker; return False, without any part, if what follows it is not a call.
+        """Parse the calls after a marker; return False, without parts, if none follows.
 
         Args:
             feed: Has a mark before the marker.
@@ -154,10 +154,10 @@ class MarkedCalls(Protocol):
 
 
 class Prose:
-    """Reads text of one kind up to the tags in it. What only mentions a tag is text.
+    """Reads text of one kind up to its tags; a mentioned tag is text.
 
     Args:
-        calls: How tool calls are written; None: there are none.
+        calls: Syntax of tool calls; None: there are none.
         close: The marker that ends the text; None: it goes on to the end of the reply.
     """
 
@@ -177,7 +177,7 @@ class Prose:
         self._position = LinePosition(is_held=feed.is_held)
 
     def read(self) -> Generator[Part | None, None, str]:
-        """Yield the text up to `close` or through the next calls; return the marker of either, "" at the end."""
+        """Yield text up to `close` or through the next calls; return the marker, "" at the end."""
         while marker := (yield from self._text()):
             if (yield from self._counts(marker)):
                 self._held, self._position = "", LinePosition(is_held=self._feed.is_held)
@@ -197,7 +197,7 @@ class Prose:
         return False
 
     def resume(self) -> None:
-        """Go on after a marker with text on a line of its own."""
+        """Continue after a marker, on a new line."""
         self._held = "\n"
 
     def _text(self) -> Generator[Part | None, None, str]:
@@ -223,7 +223,7 @@ class Prose:
         self._position.add(text)
 
     def _counts(self, marker: str) -> Reading:
-        """Parse what a marker begins; return False, right after the marker, if it is a mention."""
+        """Parse the text that a marker begins; return False if it is a mention."""
         found = marker, self._feed.position - len(marker)
         self._feed.found.append(found)
         if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):
@@ -240,7 +240,7 @@ class Prose:
         return ends_line and not self._position.is_in_code
 
     def _calls_after(self, marker: str) -> Reading:
-        """Parse calls after a marker, or leave the feed right after it; return which."""
+        """Parse calls after a marker; return False, right after it, if there are none."""
         if self._calls is None or not (self._feed.is_token(marker) or self._position.begins_call()):
             return False
         self._feed.mark(back=len(marker))
@@ -259,7 +259,7 @@ def text_and_calls(feed: TextFeed, calls: MarkedCalls) -> Parsing:
 
 
 def rest_is_blank(feed: TextFeed) -> Generator[None, None, bool]:
-    """Consume white space up to the end of the line; return whether that is all that is left of it."""
+    """Consume white space; return True if it reaches the end of the line."""
     while (character := (yield from feed.peek())) and character in _BLANK:
         feed.take()
     return character in ("", "\n")

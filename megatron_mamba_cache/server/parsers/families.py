@@ -1,7 +1,7 @@
-"""Which parsers a model's replies need: by name, or by what its chat template writes.
+"""Choice of a model's parsers, by name or by its chat template.
 
-A format has a name, a sign in chat templates that identifies it, and a generator over a `TextFeed` that parses it.
-`content` and `mentions` distinguish its tags from text that mentions them. `call_grammars` writes it as a grammar.
+A format has a name, a text that identifies it in chat templates, and a generator over a `TextFeed` that parses it.
+`content` distinguishes its tags from mentions of them. `call_grammars` writes it as a grammar.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class _HeldCalls:
-    """Calls as grammars write them: with the first of their markers alone."""
+    """Calls with only their first marker, as grammars write them."""
 
     calls: MarkedCalls
 
@@ -33,7 +33,7 @@ class _HeldCalls:
 
 
 class CallForm(MarkedCalls, Protocol):
-    """How a family of models writes tool calls."""
+    """A family's format of tool calls."""
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""
@@ -70,7 +70,7 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplySyntax:
-    """How a model writes replies.
+    """The syntax of a model's replies.
 
     Args:
         tool_calls: A name of `TOOL_CALL_PARSERS`; None: the model has no tools.
@@ -81,7 +81,7 @@ class ReplySyntax:
     reasoning: ReasoningForm | None = None
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
-        """Return the tags of replies that are added tokens of a tokenizer, special or not, and their ids."""
+        """Return the tags of replies that are added tokens of a tokenizer, with their ids."""
         added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
         tags = _TAGS if added and (self.tool_calls or self.reasoning) else ()
         return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}
@@ -115,10 +115,10 @@ class ReplySyntax:
 
 
 def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplySyntax:
-    """Return how a model writes replies.
+    """Return the syntax of a model's replies.
 
     Args:
-        template: The source of its chat template; "" without one.
+        template: Source of its chat template; "" without one.
         tool_calls: A name of `TOOL_CALL_PARSERS`, "auto" to find it by the template, or "none".
         reasoning: The same of `REASONING_PARSERS`.
     """

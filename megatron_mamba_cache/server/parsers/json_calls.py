@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects: Hermes', Granite's and Nemotron Nano v2's forms, and plain JSON."""
+"""Tool calls as JSON: the formats of Hermes, Granite and Nemotron Nano v2, and plain JSON."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _ARGUMENTS = ("arguments", "parameters")
 class JsonCalls:
     """Calls between markers: one JSON object, or a list of them.
 
-    What follows an opening marker and is not a call stays content, marker included.
+    Text after an opening marker that is not a call stays content, marker included.
 
     Args:
         open: Markers before calls.
@@ -55,11 +55,11 @@ class PlainJsonCalls:
 
 
 def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Parse one call or several, in a list or not, and what closes them; return False if not even one begins.
+    """Parse one or more calls and their closing marker; return False if none begins.
 
     Args:
         feed: Has a mark where the calls begin, which is kept if none does.
-        closers: What closes calls, and ends the arguments of one that turns out not to be JSON. Without any, only an
+        closers: Markers that close calls, and end arguments that are not JSON. Without any, only an
             object with arguments is a call.
     """
     num_calls = 0
@@ -91,7 +91,7 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
 
 
 def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Consume a list's bracket and a closing marker, as far as they come next; return whether one did."""
+    """Consume a list's bracket and a closing marker; return True if either came."""
     found = yield from feed.accepts("]")
     yield from feed.space()
     for closer in closers:
@@ -109,7 +109,7 @@ class _Call:
         self.has_begun = False
 
     def read(self) -> Reading:
-        """Yield the call but for its end; return whether it is well formed."""
+        """Yield the call without its end; return True if it is well formed."""
         feed = self._feed
         if not (yield from feed.accepts("{")):
             return False
@@ -152,7 +152,7 @@ class _Call:
 
 
 def _arguments_of(text: str) -> str:
-    """Return the arguments that a value gives; some models write them as a string, or null for none."""
+    """Return a value's arguments; some models write a string, or null for none."""
     if text == "null":
         return "{}"
     if not text.startswith('"'):

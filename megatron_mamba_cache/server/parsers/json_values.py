@@ -1,4 +1,4 @@
-"""JSON read from a text feed: as far as it goes, whatever follows.
+"""JSON values read from a text feed.
 
 Raw control characters inside strings, such as line ends, are escaped, since models forget to. What clients cannot read
 is replaced: a lone surrogate by U+FFFD, and a number that is not finite by its text. Where a grammar holds the reply,
@@ -23,7 +23,7 @@ _PAIR_OR_HALF = re.compile(r"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][89a-fA
 
 
 def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
-    """Yield the text of one value as it arrives; return whether it is complete and its brackets match."""
+    """Yield a value's text as it arrives; return True if it is complete and balanced."""
     closers: list[str] = []
     while True:
         character = yield from feed.peek()
@@ -48,7 +48,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def strict_json(text: str, *, is_held: bool = False) -> str:
-    """Return a JSON text as `json_value` passes it on; what follows the value stays as it is."""
+    """Return a JSON text as `json_value` yields it; text after the value is unchanged."""
     feed = TextFeed(is_held=is_held)
     feed.add(text)
     feed.end()
@@ -57,7 +57,7 @@ def strict_json(text: str, *, is_held: bool = False) -> str:
 
 
 def json_string(feed: TextFeed) -> Generator[None, None, str | None]:
-    """Return the value of a string; None if no complete one comes next."""
+    """Return the next string's value; None without a complete one."""
     if (yield from feed.peek()) != '"':
         return None
     text, is_complete = yield from gathered(_string_text(feed))
@@ -68,7 +68,7 @@ def json_string(feed: TextFeed) -> Generator[None, None, str | None]:
 
 
 def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
-    """Yield the text of the string that comes next, quotes included; return whether it is complete."""
+    """Yield the next string's text with its quotes; return True if it is complete."""
     yield feed.take()
     while marker := (yield from each(feed.until(('"', "\\")), _with_controls_escaped)):
         if marker == '"':
@@ -84,7 +84,7 @@ def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
 
 
 def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
-    """Return the escape that goes on with its digits, and those that may be the other half of its surrogate pair."""
+    """Return an escape with its digits, and the other half of its surrogate pair if any."""
     text = _UNICODE_ESCAPE + (yield from _digits(feed))
     while _HIGH.fullmatch(text[-6:]) and (yield from feed.accepts(_UNICODE_ESCAPE)):
         text += _UNICODE_ESCAPE + (yield from _digits(feed))

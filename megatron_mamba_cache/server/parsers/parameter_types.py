@@ -23,7 +23,7 @@ Schema = Mapping[str, Any]
 
 
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
-    """Return the JSON types of a parameter; none if the schema does not say. A parameter that it does not have is text.
+    """Return the JSON types of a parameter; none if the schema has no type.
 
     Whatever the client's schema is, this raises nothing and takes bounded time.
 
@@ -38,7 +38,7 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Return a parameter's schema, or that which it refers to; {} if there is none.
+    """Return a parameter's schema with its reference resolved; {} without one.
 
     Args:
         root: The schema of all parameters, which has the definitions.
@@ -57,7 +57,7 @@ def type_of_value(value: Any) -> str:
 
 
 def _declared(name: str, root: Schema) -> list[Schema]:
-    """Return the schemas of a parameter in the whole schema and in those that it is put together of.
+    """Return the schemas of a parameter in a schema and its combined schemas.
 
     A parameter that none of them names has those of `additionalProperties`.
     """
@@ -83,7 +83,7 @@ def _declared(name: str, root: Schema) -> list[Schema]:
 
 
 def _types(schema: Schema, root: Schema) -> set[str]:
-    """Return the types that a schema or one of its choices allows; none if any of them does not say."""
+    """Return the types that a schema's choices allow; none if one has no type."""
     found: set[str] = set()
     followed: set[str] = set()
     left: list[Any] = [schema]
@@ -106,7 +106,7 @@ def _types(schema: Schema, root: Schema) -> set[str]:
 
 
 def _named_types(schema: Any) -> set[str]:
-    """Return the types that a schema itself names, or those of the values that it allows."""
+    """Return the types that a schema names, or those of its allowed values."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")

@@ -1,4 +1,4 @@
-"""Parts of a reply, and the parser that finds them in text deltas."""
+"""Parts of a reply, and their parser."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -68,11 +68,11 @@ class ParsedReply:
 
 
 class ReplyParser:
-    """Parses one reply; the parts do not depend on how its text is cut, except for how their text is cut.
+    """Parses one reply; merged parts do not depend on how the text arrives.
 
     Args:
         parse: Reads the text and yields the parts.
-        token_tags: Tags that count only where they were noted.
+        token_tags: Tags that count only at noted positions.
         is_held: True if a grammar holds the reply.
     """
 
@@ -91,21 +91,21 @@ class ReplyParser:
         return self._feed.is_reasoning
 
     def note_tag(self, position: int) -> None:
-        """Note that one of `token_tags` begins this many characters after the start of the reply."""
+        """Note that one of `token_tags` begins at this character of the reply."""
         self._feed.note_tag(position)
 
     @property
     def found_tags(self) -> Sequence[tuple[str, int]]:
-        """Tags of the reply that counted as tags, and their positions."""
+        """Tags of the reply that were not mentions, with their positions."""
         return self._feed.found
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that are certain with this text."""
+        """Add text and return the parts that are now certain."""
         self._feed.add(text)
         return self._advance()
 
     def finish(self) -> list[Part]:
-        """Return the last parts, since the reply has ended."""
+        """End the reply and return its last parts."""
         self._feed.end()
         return self._advance()
 
@@ -123,7 +123,7 @@ class ReplyParser:
 
 
 def plain_text(feed: TextFeed) -> Parsing:
-    """Parse a reply that is nothing but content."""
+    """Parse a reply of plain content."""
     while True:
         if text := feed.take_all():
             yield Content(text)
@@ -133,7 +133,7 @@ def plain_text(feed: TextFeed) -> Parsing:
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Return parts with neighbouring pieces of one kind joined, and without empty ones."""
+    """Join adjacent pieces of one kind and drop empty ones."""
     found: list[Part] = []
     for kind, group in groupby(parts, type):
         if kind in (CallBegin, CallEnd):
@@ -144,7 +144,7 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 
 
 def assembled(parts: Iterable[Part]) -> ParsedReply:
-    """Return the reply that parts make up."""
+    """Return the reply of these parts."""
     content, reasoning = [], []
     calls: list[tuple[str, list[str]]] = []
     for part in parts:

@@ -21,7 +21,7 @@ class ReasoningForm:
     begins_open: bool = False
 
     def is_open_after(self, begun: str, prefill: str = "") -> bool:
-        """Return whether a reply begins within reasoning.
+        """Return True if a reply begins within reasoning.
 
         Args:
             begun: The prompt from the last message on that is not the assistant's, without that: every tag counts.

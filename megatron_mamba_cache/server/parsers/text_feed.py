@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, and the questions that a parser asks of it.
+"""Text that arrives in pieces, read by generators.
 
-A question is a generator: it yields None as long as the text that has arrived does not answer it, and returns the
-answer. Whatever has been consumed at that moment depends on the text alone, not on how it was cut.
+A reading yields None while it needs more text, then returns its result. The consumed text does not depend on how the
+text arrived.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -25,7 +25,7 @@ class TextFeed:
         self._tag_positions: set[int] = set()
         self._num_dropped = 0  # characters of the reply before `_text`
         self.found: list[tuple[str, int]] = []
-        """The tags that counted as tags and not as mentions, and their positions."""
+        """Tags that were not mentions, with their positions."""
         self._text = ""
         self._at = 0
         self._mark: int | None = None
@@ -35,7 +35,7 @@ class TextFeed:
         """True while the parser is between the markers of reasoning."""
 
     def note_tag(self, position: int) -> None:
-        """Note that one of `token_tags` begins this many characters after the start of the reply."""
+        """Note that one of `token_tags` begins at this character of the reply."""
         self._tag_positions.add(position)
 
     @property
@@ -44,7 +44,7 @@ class TextFeed:
         return self._num_dropped + self._at
 
     def is_token(self, tag: str) -> bool:
-        """Return whether a tag is a token of the model, so that other text that spells it is not a tag."""
+        """Return True if a tag is a token of the model, so that text that spells it is not one."""
         return tag in self._token_tags
 
     def add(self, text: str) -> None:
@@ -70,24 +70,24 @@ class TextFeed:
         return text
 
     def forget_mark(self) -> None:
-        """Let the text since the mark go."""
+        """Forget the mark."""
         self._mark = None
 
     def take_all(self) -> str:
-        """Consume what has arrived."""
+        """Consume the text that has arrived."""
         return self._take(len(self._text))
 
     def back_to_mark(self) -> None:
-        """Return to the mark, so that the text after it is unconsumed again, and remove the mark."""
+        """Return to the mark, and forget it."""
         assert self._mark is not None
         self._at, self._mark = self._mark, None
 
     def back(self, count: int) -> None:
-        """Make the last `count` consumed characters unconsumed; no text may have arrived since."""
+        """Return by `count` characters; no text may have arrived since."""
         self._at -= count
 
     def skip(self, count: int) -> None:
-        """Consume `count` characters that `back` made unconsumed."""
+        """Consume `count` characters again."""
         self._at += count
 
     def peek(self) -> Generator[None, None, str]:
@@ -97,7 +97,7 @@ class TextFeed:
         return self._text[self._at : self._at + 1]
 
     def take(self) -> str:
-        """Consume the character that was peeked at, and return it."""
+        """Consume and return the peeked character."""
         return self._take(self._at + 1)
 
     def space(self) -> Generator[None, None, str]:
@@ -108,7 +108,7 @@ class TextFeed:
         return found
 
     def accepts(self, expected: str) -> Generator[None, None, bool]:
-        """Consume `expected` if it comes next; return whether it did."""
+        """Consume `expected` if it comes next; return True if it did."""
         while True:
             rest = self._text[self._at : self._at + len(expected)]
             if rest == expected:
@@ -121,7 +121,7 @@ class TextFeed:
             yield None
 
     def until(self, markers: Sequence[str]) -> Generator[str | None, None, str]:
-        """Yield the text before the marker that is complete first, and consume both; return it, "" at the end."""
+        """Consume the text through the first complete marker; yield the text, return the marker or ""."""
         while True:
             positions = [(at + len(marker), at) for marker in markers if (at := self._find(marker)) >= 0]
             if positions:
@@ -150,7 +150,7 @@ class TextFeed:
         return marker not in self._token_tags or self._num_dropped + at in self._tag_positions
 
     def _begun(self, markers: Sequence[str]) -> int:
-        """Return the length of the longest end of the text that begins a marker."""
+        """Return the length of the longest suffix that begins a marker."""
         longest = max(map(len, markers), default=1) - 1
         rest = self._text[max(self._at, len(self._text) - longest) :]
         starts = range(len(rest))
@@ -160,7 +160,7 @@ class TextFeed:
 def each(
     reading: Generator[str | None, None, _Answer], change: Callable[[str], _Changed]
 ) -> Generator[_Changed | None, None, _Answer]:
-    """Yield what `change` makes of each text that a question yields; return its answer."""
+    """Yield each text of a reading, changed; return its result."""
     while True:
         try:
             piece = next(reading)
@@ -170,7 +170,7 @@ def each(
 
 
 def gathered(reading: Generator[str | None, None, _Answer]) -> Generator[None, None, tuple[str, _Answer]]:
-    """Return all text that a question yields, and its answer."""
+    """Return all text of a reading, and its result."""
     pieces: list[str] = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One tool call between tags as a grammar, whose parameters are what `XmlCalls` reads."""
+"""Grammars of tool calls between tags, as `XmlCalls` reads them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ _MOST_RICH, _MOST_SAFE = 100, 2_000
 """Characters of a text of bounded length that may have any markup, and markup that is like no end of a value: the time
 to exclude the ends grows with the length. Longer texts have no `<`."""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
-"""Texts that do not even begin what might end a value before its end."""
+"""Texts without the start of an end of a value."""
 _VALUE_END = r"\n<\/parameter>\n"
 _VALUE_ENDS = (  # for `XmlCalls`
     rf"<\/parameter>{SPACE}(<parameter=|<\/parameter>|<\/function>|<\/tool_call>)"
@@ -55,10 +55,10 @@ _VALUE_ENDS = (  # for `XmlCalls`
 
 
 def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
-    """Return the grammar of a call after its first tag: parameters in the order of the schema, each text or JSON.
+    """Return the grammar of a call after its first tag, parameters in schema order.
 
     Args:
-        number: Another one for each tool of a grammar.
+        number: Unique among the tools of a grammar.
     """
     opening = Grammar(quoted(f"\n<function={tool.name}>\n"))
     closing = Grammar(literal("</function>\n</tool_call>", special_id))
@@ -98,7 +98,7 @@ def _parameter(key: str, schema: Any, name: str, tool: CallableTool, *, is_requi
 
 
 def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of a text of which all schemas hold, and the end of its parameter."""
+    """Return the grammar of a value that satisfies all schemas, and its parameter's end."""
     parts = [resolved(part, root) for schema in schemas for part in (schema, *list_of(schema.get("allOf")))]
     for number, part in enumerate(parts):
         word = next((word for word in ("anyOf", "oneOf") if list_of(part.get(word))), None)
@@ -133,7 +133,7 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
 
 
 def _may_be(value: Any, parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether schemas allow a value of their lists by its type, length and pattern, and calls can write it."""
+    """Return True if schemas allow a listed value and calls can write it."""
     if not all(type_of_value(value) in types_of(part) for part in parts):
         return False
     if not isinstance(value, str):
@@ -169,7 +169,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
 
 
 def _is_text(key: str, target: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return whether a parameter is written as it is, not as JSON: as `XmlCalls` reads it, whatever else it may be."""
+    """Return True if `XmlCalls` reads a parameter as text, not as JSON."""
     types = types_of_parameter(root, key)
     return types == {"string"} or not (types or target.keys() & _COMBINED) or "string" in _named_types(target)
 

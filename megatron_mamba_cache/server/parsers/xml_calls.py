@@ -1,4 +1,4 @@
-"""Tool calls as tags: the form of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
+"""Tool calls as tags: the format of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
 
 A parameter is text between tags, so the tool's schema decides what it means: text, or a value of any other type. Models
 forget the tag that ends a parameter, so the next parameter's tag ends it too, and so do the tags that end the call.
@@ -25,10 +25,10 @@ _JSON_NAMES = {**_BOOLEANS, "null": None}
 
 
 def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
-    """Return a parameter's text as JSON of one of its types; what fits none of them stays text.
+    """Return a parameter's text as JSON of one of its types, else as text.
 
     Args:
-        types: JSON types; none if the schema does not say. Names that JSON Schema does not have say nothing.
+        types: JSON types; none if the schema has none. Unknown names are ignored.
         is_held: True if a grammar holds the text. Then numbers beyond float64 are replaced by the nearest in it.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
@@ -40,7 +40,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
 
 
 def _value_of_values(text: str, types: Collection[str]) -> Any:
-    """Return the first value of one of the types that a text can be read as, or what is in its quotes.
+    """Return a text's value of the first type that fits, or its quoted text.
 
     Raises:
         ValueError: If there is none.
@@ -71,7 +71,7 @@ def _is_of(value: Any, types: Collection[str]) -> bool:
 
 
 def _literal_value(text: str) -> Any:
-    """Return the value of a literal of Python that JSON can hold, with JSON's names or Python's; nothing is executed.
+    """Return the value of a Python or JSON literal; nothing is executed.
 
     Raises:
         ValueError: If the text is not one, or is too long or too deeply nested.
@@ -123,7 +123,7 @@ _AFTER: Mapping[str, Sequence[str]] = {
 
 
 class XmlCalls:
-    """Calls of tools with these parameters.
+    """Parser of calls of tools with these parameters.
 
     Args:
         parameters: The JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
@@ -140,7 +140,7 @@ class XmlCalls:
         return text_and_calls(feed, self)
 
     def call(self, feed: TextFeed, marker: str) -> Reading:
-        """Parse one call. Without the tag around it, a call needs a parameter or its end to be one."""
+        """Parse one call; without its outer tag, it needs a parameter or its end."""
         if marker == _CALL:
             yield from feed.space()
             if not (yield from feed.accepts(_FUNCTION)):
@@ -160,7 +160,7 @@ class XmlCalls:
 
 
 def _has_arguments(feed: TextFeed) -> Generator[None, None, bool]:
-    """Return whether a parameter or the end of the function comes next, after white space."""
+    """Return True if a parameter or the end of the function comes next, after white space."""
     yield from feed.space()
     for tag in (_PARAMETER, _FUNCTION_END):
         if (yield from feed.accepts(tag)):
@@ -170,7 +170,7 @@ def _has_arguments(feed: TextFeed) -> Generator[None, None, bool]:
 
 
 def _arguments(feed: TextFeed, schema: Schema) -> Parsing:
-    """Parse a call from its first parameter on; whatever is written between parameters is left out."""
+    """Parse a call's parameters; drop text between them."""
     yield CallArguments("{")
     separator = ""
     marker = yield from _next_tag(feed)
@@ -205,7 +205,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
 
 
 def _value_text(feed: TextFeed) -> Generator[str | None, None, str]:
-    """Yield a value's text as it arrives; return what ended it: a tag, after a line end if there is one.
+    """Yield a value's text as it arrives; return the tag that ended it.
 
     A closing tag is text unless a tag that may follow it does.
     """
@@ -218,7 +218,7 @@ def _value_text(feed: TextFeed) -> Generator[str | None, None, str]:
 
 
 def _comes_next(feed: TextFeed, tags: Sequence[str]) -> Generator[None, None, bool]:
-    """Return whether one of some tags comes next, or the end of the reply, after white space."""
+    """Return True if one of some tags comes next, or the end of the reply, after white space."""
     feed.mark()
     yield from feed.space()
     found = not (yield from feed.peek())
@@ -229,7 +229,7 @@ def _comes_next(feed: TextFeed, tags: Sequence[str]) -> Generator[None, None, bo
 
 
 def _name(feed: TextFeed) -> Generator[None, None, str]:
-    """Return what is written up to the end of a tag; "" if the tag does not end in its line."""
+    """Return the text up to the end of a tag; "" if the tag does not end in its line."""
     text, end = yield from gathered(feed.until((">", "\n")))
     return text.strip().strip("\"'") if end == ">" else ""
 

@@ -1,1 +1,1 @@
-"""OpenAI's responses API, in terms of chat completions."""
+"""OpenAI's responses API, translated to chat completions."""

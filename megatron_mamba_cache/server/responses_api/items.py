@@ -1,4 +1,4 @@
-"""Schemas of the input items of a response, and the chat messages that they are."""
+"""Schemas of input items of a response, and their translation to chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ _LISTINGS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response") 
 _LINE_END = "\n"
 
 ChatMessage = dict[str, Any]
-"""A message as chat completions have it."""
+"""A message of chat completions."""
 
 
 def _with_known_type(names: Sequence[str], what: str) -> BeforeValidator:
@@ -45,12 +45,12 @@ class TextItemPart(BaseModel):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the part as chat completions have it."""
+        """Return the part of chat completions."""
         return {"type": "text", **self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _with_refusal(part: Any) -> Any:
-    """Return a refusal, which a reply of another server may have, as text."""
+    """Return a refusal of another server as text."""
     is_refusal = isinstance(part, Mapping) and part.get("type") == "refusal" and "refusal" in part
     return {"type": "output_text", "text": part["refusal"]} if is_refusal else part
 
@@ -87,7 +87,7 @@ class FunctionCallOutputItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """Reasoning of an earlier reply, or its summary; what is encrypted cannot be read."""
+    """Reasoning of an earlier reply, or its summary; encrypted content is not read."""
 
     type: Literal["reasoning"]
     content: _Parts | None = None
@@ -100,14 +100,14 @@ class ReasoningItem(BaseModel):
 
 
 class ItemReference(BaseModel):
-    """An item of a response that is kept, by its id."""
+    """A reference to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: Name
 
 
 class ForeignItem(BaseModel):
-    """A call of a tool of a type that this server does not know, or its result; see `shown_text`."""
+    """A call of a foreign tool, or its result, shown as text."""
 
     type: Literal["foreign"]
     item: JsonObject
@@ -119,13 +119,13 @@ class ForeignItem(BaseModel):
 
     @property
     def call_id(self) -> str:
-        """The id that a call and its result share; "" if the client sends no text for it."""
+        """Id that the call and its result share; "" without one."""
         found = self.item.get("call_id")
         return found if isinstance(found, str) else ""
 
 
 def _with_type(item: Any) -> Any:
-    """Return an item with its type, which a message or a reference may leave out, or as a foreign one."""
+    """Return an item with its type filled in, or as a foreign item."""
     if not isinstance(item, Mapping):
         return item
     kind = item.get("type")
@@ -154,12 +154,12 @@ _INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
 def kept_item(item: Mapping[str, Any]) -> Any:
-    """Return an item of a response that is kept, as one of an input."""
+    """Return an item of a stored response as an input item."""
     return _INPUT_ITEM.validate_python(item)
 
 
 def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
-    """Return the messages that items are: neighbouring items of the model are one message."""
+    """Return the messages of items; adjacent items of the model are one message."""
     messages = _Messages()
     for item in items:
         messages.add(item)
@@ -167,7 +167,7 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
 
 
 class _Messages:
-    """Messages from items, one after the other."""
+    """Builds messages from items."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []

@@ -1,4 +1,4 @@
-"""The output items of a response, built part by part, with the events that tell of them."""
+"""Output items of a response and their events."""
 
 import uuid
 from typing import Any
@@ -27,7 +27,7 @@ class ResponseOutput:
     """The output of one response.
 
     Args:
-        summarizes: True if reasoning is the summary of its item too: many clients show only the summary.
+        summarizes: True if reasoning is its own summary too: many clients show only that.
 
     Attributes:
         items: Items so far; the last one may still grow.
@@ -40,7 +40,7 @@ class ResponseOutput:
         self._open: Item | None = None
 
     def add(self, part: Part) -> list[Event]:
-        """Add a part, and return its events."""
+        """Add a part and return its events."""
         match part:
             case Reasoning(text):
                 return [*self._ensure("reasoning"), self._grow_text(text), *self._grow_summary(text)]
@@ -54,12 +54,12 @@ class ResponseOutput:
                 return self.end()
 
     def cut(self, status: str) -> list[Event]:
-        """End the output, as `end` does; a call that is open is incomplete, whatever the status."""
+        """End the output as `end` does, but an open call is incomplete."""
         is_call = self._open is not None and self._open["type"] == "function_call"
         return self.end("incomplete" if is_call else status)
 
     def end(self, status: str = "completed") -> list[Event]:
-        """End the open item, if there is one, and return the events of that."""
+        """End the open item, if any, and return its events."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -82,7 +82,7 @@ class ResponseOutput:
         ]
 
     def message(self) -> ChatMessage:
-        """Return the output as a message of chat completions."""
+        """Return the output as a chat message."""
         message: ChatMessage = {"role": "assistant", "content": self._text("message")}
         if reasoning := self._text("reasoning"):
             message["reasoning_content"] = reasoning
@@ -95,7 +95,7 @@ class ResponseOutput:
         return message
 
     def _text(self, kind: str) -> str:
-        """Return the text of all items of a kind, joined as `messages_of` joins items that clients send."""
+        """Return the text of all items of a kind, joined as `messages_of` does."""
         return "\n".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
 
     def _ensure(self, kind: str) -> list[Event]:

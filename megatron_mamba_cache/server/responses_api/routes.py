@@ -57,11 +57,11 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
 
 
 class ResponsesFormat:
-    """`/v1/responses`; see `Format`. A job has one choice.
+    """`Format` of `/v1/responses`, for jobs with one choice.
 
     Args:
         settings: Fields of the request that the response repeats.
-        keep: Called with the reply as a message, and the body of a response that is complete.
+        keep: Called with the reply as a message and the body of a complete response.
         summarizes: True if reasoning is a summary too.
     """
 
@@ -108,7 +108,7 @@ class ResponsesFormat:
         return self._complete(job)
 
     def _complete(self, job: Job) -> dict[str, Any]:
-        """Return the body of a response that has ended, and keep it."""
+        """Return and store the body of a finished response."""
         response = self._response(_status(job), usage=_usage(job))
         self._keep(self._output.message(), response)
         return response

@@ -42,7 +42,7 @@ _NEVER_INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-"""Parts that replies of this server never have, because it encrypts nothing and runs no tools."""
+"""Requested parts that replies never have: this server encrypts nothing and runs no tools."""
 _UNSUPPORTED: Table = {
     "background": Unsupported((False,)),
     "background_options": Unsupported(({},)),
@@ -54,7 +54,7 @@ _UNSUPPORTED: Table = {
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
     "access_programs": Unsupported(({},)),
     "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
-    "truncation": Unsupported(("disabled", "auto")),  # what does not fit is refused, as "auto" allows too
+    "truncation": Unsupported(("disabled", "auto")),  # a longer input is refused, which "auto" allows too
     "include": Unsupported(([],), "leave it out", _NEVER_INCLUDED),
 }
 
@@ -70,7 +70,7 @@ class ResponsesTool(BaseModel):
     cache_control: CacheControl | None = Field(default=None, exclude=True)
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool as chat completions have it."""
+        """Return the tool of chat completions."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 
@@ -91,18 +91,18 @@ class ReasoningSettings(BaseModel):
 
 
 class TextFormat(NamedSchema):
-    """OpenAI's `response_format`, in the responses API's order."""
+    """OpenAI's `response_format`, flat."""
 
     type: Literal["text", "json_object", "json_schema"]
 
     def as_response_format(self) -> dict[str, Any]:
-        """Return the format as chat completions have it."""
+        """Return the format of chat completions."""
         schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
         return {"type": self.type, **({"json_schema": schema} if self.type == "json_schema" else {})}
 
 
 class TextSettings(BaseModel):
-    """The form of the text; templates read `verbosity`."""
+    """Format of the text, and the `verbosity` that templates read."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -111,7 +111,7 @@ class TextSettings(BaseModel):
 
 
 def _flat(tool: Any) -> Any:
-    """Return a function as this API has it; chat completions have it nested."""
+    """Return a function without the nesting of chat completions."""
     inner = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(inner, Mapping):
         return tool
@@ -160,7 +160,7 @@ class ResponsesRequest(PartlySupported):
         """Return the input as messages.
 
         Args:
-            find: Returns an item that is kept by its id.
+            find: Returns a stored item by its id.
 
         Raises:
             ApiError: 400 if an item is not kept.
@@ -172,7 +172,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def as_chat(self, messages: Sequence[ChatMessage]) -> ChatRequest:
-        """Return the same request of chat completions.
+        """Return the request as a chat completion.
 
         Args:
             messages: Of all earlier responses, and of this input.

@@ -1,4 +1,4 @@
-"""Responses that later requests continue or read again: in memory, with a limit for each API key."""
+"""Stored responses, which later requests continue or read: bounded per API key."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ class StoredResponse:
 
     Args:
         messages: Its input and its reply, without those of the response before it.
-        body: As its client had it.
+        body: As it was sent to its client.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -25,13 +25,13 @@ class StoredResponse:
 
     @property
     def previous(self) -> str | None:
-        """The id of the response that it continues."""
+        """Id of the response that it continues."""
         found: str | None = self.body["previous_response_id"]
         return found
 
 
 class StoredResponses:
-    """The latest responses of each API key; the least recently used leaves first. Thread-safe.
+    """Thread-safe LRU store of each API key's responses.
 
     Args:
         max_bytes: Limit of a key's responses, as JSON; 0 keeps none.
@@ -86,7 +86,7 @@ class StoredResponses:
         raise bad_request(sentence, "input", "item_not_found")
 
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
-        """Keep a response under its body's id; one that is larger than the whole limit is not kept."""
+        """Store a response under its body's id unless it exceeds the whole limit."""
         stored = StoredResponse(tuple(messages), body)
         size = _size(stored)
         if size > self._max_bytes:
@@ -110,11 +110,11 @@ class StoredResponses:
             self._forget(owner, response_id)
 
     def num_bytes(self, owner: str) -> int:
-        """Return the size of an owner's responses, as counted against the limit."""
+        """Return the bytes of an owner's responses that count against the limit."""
         return self._sizes.get(owner, 0)
 
     def _used(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return a response of an owner, which makes it the most recently used one; None if it is not kept."""
+        """Return a response and mark it most recently used; None if it is not stored."""
         with self._lock:
             entries = self._stored.get(owner)
             if entries is None or response_id not in entries:
