@@ -108,10 +108,10 @@ class WatchedEngine:
 
 def conversations_of(chat: Chat, vocab_size: int, seed: int) -> list[Conversation]:
     """Return what each user sends; nobody waits between a reply and the next turn."""
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
-        return tuple(drawn.randrange(vocab_size) for _ in range(count))
+        return tuple(rng.randrange(vocab_size) for _ in range(count))
 
     shared = tokens(chat.shared)
     turns = [[Turn(0.0, tokens(chat.new), chat.reply) for _ in range(chat.turns)] for _ in range(chat.users)]

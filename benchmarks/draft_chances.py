@@ -58,8 +58,8 @@ def chance_speeds(
 def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float]) -> list[ChanceSpeeds]:
     num_graphs = min(shape.num_graphs, NUM_GRAPHS)
     shape = replace(shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=0)  # decode steps only
-    drawn = random.Random(rows)
-    prompts = [some_tokens(drawn, shape, PROMPT + drawn.randrange(shape.block_size)) for _ in range(rows)]
+    rng = random.Random(rows)
+    prompts = [some_tokens(rng, shape, PROMPT + rng.randrange(shape.block_size)) for _ in range(rows)]
     # Not timed: on a GPU the first engine of a process may be 2 % faster than those that follow.
     replies = _without_drafts(model, shape, prompts).replies
     found: dict[bool, list[DraftSpeed]] = {False: [], True: []}

@@ -66,8 +66,8 @@ def _speeds(model: Any, shape: ServedShape, draft_shape: ServedShape, right: Any
         "right drafts, always": lambda: DraftModelDrafter(right, config_of(draft_shape, MODES["full"])),
         "right drafts, always, without graphs": lambda: DraftModelDrafter(right, config_of(launched, MODES["full"])),
     }
-    drawn = random.Random(rows)
-    prompts = [some_tokens(drawn, shape, PROMPT) for _ in range(rows)]
+    rng = random.Random(rows)
+    prompts = [some_tokens(rng, shape, PROMPT) for _ in range(rows)]
     found: dict[str, list[DraftSpeed]] = {name: [] for name in drafters}
     for number in range(NUM_ROUNDS):
         for name in rotated(list(drafters), number):

@@ -63,9 +63,9 @@ def start(shape: ServedShape) -> Start:
     engine.warmup()
     warm = time.perf_counter()
     before = engine.context.snapshot()
-    drawn = random.Random(0)
+    rng = random.Random(0)
     lengths = [length for length in LENGTHS if length + NUM_REPLY <= shape.max_length]
-    tokens = run(engine, {index: some_tokens(drawn, shape, length) for index, length in enumerate(lengths)}, NUM_REPLY)
+    tokens = run(engine, {index: some_tokens(rng, shape, length) for index, length in enumerate(lengths)}, NUM_REPLY)
     engine.close()
     return Start(
         built - began,

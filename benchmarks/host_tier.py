@@ -118,10 +118,10 @@ class Beside:
 class Sessions:
     """Long texts, whose turns each end with a new token and new text."""
 
-    def __init__(self, engine: Any, shape: ServedShape, scale: Scale, drawn: random.Random) -> None:
-        self._engine, self._shape, self._drawn = engine, shape, drawn
+    def __init__(self, engine: Any, shape: ServedShape, scale: Scale, rng: random.Random) -> None:
+        self._engine, self._shape, self._rng = engine, shape, rng
         self._next_id = 10**6
-        self.texts = [some_tokens(drawn, shape, scale.length) for _ in range(NUM_SESSIONS)]
+        self.texts = [some_tokens(rng, shape, scale.length) for _ in range(NUM_SESSIONS)]
 
     def turn(self, number: int) -> tuple[float, int]:
         """Run a turn; return its seconds to the first token, and the tokens that came back from the host."""
@@ -133,7 +133,7 @@ class Sessions:
 
     def continued(self, number: int) -> list[int]:
         """Return the prompt of a session's next turn: too short for a boundary of its own, so that turns are alike."""
-        return self.texts[number] + some_tokens(self._drawn, self._shape, self._shape.block_size * 3 // 4)
+        return self.texts[number] + some_tokens(self._rng, self._shape, self._shape.block_size * 3 // 4)
 
 
 def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
@@ -204,10 +204,10 @@ def settle(engine: Any) -> None:
         engine.step_modern()
 
 
-def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, drawn: random.Random, num_tokens: int) -> None:
+def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, rng: random.Random, num_tokens: int) -> None:
     """Start the rows, and step until they all decode."""
     for index in range(scale.rows):
-        send(engine, index, some_tokens(drawn, shape, shape.block_size // 2), num_tokens)
+        send(engine, index, some_tokens(rng, shape, shape.block_size // 2), num_tokens)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
         engine.step_modern()
     for _ in range(NUM_WARMING):
@@ -220,20 +220,20 @@ def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds
     The first is tokens a second with the tier over without, of each round.
     """
     shapes = {"with": shape, "without": replace(shape, host_cache_gb=None)}
-    drawn = random.Random(2)
+    rng = random.Random(2)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(serving_engine(model, one, MODES["full"])) for name, one in shapes.items()}
-        cold = cold_ratios(engines, shape, scale, drawn, cold_rounds)
-        return cold, beside_writes(engines, shape, scale, drawn, rounds)
+        cold = cold_ratios(engines, shape, scale, rng, cold_rounds)
+        return cold, beside_writes(engines, shape, scale, rng, rounds)
 
 
 def cold_ratios(
-    engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int
+    engines: dict[str, Any], shape: ServedShape, scale: Scale, rng: random.Random, rounds: int
 ) -> list[float]:
     """Measure batches of prompts that share nothing."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(-1, rounds):
-        prompts = [some_tokens(drawn, shape, scale.cold_prompt) for _ in range(scale.cold_batch)]
+        prompts = [some_tokens(rng, shape, scale.cold_prompt) for _ in range(scale.cold_batch)]
         for name in rotated(list(engines), number):
             began = time.perf_counter()
             for index, prompt in enumerate(prompts):
@@ -244,16 +244,14 @@ def cold_ratios(
     return [without / with_it for with_it, without in zip(seconds["with"], seconds["without"], strict=True)][1:]
 
 
-def beside_writes(
-    engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int
-) -> Beside:
+def beside_writes(engines: dict[str, Any], shape: ServedShape, scale: Scale, rng: random.Random, rounds: int) -> Beside:
     """Measure rows that decode while a session that has ended is written to the host, and where there is no tier."""
-    rows = drawn.getrandbits(32)
+    rows = rng.getrandbits(32)
     for engine in engines.values():
         rows_that_decode(engine, shape, scale, random.Random(rows), shape.max_length - shape.block_size)
     found = Beside()
     for number in range(-1, rounds):
-        prompt, request_id = some_tokens(drawn, shape, scale.length), 3 * 10**6 + number
+        prompt, request_id = some_tokens(rng, shape, scale.length), 3 * 10**6 + number
         steps: dict[str, list[float]] = {}
         for name, engine in engines.items():
             send(engine, request_id, prompt, 2)
@@ -271,11 +269,11 @@ def beside_writes(
 
 def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Beside]:
     """Measure turns, and rows beside them."""
-    drawn = random.Random(1)
+    rng = random.Random(1)
     with serving_engine(model, shape, MODES["full"]) as engine:
-        sessions = Sessions(engine, shape, scale, drawn)
+        sessions = Sessions(engine, shape, scale, rng)
         found = returns(engine, sessions, rounds)
-        rows_that_decode(engine, shape, scale, drawn, shape.max_length - shape.block_size)
+        rows_that_decode(engine, shape, scale, rng, shape.max_length - shape.block_size)
         return found, beside_restores(engine, sessions, rounds)
 
 

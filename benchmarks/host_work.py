@@ -75,15 +75,15 @@ def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) 
     """
     room = {"max_requests": num_rows, "max_tokens": 4096, "state_gb": 0.1, "kv_gb": 0.1}
     shape = replace(SHAPES["tiny"], prefill_graph_tokens=0, **room)  # a capture computes all tokens of its graph
-    drawn = random.Random(num_rows)
+    rng = random.Random(num_rows)
     with (
         patch.object(graphs, "CudaRecorder", LeavesReplaysOut),
         patch.object(graphs, "device_reason", lambda memory: None),
     ):
         engine = build_engine(model, replace(config_of(shape, MODES["full"]), num_cuda_graphs=1))
     for index in range(num_rows + num_waiting):
-        num_tokens = NUM_PROMPT + drawn.randrange(spread + 1)
-        send(engine, index, some_tokens(drawn, shape, num_tokens), NUM_REPLY)
+        num_tokens = NUM_PROMPT + rng.randrange(spread + 1)
+        send(engine, index, some_tokens(rng, shape, num_tokens), NUM_REPLY)
     while len(engine.waiting_request_ids) > num_waiting or not engine.context.is_decode_only():
         engine.step_modern()
     calls = [_num_calls(engine) for _ in range(NUM_PROFILED)]

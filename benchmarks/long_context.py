@@ -86,17 +86,17 @@ def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int
     """Measure rows that decode while a prompt is prefilled, at most `chunk` of its tokens a step."""
     limits = {"max_requests": max(shape.max_requests, rows + 1), "max_tokens": shape.max_tokens + rows}
     shape = replace(shape, **limits, prompt_tokens_beside=chunk)
-    drawn = random.Random(chunk)
+    rng = random.Random(chunk)
     with serving_engine(model, shape, MODES["full"]) as engine:
         for index in range(rows):
             reply = NUM_WARMING + NUM_UNDISTURBED + 4 * length // chunk + rows * shape.block_size // chunk + 16
-            send(engine, index, some_tokens(drawn, shape, shape.block_size // 2), reply)
+            send(engine, index, some_tokens(rng, shape, shape.block_size // 2), reply)
         while engine.waiting_request_ids or not engine.context.is_decode_only():
             engine.step_modern()
         undisturbed = [timed_step(engine) for _ in range(NUM_WARMING + NUM_UNDISTURBED)][NUM_WARMING:]
         counters = engine.context.counters
         steps, graphs = counters.steps, counters.graph_steps
-        send(engine, rows, some_tokens(drawn, shape, length), 2)
+        send(engine, rows, some_tokens(rng, shape, length), 2)
         beside: list[float] = []
         while not engine.get_request(rows).generated_tokens:
             beside.append(timed_step(engine))

@@ -57,22 +57,22 @@ def mixed_steps(
     Raises:
         RuntimeError: If they were not computed in one step.
     """
-    drawn = random.Random(0)
+    rng = random.Random(0)
     shape = replace(shape, max_requests=most_rows)
     schedule = [length for _ in range(REPEATED) for length in lengths]
-    drawn.shuffle(schedule)
+    rng.shuffle(schedule)
     reply = 4 * len(schedule) + 2 * NUM_ALONE + rows + 16
     times: dict[int, list[float]] = {length: [] for length in lengths}
     in_graphs = dict.fromkeys(lengths, 0)
     with serving_engine(model, shape, MODES["full"]) as engine:
         for index in range(rows):
-            send(engine, index, some_tokens(drawn, shape, 50 + index), reply)
+            send(engine, index, some_tokens(rng, shape, 50 + index), reply)
         while engine.waiting_request_ids or not engine.context.is_decode_only():
             engine.step_modern()
         alone = [timed_step(engine) for _ in range(2 * NUM_ALONE)][NUM_ALONE:]
         for number, length in enumerate(schedule):
             for prompt in range(prompts):
-                send(engine, rows + prompts * number + prompt, some_tokens(drawn, shape, length), 1)
+                send(engine, rows + prompts * number + prompt, some_tokens(rng, shape, length), 1)
             seconds, in_graph = prompt_step(engine)
             times[length].append(1e3 * seconds)
             in_graphs[length] += in_graph

@@ -80,11 +80,11 @@ def measure(
 
 def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> tuple[float, float]:
     """Return the milliseconds of a decode step of an engine's rows, and the share of such steps that are graphs."""
-    drawn = random.Random(1000 * num_rows + parallel_state.get_data_parallel_rank())
+    rng = random.Random(1000 * num_rows + parallel_state.get_data_parallel_rank())
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
     for index in range(num_rows):
         num_tokens = num_prefills + NUM_WARMING + NUM_STEPS + 2
-        send(engine, index, some_tokens(drawn, shape, num_prompt), num_tokens)
+        send(engine, index, some_tokens(rng, shape, num_prompt), num_tokens)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
         engine.step_modern()
     counters = engine.context.counters

@@ -143,14 +143,14 @@ def step_cost(
     num_waiting: int = 0,
 ) -> StepCost:
     """Measure decode steps of some rows, whose prompts share no prefix and differ by up to `spread` tokens."""
-    drawn = random.Random(num_rows)
+    rng = random.Random(num_rows)
     # The first rows decode while the others are prefilled in what they leave of a step.
     longest = num_prompt + (PERIOD if spread is None else spread)
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // longest) + 1
     num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
     for index in range(num_rows + num_waiting):
-        more = index % PERIOD if spread is None else drawn.randrange(spread + 1)
-        send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt + more), num_tokens)
+        more = index % PERIOD if spread is None else rng.randrange(spread + 1)
+        send(engine, 1000 * num_rows + index, some_tokens(rng, shape, num_prompt + more), num_tokens)
     while len(engine.waiting_request_ids) > num_waiting or any(row.is_prefilling for row in engine.context.rows):
         engine.step_modern()
     for _ in range(NUM_WARMING):
@@ -200,8 +200,8 @@ def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int
     """Measure the same prompts without drafts, with right and with wrong ones; the model gets `sure_model` weights."""
     make_sure(model)
     shape = replace(shape, max_requests=DRAFT_ROWS, num_graphs=min(shape.num_graphs, 1))
-    drawn = random.Random(0)
-    prompts = [some_tokens(drawn, shape, num_prompt) for _ in range(DRAFT_ROWS)]
+    rng = random.Random(0)
+    prompts = [some_tokens(rng, shape, num_prompt) for _ in range(DRAFT_ROWS)]
     replies = record(model, shape, prompts, num_reply, None).replies
     drafters = {
         "no drafts": None,

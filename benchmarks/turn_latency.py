@@ -169,13 +169,13 @@ def later_turns(
 
 def made_load(shape: ServedShape, scale: Scale) -> list[Conversation]:
     """Return a conversation for each repetition, and one before them."""
-    drawn = random.Random(0)
+    rng = random.Random(0)
     *before, last = [*scale.history.turns, (scale.history.new, 2)]
     load = []
     for _ in range(scale.repetitions + 1):
-        opening = tuple(some_tokens(drawn, shape, drawn.randrange(shape.block_size)))
-        turns = [Turn(0.0, tuple(some_tokens(drawn, shape, num_new)), num_reply) for num_new, num_reply in before]
-        turns.append(Turn(0.0, tuple(some_tokens(drawn, shape, last[0])), last[1]))
+        opening = tuple(some_tokens(rng, shape, rng.randrange(shape.block_size)))
+        turns = [Turn(0.0, tuple(some_tokens(rng, shape, num_new)), num_reply) for num_new, num_reply in before]
+        turns.append(Turn(0.0, tuple(some_tokens(rng, shape, last[0])), last[1]))
         load.append(Conversation(0.0, opening, tuple(turns)))
     return load
 
@@ -196,9 +196,9 @@ def recorded_load(path: Path, shape: ServedShape, scale: Scale) -> list[Conversa
 
 def fill_memory(engine: Any, shape: ServedShape) -> None:
     """Serve unrelated prompts until they evict each other's states."""
-    drawn = random.Random(2)
+    rng = random.Random(2)
     for request_id in itertools.count(1_000_000):
-        run(engine, {request_id: some_tokens(drawn, shape, 8 * shape.block_size)}, 1)
+        run(engine, {request_id: some_tokens(rng, shape, 8 * shape.block_size)}, 1)
         if engine.context.snapshot().counters.states_evicted >= NUM_EVICTIONS:
             return
 
@@ -236,12 +236,12 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
         RuntimeError: If a prompt hit.
     """
     seconds: dict[str, list[float]] = {"no cache": [], "full": []}
-    drawn = random.Random(1)
+    rng = random.Random(1)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(serving_engine(model, shape, MODES[name])) for name in seconds}
         for number in range(-1, scale.rounds):  # the first is not counted
             ids = range(scale.batch * (number + 1), scale.batch * (number + 2))
-            prompts = {request_id: some_tokens(drawn, shape, scale.prompt) for request_id in ids}
+            prompts = {request_id: some_tokens(rng, shape, scale.prompt) for request_id in ids}
             for name in rotated(list(seconds), number):
                 began = time.perf_counter()
                 run(engines[name], prompts, scale.reply)
@@ -261,15 +261,15 @@ def by_new_tokens(model: Any, shape: ServedShape, num_cached: int, lengths: Sequ
     Raises:
         RuntimeError: If a turn found fewer tokens.
     """
-    drawn = random.Random(0)
-    history = some_tokens(drawn, shape, num_cached)
+    rng = random.Random(0)
+    history = some_tokens(rng, shape, num_cached)
     order = [length for length in lengths for _ in range(NUM_TURNS)]
-    drawn.shuffle(order)
+    rng.shuffle(order)
     times: dict[int, list[float]] = {length: [] for length in lengths}
     with serving_engine(model, shape, MODES[FULL]) as engine:
         run(engine, {0: [*history, 0]}, 2)
         for number, length in enumerate(order, 1):
-            seconds, found = first_token(engine, number, [*history, *some_tokens(drawn, shape, length)])
+            seconds, found = first_token(engine, number, [*history, *some_tokens(rng, shape, length)])
             if found != num_cached:
                 raise RuntimeError(f"a turn found {found} of {num_cached} tokens")
             times[length].append(1e3 * seconds)
@@ -303,9 +303,9 @@ def rotated(names: list[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def some_tokens(drawn: random.Random, shape: ServedShape, count: int) -> list[int]:
+def some_tokens(rng: random.Random, shape: ServedShape, count: int) -> list[int]:
     """Draw tokens."""
-    return [drawn.randrange(shape.vocab_size) for _ in range(count)]
+    return [rng.randrange(shape.vocab_size) for _ in range(count)]
 
 
 def latency_table(latency: TurnLatency) -> str:

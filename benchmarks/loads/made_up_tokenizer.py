@@ -12,11 +12,11 @@ class MadeUpTokenizer:
     bos = None
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        drawn = random.Random(seed)
+        rng = random.Random(seed)
         pieces = {bytes([value]): None for value in range(256)} | {piece.encode(): None for piece in _FIRST}
         while len(pieces) < vocab_size - 1:
-            word = "".join(drawn.choices(_LETTERS, k=drawn.randint(2, 9)))
-            pieces[(drawn.choice(("", " ")) + word).encode()] = None
+            word = "".join(rng.choices(_LETTERS, k=rng.randint(2, 9)))
+            pieces[(rng.choice(("", " ")) + word).encode()] = None
         self._pieces = list(pieces)
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1

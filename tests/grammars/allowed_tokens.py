@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows after each token of a reply, of the vocabulary of `PieceTokenizer`, token by token."""
+"""The tokens that a grammar allows after each token of a reply, in the vocabulary of `PieceTokenizer`."""
 
 from collections.abc import Sequence
 

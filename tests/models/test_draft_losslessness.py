@@ -112,14 +112,14 @@ def test_a_draft_model_changes_no_distribution(
 
 
 @pytest.mark.long
-def test_the_check_notices_distributions_that_drafts_were_not_drawn_from() -> None:
+def test_wrong_draft_distributions_fail_the_check() -> None:
     class Liar(CheckedDraftModel):
         propose, forget = DraftModelDrafter.propose, DraftModelDrafter.forget  # the run above checks the bookkeeping
 
-        def _draw(self, rows):  # type: ignore[no-untyped-def]
-            drawn = super()._draw(rows)
-            drawn.probabilities.mul_(0.5).add_(0.5 / VOCAB)
-            return drawn
+        def _sample(self, requests):  # type: ignore[no-untyped-def]
+            sampled = super()._sample(requests)
+            sampled.probabilities.mul_(0.5).add_(0.5 / VOCAB)
+            return sampled
 
     drafted, _ = sampled_texts(tiny_hybrid(**SIZES), start_drafter(Liar), NUM_REQUESTS, first_seed=90_000)
     assert min(p_values(plain_texts(NUM_REQUESTS), drafted)) < 1e-6

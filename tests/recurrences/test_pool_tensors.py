@@ -45,7 +45,7 @@ def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: 
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
-def test_all_layers_of_a_place_lie_together(slab: SlabShape, device: str) -> None:
+def test_layers_of_a_unit_are_contiguous(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     slot_bytes, block_bytes = (
         slab.slab_bytes(UNIT) // slab.slots_per_slab,

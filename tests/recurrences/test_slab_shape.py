@@ -1,4 +1,4 @@
-"""How slabs are cut: little is lost, whatever the sizes, and every place is aligned."""
+"""How slabs are cut: little is lost, whatever the sizes, and every unit_size is aligned."""
 
 import pytest
 from hypothesis import given
@@ -27,14 +27,14 @@ def test_slab_is_the_smallest_that_loses_little(unit: UnitBytes, shape: SlabShap
 
 
 @given(st.integers(10_000, 10**9), st.integers(10_000, 10**8), st.sampled_from([64, 512, 768]))
-def test_places_are_aligned_and_large_enough(state: int, block: int, row: int) -> None:
+def test_units_are_aligned_and_large_enough(state: int, block: int, row: int) -> None:
     unit = UnitBytes(state, block * row, row)
     shape = SlabShape.fitting([unit])
     slab_bytes = shape.slab_bytes(unit)
-    slot, place = slab_bytes // shape.slots_per_slab, slab_bytes // shape.blocks_per_slab
-    assert slot * shape.slots_per_slab == place * shape.blocks_per_slab == slab_bytes
-    assert slot >= state and place >= unit.block
-    assert slot % 256 == place % 256 == place % row == 0
+    slot, unit_size = slab_bytes // shape.slots_per_slab, slab_bytes // shape.blocks_per_slab
+    assert slot * shape.slots_per_slab == unit_size * shape.blocks_per_slab == slab_bytes
+    assert slot >= state and unit_size >= unit.block
+    assert slot % 256 == unit_size % 256 == unit_size % row == 0
 
 
 @given(st.floats(1 / 200, 200), st.integers(MIB, 64 * MIB))
