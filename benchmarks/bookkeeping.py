@@ -24,8 +24,8 @@ from loads.split_space import SplitSpace
 from megatron_mamba_cache.policy.block_hashing import CacheSalt, block_keys
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.index_pools import CacheSpace
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slabs import SlabSpace
 

@@ -125,7 +125,7 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
         engine.step_modern()
     if len(engine.context.rows) != len(prompts):
         raise RuntimeError(f"{len(engine.context.rows)} of {len(prompts)} rows decode; raise --kv-gb")
-    steps = [(engine.context.early_step is not None, timed_step(engine)) for _ in range(NUM_STEPS)]
+    steps = [(engine.context.overlapped_step is not None, timed_step(engine)) for _ in range(NUM_STEPS)]
     while engine.has_unfinished_requests():
         engine.step_modern()
     early, seconds = zip(*steps, strict=True)

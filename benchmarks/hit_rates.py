@@ -26,7 +26,7 @@ from loads.sized_cache import MODELS
 from loads.split_space import SplitSpace
 from loads.working_set import WorkingSetObserver
 
-from megatron_mamba_cache.policy.places import CacheSpace
+from megatron_mamba_cache.policy.index_pools import CacheSpace
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 
 COMMAND = "PYTHONPATH=. python benchmarks/hit_rates.py"

@@ -49,7 +49,7 @@ class HostWork:
     num_rows: int
     calls: float
     milliseconds: float
-    ran_ahead: float  # share of steps
+    overlapped: float  # share of steps
 
 
 class LeavesReplaysOut:
@@ -88,9 +88,9 @@ def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) 
         engine.step_modern()
     calls = [_num_calls(engine) for _ in range(NUM_PROFILED)]
     seconds = [_seconds(engine) for _ in range(NUM_TIMED)]
-    ran_ahead = [_runs_ahead(engine) for _ in range(NUM_COUNTED)]
+    overlapped = [_overlaps(engine) for _ in range(NUM_COUNTED)]
     engine.close()
-    return HostWork(num_rows, median(calls), 1e3 * median(seconds), sum(ran_ahead) / NUM_COUNTED)
+    return HostWork(num_rows, median(calls), 1e3 * median(seconds), sum(overlapped) / NUM_COUNTED)
 
 
 def _num_calls(engine: Any) -> int:
@@ -116,7 +116,7 @@ def _seconds(engine: Any) -> float:
     raise RuntimeError("no step ran ahead twice in a row; raise NUM_REPLY")
 
 
-def _runs_ahead(engine: Any) -> bool:
+def _overlaps(engine: Any) -> bool:
     """Run a step; return whether it had been launched early."""
     was_early = _is_ahead(engine)
     engine.step_modern()
@@ -124,7 +124,7 @@ def _runs_ahead(engine: Any) -> bool:
 
 
 def _is_ahead(engine: Any) -> bool:
-    return engine.context.early_step is not None
+    return engine.context.overlapped_step is not None
 
 
 def main() -> None:
@@ -139,7 +139,7 @@ def main() -> None:
     found = [host_work(model, num_rows, arguments.spread, arguments.waiting) for num_rows in arguments.rows]
     print(describe_machine(), "\n\n| rows | calls a step | ms a step | ran ahead, % |\n|---:|---:|---:|---:|")
     for work in found:
-        print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} | {100 * work.ran_ahead:.0f} |")
+        print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} | {100 * work.overlapped:.0f} |")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(work) for work in found]))
 

@@ -40,9 +40,9 @@ WITHOUT_MEGATRON = {
     "mcore": "checks the installed release",
 }
 """Modules of mcore that import nothing of Megatron, and why they are there."""
-OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}
+OWNERS = {"context", "ctx", "runner", "step", "overlapped_step", "overlapped_steps", "queue"}
 """Names of objects whose attributes only they themselves set."""
-OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "EarlyStep", "QueueState"}
+OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "OverlappedSteps", "OverlappedStep", "QueueState"}
 """Their classes: what these declare is set on `self` alone, whatever the object is called."""
 RECORDS = {"RunningRequest", "StateCursor"}
 """Classes whose fields change by their own methods alone, whatever the object is called: no field is set, and no list
@@ -64,11 +64,11 @@ FIXED_NAMES = {
 }
 """Identifiers that others have chosen. The package's own name, MambaCache..., is free too."""
 
-CURSOR_CHANGES = {"accept", "settle", "add_slots", "remove_last_slot", "release_buffer"}
+CURSOR_CHANGES = {"accept", "resolve", "add_slots", "remove_last_slot", "release_buffer"}
 """Methods of `StateCursor` that change it; only draft states use them, whatever the object is called."""
 CURSOR_NAMESAKES = {
     *("draft_states.accept", "uniforms.accept"),
-    *("drafts.resolve", "memory.resolve", "self.settle", "_rows.settle"),
+    *("drafts.resolve", "memory.resolve", "self.resolve", "path.resolve"),
 }
 """Methods and fields of other objects that are called like these."""
 ATTRIBUTE_DICTS = {
@@ -539,8 +539,8 @@ PLANTED = {
         "at.accept changes a cursor",
     ),
     "method_of_a_cursor_passed_on": (
-        {"step/run": "def f(row, then):\n    then(row.cursor.settle)"},
-        "row.cursor.settle changes a cursor",
+        {"step/run": "def f(request, then):\n    then(request.cursor.resolve)"},
+        "request.cursor.resolve changes a cursor",
     ),
     "set_of_a_request_changed": (
         RECORD | {"step/run": "def f(r):\n    r.blocks.add(1)"},

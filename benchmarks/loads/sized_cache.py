@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
-from megatron_mamba_cache.policy.places import CacheSpace
+from megatron_mamba_cache.policy.index_pools import CacheSpace
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.slabs import SlabSpace
 

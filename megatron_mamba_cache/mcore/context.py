@@ -34,10 +34,10 @@ from ..recurrences.interface import LayerStates
 from ..recurrences.mamba_slot_allocator import StateSlotAllocator, states_by_megatron
 from ..recurrences.model_shape import HybridModelShape
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..step.early_step import EarlyStep, GraphsByShape
 from ..step.log_probs import followed_tokens, selected_log_probs
 from ..step.memory import CacheMemory, step_memory
 from ..step.memory_below import MemoryBelow
+from ..step.overlapped_step import GraphsByShape, OverlappedStep
 from ..step.padding_steps import end_shared_steps
 from ..step.runner import StepRunner
 from ..step.step import Step
@@ -226,9 +226,9 @@ class MambaCacheContext(DynamicInferenceContext):
         return self._runner is not None and self._runner.is_computing
 
     @property
-    def early_step(self) -> EarlyStep | None:
+    def overlapped_step(self) -> OverlappedStep | None:
         """The next step, launched before it is scheduled; None if there is none."""
-        return None if self._runner is None else self._runner.early_steps.launched
+        return None if self._runner is None else self._runner.overlapped_steps.launched
 
     @property
     def graphs(self) -> GraphsByShape | None:
@@ -470,9 +470,9 @@ class MambaCacheContext(DynamicInferenceContext):
         Raises:
             CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their rows.
         """
-        if self.early_step is not None:
+        if self.overlapped_step is not None:
             raise CacheIntegrityError(
-                "the next step runs already, and live states with it; set CacheConfig(run_ahead=False) to look at them"
+                "the next step has moved live states on; set CacheConfig(run_ahead=False) to read them"
             )
         self.memory.resolve([row for row in self.rows if not row.scheduled])
         return LiveSlots(self.rows)

@@ -19,7 +19,7 @@ from ..policy.admission import HitRateHint
 from ..policy.request_settings import RequestSpec
 from ..policy.requests import Candidate
 from ..policy.scheduler import FailedSteps, StepScheduler, refusal_reason
-from ..policy.tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
+from ..policy.tiers.cache_tiers import PREFETCH_WINDOW
 from ..ranks.agreement import known_to_any
 from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
@@ -225,8 +225,8 @@ class MambaCacheEngine(SuspendableEngine):
         runner.queue.note_waiting(has_waiting=not is_full and not all(map(awaits_copy, self.waiting_request_ids)))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
             runner.queue.note_scheduled(is_settled=(is_full or not self.waiting_request_ids) and self._is_at_rest())
-        if runner.sharing.is_fixed or runner.early_steps.launched is not None:
-            self._look_ahead()
+        if runner.sharing.is_fixed or runner.overlapped_steps.launched is not None:
+            self._prefetch()
             return
         scheduled = runner.step_requests.schedule(self.scheduler, self._candidates(self._admissible()))
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
@@ -244,7 +244,7 @@ class MambaCacheEngine(SuspendableEngine):
 
         The requests of a suspended engine stay as they are. Those of a closed one are refused, one after another.
         """
-        was_launched = self.context.early_step is not None
+        was_launched = self.context.overlapped_step is not None
         before_ended, counters = self._step_ended, self.context.counters
         num_before = counters.prefill_tokens_computed, counters.decode_tokens_computed
         if self.context.is_tensor_state_allocated:
@@ -335,12 +335,12 @@ class MambaCacheEngine(SuspendableEngine):
                 self.context.drop_requests([request_id])
                 self._refuse(self.get_request(request_id), reason)
 
-    def _look_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Let copies begin for what has come to the head of the queue while steps run ahead."""
-        head = tuple(islice(self.waiting_request_ids, RESTORED_AHEAD))
+        head = tuple(islice(self.waiting_request_ids, PREFETCH_WINDOW))
         if head != self._looked_at:
             self._looked_at = head
-            self.context.runner.step_requests.look_ahead(self.scheduler, [*self._candidates(head)])
+            self.context.runner.step_requests.prefetch(self.scheduler, [*self._candidates(head)])
 
     def _is_at_rest(self) -> bool:
         """Return whether nothing but a new request can change what the next step has to compute."""

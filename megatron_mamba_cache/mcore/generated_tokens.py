@@ -149,9 +149,9 @@ def is_reported(row: RunningRequest, request: Any) -> bool:
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
     pending = 0 if num_tokens else len(row.scored)  # a prompt's scores come with the first token
-    num_places = num_tokens if settings.skip_prompt else row.computed - pending
+    num_indices = num_tokens if settings.skip_prompt else row.computed - pending
     wanted = [names for names, is_wanted in ((_LOG_PROBS, settings.wanted), (_TOP_N, settings.top_n)) if is_wanted]
-    return all(sum(len(getattr(request, name) or ()) for name in names) == num_places for names in wanted)
+    return all(sum(len(getattr(request, name) or ()) for name in names) == num_indices for names in wanted)
 
 
 def take_back(request: Any, num_known: int) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from ..kernels.compilation import WATCH
 from ..ranks.group import Ranks, on_all_ranks
 from ..recurrences.model_shape import HybridModelShape
-from ..step.model import WeightPlaces
+from ..step.model import WeightAddresses
 from .context import MambaCacheContext
 from .expert_layer import check_expert_layers, exchange_of
 from .local_spec import LocalHybridStack
@@ -28,7 +28,7 @@ from .model_reading import model_shape_of
 class WholeModel:
     """The only stage: tokens come in, logits go out."""
 
-    def place_input(self, num_tokens: int) -> None:
+    def prepare_input(self, num_tokens: int) -> None:
         """Do nothing: the model reads tokens."""
 
     def receive(self, num_tokens: int) -> None:
@@ -56,7 +56,7 @@ class PipelineStage:
         shape = (0 if self._is_first else max_tokens, 1, model.config.hidden_size)
         self._input = torch.zeros(shape, dtype=dtype, device=torch.cuda.current_device())
 
-    def place_input(self, num_tokens: int) -> None:
+    def prepare_input(self, num_tokens: int) -> None:
         """Make the model read its input, [tokens, 1, hidden], where `receive` writes."""
         if not self._is_first:
             self._model.set_input_tensor(self._input[:num_tokens])
@@ -112,8 +112,8 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
         return nullcontext(False) if self._exchange is None else self._exchange.resuming()
 
-    def weight_places(self) -> WeightPlaces:
-        return WeightPlaces.of(self.model)
+    def weight_addresses(self) -> WeightAddresses:
+        return WeightAddresses.of(self.model)
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:
         return _rotary_tables_of(self.model)
@@ -127,7 +127,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return found
 
     def _compute(self, inference_input: dict[str, Any]) -> Tensor:
-        self.stage.place_input(inference_input["tokens"].shape[1])
+        self.stage.prepare_input(inference_input["tokens"].shape[1])
         with nullcontext() if self._exchange is None else self._exchange.counted():
             output: Tensor = self._forward(inference_input)
         return output

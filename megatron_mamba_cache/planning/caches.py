@@ -9,7 +9,7 @@ from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
 from ..policy.draft_states import WindowStates
 from ..policy.eviction_rules import EVICTION_RULES
-from ..policy.places import CacheSpace
+from ..policy.index_pools import CacheSpace
 from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.slabs import SlabSpace

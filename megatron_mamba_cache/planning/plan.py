@@ -153,7 +153,7 @@ def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, ma
     spec = RequestSpec(number, prompt, text.length, SamplingSettings())
     candidate = Candidate(spec, chain=RecordedKeys(text, cache.block_size), epoch=cache.epoch)
     requests = RunningRequests(cache, max_requests=1, max_tokens=max_tokens)
-    cache.look_ahead([candidate])
+    cache.prefetch([candidate])
     make_copies()
     request = requests.admit(candidate, max_tokens)
     if isinstance(request, Refusal):

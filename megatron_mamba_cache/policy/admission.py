@@ -167,7 +167,7 @@ def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_s
     return pools.fits(num_new_blocks, 0, kept, () if slot is None else (slot,))
 
 
-LOOK_AHEAD = 32
+BRANCH_WINDOW = 32
 """How many requests after one in the queue are compared with it."""
 MOST_BRANCH_POINTS = 4
 """States that one prompt keeps for waiting requests, besides those for itself."""

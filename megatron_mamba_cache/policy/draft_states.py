@@ -163,4 +163,4 @@ def num_folded(request: RunningRequest, fold_len: int) -> int:
     """
     cursor = request.cursor
     start_of_last_step = request.computed - cursor.accepted
-    return max(request.spec.prompt_len, cursor.settled, start_of_last_step // fold_len * fold_len)
+    return max(request.spec.prompt_len, cursor.resolved, start_of_last_step // fold_len * fold_len)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import CacheIntegrityError
 from .identifiers import BlockId
 
-FULL_WORTH_AGE = 12
+FULL_PRIORITY_AGE = 12
 """Starts and ends of requests for which a state keeps about all of its worth."""
 _STALE_ALLOWANCE = 64
 _HALF_AN_OCTAVE = 2**-0.5
@@ -106,7 +106,7 @@ class _Class:
 
 
 class EvictionOrder:
-    """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_WORTH_AGE`).
+    """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
 
     Those that are held count as just used and certain to be hit. All other worths fall with time, but of one kind and
     gain the least recently used always comes first. So there is a queue for each kind and each class of gains, which
@@ -141,10 +141,10 @@ class EvictionOrder:
         """Return the last use that an id was pushed with."""
         return self._live[entry_id][0]
 
-    def worth_of(self, entry_id: BlockId, now: float, likelihood: Callable[[int], float]) -> float:
+    def priority_of(self, entry_id: BlockId, now: float, likelihood: Callable[[int], float]) -> float:
         """Return what an id is worth; see `first`."""
         last_used, _, _, kind, gain, is_held = self._live[entry_id]
-        return gain / FULL_WORTH_AGE if is_held else likelihood(kind) * gain / (now + FULL_WORTH_AGE - last_used)
+        return gain / FULL_PRIORITY_AGE if is_held else likelihood(kind) * gain / (now + FULL_PRIORITY_AGE - last_used)
 
     def push(self, entry_id: BlockId, last_used: float, num_tokens: int, weight: Weight) -> bool:
         """Add an id and return True, or replace its entry and return False.
@@ -199,7 +199,7 @@ class EvictionOrder:
         Raises:
             CacheIntegrityError: If there is none.
         """
-        first, least, age_at_0, live = None, inf, now + FULL_WORTH_AGE, self._live
+        first, least, age_at_0, live = None, inf, now + FULL_PRIORITY_AGE, self._live
         for kind, classes in self._classes.items():
             if kinds is not None and kind not in kinds:
                 continue
@@ -212,9 +212,9 @@ class EvictionOrder:
                         empty.append(of_class)
                         continue
                     item = queue.first
-                worth = item[4] / FULL_WORTH_AGE if of_class[1] else chance * item[4] / (age_at_0 - item[0])
-                if worth <= least and (worth < least or first is None or item < first):
-                    first, least = item, worth
+                priority = item[4] / FULL_PRIORITY_AGE if of_class[1] else chance * item[4] / (age_at_0 - item[0])
+                if priority <= least and (priority < least or first is None or item < first):
+                    first, least = item, priority
             for of_class in empty:
                 del classes[of_class]
         if first is None:

@@ -6,7 +6,7 @@ from typing import Protocol, cast
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .block_tree import BlockTree
 from .identifiers import BlockId, BlockKey, SlotId
-from .places import FixedPlaces, Places
+from .index_pools import FixedIndexPool, IndexPool
 
 
 class CachedStates(Protocol):
@@ -38,25 +38,25 @@ class KVBlockPool:
     leaves first.
     """
 
-    def __init__(self, places: Places | int, states: CachedStates, *, block_size: int = 1) -> None:
+    def __init__(self, indices: IndexPool | int, states: CachedStates, *, block_size: int = 1) -> None:
         """Start with every block free.
 
         Args:
-            places: Where blocks come from, or how many the pool has for itself.
+            indices: Where blocks come from, or how many the pool has for itself.
             states: The states that blocks stay for.
             block_size: Tokens a block.
 
         Raises:
             ValueError: If a size is out of range.
         """
-        if (isinstance(places, int) and places < 0) or block_size < 1:
-            raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {places} and {block_size}")
-        self._places = FixedPlaces(places) if isinstance(places, int) else places
+        if (isinstance(indices, int) and indices < 0) or block_size < 1:
+            raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {indices} and {block_size}")
+        self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
         self._states = states
         self._slot_by_block = states.slot_by_block
         self._block_size = block_size
-        self._refs = [0] * self._places.num_places
-        self._tree = BlockTree(self._places.num_places)
+        self._refs = [0] * self._indices.num_indices
+        self._tree = BlockTree(self._indices.num_indices)
         self._num_referenced = 0
         self._num_cached = 0
         self.is_end = self._tree.is_leaf
@@ -65,12 +65,12 @@ class KVBlockPool:
     @property
     def num_blocks(self) -> int:
         """Blocks have numbers below this."""
-        return self._places.num_places
+        return self._indices.num_indices
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated without an eviction."""
-        return self._places.num_free
+        return self._indices.num_free
 
     @property
     def num_cached(self) -> int:
@@ -85,7 +85,7 @@ class KVBlockPool:
     @property
     def num_available(self) -> int:
         """The most that `allocate` can give now."""
-        return self._places.num_available
+        return self._indices.num_available
 
     def count_by_kind(self) -> dict[str, int]:
         """Return how many blocks are free, cached and in use."""
@@ -131,9 +131,9 @@ class KVBlockPool:
         """
         if num_blocks < 0:
             raise ValueError(f"need a count of blocks, found {num_blocks}")
-        if self._places.num_free < num_blocks:
+        if self._indices.num_free < num_blocks:
             self._make_room(num_blocks)
-        blocks = cast("list[BlockId]", self._places.take(num_blocks))
+        blocks = cast("list[BlockId]", self._indices.take(num_blocks))
         for block in blocks:
             self._refs[block] = 1
         self._num_referenced += num_blocks
@@ -171,7 +171,7 @@ class KVBlockPool:
             return 0
         end = self._tree.remove_tail(tail)
         for leaving in tail:
-            self._places.give_back(leaving)
+            self._indices.release(leaving)
         self._num_cached -= len(tail)
         if end is not None and self.is_end(end):
             self._states.note_end(end)
@@ -208,7 +208,7 @@ class KVBlockPool:
         for block in registered:
             self._states.drop(block)
             if not self._refs[block]:
-                self._places.give_back(block)
+                self._indices.release(block)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
@@ -218,15 +218,15 @@ class KVBlockPool:
 
     def _make_room(self, num_blocks: int) -> None:
         """Evict until as many blocks are free; raises as `allocate` does."""
-        places = self._places
-        if num_blocks > places.num_available:
+        indices = self._indices
+        if num_blocks > indices.num_available:
             num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
                 f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
                 "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
             )
-        is_end = not places.is_shared
-        while places.num_free < num_blocks:
+        is_end = not indices.is_shared
+        while indices.num_free < num_blocks:
             self._states.evict(is_end=is_end)
 
     def _is_useless(self, block: BlockId) -> bool:
@@ -240,7 +240,7 @@ class KVBlockPool:
             refs[block] += 1
         self._num_cached -= len(unreferenced)
         self._num_referenced += len(unreferenced)
-        self._places.fix(*unreferenced)
+        self._indices.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Drop one reference on each block, or on none if one lacks it; return the blocks left without references."""
@@ -261,9 +261,9 @@ class KVBlockPool:
         unregistered = self._tree.unregistered(emptied, self._refs)
         self._num_referenced -= len(emptied)
         self._num_cached += len(emptied) - len(unregistered)
-        self._places.unfix(*emptied)
+        self._indices.unfix(*emptied)
         for block in unregistered:
-            self._places.give_back(block)
+            self._indices.release(block)
             self._states.drop(block)
         for block in reversed(self._tree.leaves(emptied)):  # each takes those before it along
             if block not in self._slot_by_block:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from ..errors import CacheIntegrityError
 from .eviction_rules import EvictionRule
 from .identifiers import BlockId, SlotId
+from .index_pools import CacheSpace, FixedIndexPool
 from .kv_block_pool import KVBlockPool
-from .places import CacheSpace, FixedPlaces
 from .requests import RunningRequest
 from .slot_owners import SlotOwner
 from .slot_pool import SlotPool
@@ -25,12 +25,12 @@ class CachePools:
 
     @staticmethod
     def over(
-        space: CacheSpace, rule: EvictionRule, *, block_size: int, running: FixedPlaces | None = None
+        space: CacheSpace, rule: EvictionRule, *, block_size: int, running: FixedIndexPool | None = None
     ) -> "CachePools":
         """Return empty pools, connected: room for either is made by evicting the state of least worth.
 
         Args:
-            running: Places of live and draft states, if they are not in the space; see `SlotPool`.
+            running: IndexPool of live and draft states, if they are not in the space; see `SlotPool`.
         """
         slots = SlotPool(space.slots, rule, running)
         kv = KVBlockPool(space.blocks, slots, block_size=block_size)
@@ -41,14 +41,14 @@ class CachePools:
         self,
         num_blocks: int,
         num_cached: int = 0,
-        beside_blocks: Sequence[BlockId] = (),
-        beside_slots: Sequence[SlotId] = (),
+        kept_blocks: Sequence[BlockId] = (),
+        kept_slots: Sequence[SlotId] = (),
     ) -> bool:
         """Return whether a live state, blocks and cached states can be had together; see `CacheSpace.fits`."""
         slots = self.slots
         if slots.shares_slots:
-            return self.space.fits(num_blocks, num_cached + 1, beside_blocks, beside_slots)
-        return bool(slots.num_available_to_run) and self.space.fits(num_blocks, num_cached, beside_blocks, beside_slots)
+            return self.space.fits(num_blocks, num_cached + 1, kept_blocks, kept_slots)
+        return bool(slots.num_available_to_run) and self.space.fits(num_blocks, num_cached, kept_blocks, kept_slots)
 
 
 def check_requests_and_pools(

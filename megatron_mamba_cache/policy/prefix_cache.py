@@ -2,7 +2,7 @@
 
 Every public method applies completely, or raises and has changed no more than it says. The order of calls for a request
 is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. For a
-step that is launched early, reserve_ahead takes the place of schedule_decode, before the step before it is published.
+step that is launched early, reserve_ahead replaces schedule_decode, before the step before it is published.
 After a failed step the request must leave: abort it, or release it at once, because its live state can no longer be
 trusted.
 """
@@ -99,9 +99,9 @@ class PrefixCache:
             rules=self.rules,
         )
 
-    def look_ahead(self, candidates: Iterable[Candidate]) -> None:
-        """Bring back from the tiers below what the next requests of the queue start from; see `Tiers.look_ahead`."""
-        self.tiers.look_ahead(self._waiting_prompts(candidates))
+    def prefetch(self, candidates: Iterable[Candidate]) -> None:
+        """Bring back from the tiers below what the next requests of the queue start from; see `Tiers.prefetch`."""
+        self.tiers.prefetch(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
         """Return the boundaries at which other texts will part from a candidate's; changes nothing but stale keys.
@@ -113,7 +113,7 @@ class PrefixCache:
             return ()
         spec = candidate.spec
         parting = branch_points(self._view(candidate), map(self._view, others), self.block_size)
-        positions = [place.position for place in spec.breakpoints]
+        positions = [index.position for index in spec.breakpoints]
         if spec.num_replayed:
             prompt_end = spec.prompt_len - spec.num_replayed
             positions += [prompt_end - 1, prompt_end]  # an exact repeat computes its last token
@@ -379,9 +379,9 @@ class PrefixCache:
 
     def _claim(self, request: RunningRequest) -> None:
         """Release what was restored for a request, which holds it by now."""
-        brought = self.tiers.claim(request.request_id)
-        from_disk = min(brought.disk * self.block_size, request.computed)
-        from_host = min(brought.host * self.block_size, request.computed - from_disk)
+        restored = self.tiers.claim(request.request_id)
+        from_disk = min(restored.disk * self.block_size, request.computed)
+        from_host = min(restored.host * self.block_size, request.computed - from_disk)
         request.count_restored(from_disk=from_disk, from_host=from_host)
 
     def _unpin_source(self, request: RunningRequest) -> None:

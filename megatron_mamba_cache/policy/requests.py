@@ -70,14 +70,14 @@ class StateCursor:
         draft_buffer: Index of the request's buffer; None with draft slots.
         draft_slots: Columns 1, 2, ... of the draft window.
         accepted: Tokens that the last step kept.
-        settled: Tokens whose state was last brought into the live slot of a request with a buffer; 0 if never.
+        resolved: Tokens whose state was last brought into the live slot of a request with a buffer; 0 if never.
     """
 
     live_slot: SlotId
     draft_buffer: DraftBufferId | None = None
     draft_slots: list[SlotId] = field(default_factory=list)
     accepted: int = 1
-    settled: int = 0
+    resolved: int = 0
 
     @property
     def state_slot(self) -> SlotId:
@@ -98,7 +98,7 @@ class StateCursor:
 
     def resolve(self, num_tokens: int) -> None:
         """Note that the live slot holds the state after `num_tokens`, all that are computed."""
-        self.accepted, self.settled = 1, num_tokens
+        self.accepted, self.resolved = 1, num_tokens
 
     def release_buffer(self) -> None:
         """Drop the buffer."""

@@ -31,14 +31,16 @@ class RunningRequests:
     Args:
         max_requests: Most requests at a time.
         max_tokens: Most tokens of a step.
-        max_beside: Most prompt tokens of a step in which requests decode; None: as many as fit.
+        max_mixed_prompt_tokens: Most prompt tokens of a step in which requests decode; None: as many as fit.
     """
 
-    def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int, max_beside: int | None = None) -> None:
+    def __init__(
+        self, cache: PrefixCache, max_requests: int, max_tokens: int, max_mixed_prompt_tokens: int | None = None
+    ) -> None:
         self.cache = cache
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._max_beside = max_tokens if max_beside is None else max_beside
+        self._max_mixed_prompt_tokens = max_tokens if max_mixed_prompt_tokens is None else max_mixed_prompt_tokens
         self._requests: list[RunningRequest] = []
 
     def __len__(self) -> int:
@@ -105,7 +107,7 @@ class RunningRequests:
         counts = self.counts
         num_decoding = counts.requests - counts.paused - counts.prefilling
         budget = self._max_tokens - counts.tokens
-        return min(budget, self._max_beside - (counts.tokens - num_decoding)) if num_decoding else budget
+        return min(budget, self._max_mixed_prompt_tokens - (counts.tokens - num_decoding)) if num_decoding else budget
 
     def admit(self, candidate: Candidate, budget: int, following: Iterable[Candidate] = ()) -> RunningRequest | Refusal:
         """Admit a request with its first prefill chunk in the next step, or return why not.

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from .admission import LOOK_AHEAD, Refusal
+from .admission import BRANCH_WINDOW, Refusal
 from .requests import Candidate, RunningRequest
 from .running_requests import RunningRequests
-from .tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
+from .tiers.cache_tiers import PREFETCH_WINDOW
 
 FAILURES_BEFORE_ISOLATION = 2
 FAILURES_BEFORE_REFUSAL = 4
@@ -99,7 +99,7 @@ class StepScheduler:
     Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one
     request is left in mid-prefill, and no request is admitted while a request is paused for lack of blocks. Up to
     `MOST_PASSED_OVER` requests that wait for a prefix, which another computes or a copy brings, do not block those
-    after them; a request that finds no room does. An admitted request keeps a state where the `LOOK_AHEAD` requests
+    after them; a request that finds no room does. An admitted request keeps a state where the `BRANCH_WINDOW` requests
     after it part from its prompt, so that what they share is computed once.
     """
 
@@ -116,13 +116,13 @@ class StepScheduler:
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.prompt_budget
         most_considered = requests.num_free + MOST_PASSED_OVER + 1
-        queue = [] if requests.any_paused else list(islice(waiting, most_considered + LOOK_AHEAD))
-        self.look_ahead(requests, queue)
+        queue = [] if requests.any_paused else list(islice(waiting, most_considered + BRANCH_WINDOW))
+        self.prefetch(requests, queue)
         for index, candidate in enumerate(queue):
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
             self._in_hand = candidate.request_id
-            following = self._in_turn(queue[index + 1 : index + 1 + LOOK_AHEAD], candidate.request_id)
+            following = self._in_turn(queue[index + 1 : index + 1 + BRANCH_WINDOW], candidate.request_id)
             outcome = requests.admit(candidate, budget, following)
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
@@ -135,9 +135,9 @@ class StepScheduler:
         self._in_hand = None
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
-    def look_ahead(self, requests: RunningRequests, queue: Sequence[Candidate]) -> None:
-        """Restore from the tiers below what the next requests of a queue start from; see `Tiers.look_ahead`."""
-        requests.cache.look_ahead(self._in_turn(queue[:RESTORED_AHEAD], None))
+    def prefetch(self, requests: RunningRequests, queue: Sequence[Candidate]) -> None:
+        """Restore from the tiers below what the next requests of a queue start from; see `Tiers.prefetch`."""
+        requests.cache.prefetch(self._in_turn(queue[:PREFETCH_WINDOW], None))
 
     def _in_turn(self, candidates: Sequence[Candidate], in_hand: int | None) -> Iterator[Candidate]:
         """Yield candidates, each in hand while its keys are computed."""

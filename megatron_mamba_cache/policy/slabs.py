@@ -11,7 +11,7 @@ from ..errors import CacheIntegrityError
 
 
 class SlabUse(IntEnum):
-    """Whose places a slab holds; the uses that have some are numbered as in `Slabs.places`."""
+    """Whose places a slab holds; the uses that have some are numbered as in `Slabs.indices`."""
 
     UNUSED = -1
     KV = 0
@@ -28,7 +28,7 @@ class Slabs:
         unused: In order: KV takes the first and states the last, so that they keep apart and few slabs change hands.
         held_states: Whether each has held states since it was last cleared.
         taken_over: Slabs that KV blocks have taken over from states, perhaps more than once, perhaps given up again.
-        places: Those of each use. Both count the places of an unused slab as free, and of an open one as available.
+        indices: Those of each use. Both count the places of an unused slab as free, and of an open one as available.
     """
 
     def __init__(self, num_slabs: int) -> None:
@@ -38,7 +38,7 @@ class Slabs:
         self.unused = list(range(num_slabs))
         self.held_states = [False] * num_slabs
         self.taken_over: list[int] = []
-        self.places: list[SlabPlaces] = []
+        self.indices: list[SlabIndexPool] = []
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
@@ -53,53 +53,53 @@ class Slabs:
             raise CacheIntegrityError(f"unused slabs {fixed} have fixed places")
 
 
-class SlabPlaces(ABC):
+class SlabIndexPool(ABC):
     """The places of one use; an unused slab is taken from the low end by KV and from the high one by states.
 
     Attributes:
-        num_beside_fixed: Places that are not fixed, in slabs where another place of this use is.
+        num_next_to_fixed: IndexPool that are not fixed, in slabs where another place of this use is.
     """
 
     is_shared = True
 
     def __init__(self, slabs: Slabs, use: SlabUse, per_slab: int) -> None:
         self.per_slab = per_slab
-        self.num_places = self.num_free = len(slabs.use) * per_slab
-        self.num_beside_fixed = 0
+        self.num_indices = self.num_free = len(slabs.use) * per_slab
+        self.num_next_to_fixed = 0
         self._slabs = slabs
         self._use = int(use)
         self._other_use = 1 - self._use
-        slabs.places.append(self)
+        slabs.indices.append(self)
 
     @property
     def num_available(self) -> int:
-        return self._slabs.num_open * self.per_slab + self.num_beside_fixed
+        return self._slabs.num_open * self.per_slab + self.num_next_to_fixed
 
     @abstractmethod
-    def take(self, num_places: int) -> list[int]: ...
+    def take(self, num_indices: int) -> list[int]: ...
 
     @abstractmethod
-    def give_back(self, place: int) -> None: ...
+    def release(self, index: int) -> None: ...
 
-    def fix(self, *places: int) -> None:
+    def fix(self, *indices: int) -> None:
         slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
-        for place in places:
-            slab = place // per_slab
+        for index in indices:
+            slab = index // per_slab
             if not num_fixed[slab]:
                 slabs.num_open -= 1
-                self.num_beside_fixed += per_slab
+                self.num_next_to_fixed += per_slab
             num_fixed[slab] += 1
-        self.num_beside_fixed -= len(places)
+        self.num_next_to_fixed -= len(indices)
 
-    def unfix(self, *places: int) -> None:
+    def unfix(self, *indices: int) -> None:
         slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
-        for place in places:
-            slab = place // per_slab
+        for index in indices:
+            slab = index // per_slab
             num_fixed[slab] -= 1
             if not num_fixed[slab]:
                 slabs.num_open += 1
-                self.num_beside_fixed -= per_slab
-        self.num_beside_fixed += len(places)
+                self.num_next_to_fixed -= per_slab
+        self.num_next_to_fixed += len(indices)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the counts agree with the slabs of this use. O(n)."""
@@ -110,11 +110,11 @@ class SlabPlaces(ABC):
             if self._num_free_in(slab) + count > per_slab:
                 raise CacheIntegrityError(f"slab {slab} of {per_slab} places has {count} fixed ones beside free ones")
         num_free = sum(map(self._num_free_in, mine)) + len(slabs.unused) * per_slab
-        num_beside_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
-        if (self.num_free, self.num_beside_fixed) != (num_free, num_beside_fixed):
+        num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
+        if (self.num_free, self.num_next_to_fixed) != (num_free, num_next_to_fixed):
             raise CacheIntegrityError(
-                f"{self.num_free} free places and {self.num_beside_fixed} beside fixed ones counted, {num_free} and "
-                f"{num_beside_fixed} found"
+                f"{self.num_free} free places and {self.num_next_to_fixed} beside fixed ones counted, {num_free} and "
+                f"{num_next_to_fixed} found"
             )
 
     def _num_free_in(self, slab: int) -> int:
@@ -133,7 +133,7 @@ class SlabPlaces(ABC):
             slabs.held_states[slab] = True
         elif slabs.held_states[slab]:
             slabs.taken_over.append(slab)
-        other = slabs.places[self._other_use]
+        other = slabs.indices[self._other_use]
         other.num_free -= other.per_slab
         return slab
 
@@ -142,30 +142,30 @@ class SlabPlaces(ABC):
         slabs = self._slabs
         slabs.use[slab] = SlabUse.UNUSED
         insort(slabs.unused, slab)
-        other = slabs.places[self._other_use]
+        other = slabs.indices[self._other_use]
         other.num_free += other.per_slab
 
 
-class WholeSlabs(SlabPlaces):
-    """Places of one slab each."""
+class WholeSlabs(SlabIndexPool):
+    """IndexPool of one slab each."""
 
-    def take(self, num_places: int) -> list[int]:
+    def take(self, num_indices: int) -> list[int]:
         num_fixed, taken = self._slabs.num_fixed, []
-        for _ in range(num_places):
+        for _ in range(num_indices):
             slab = self._take_over()
             num_fixed[slab] = 1
             taken.append(slab)
-        self._slabs.num_open -= num_places
-        self.num_free -= num_places
+        self._slabs.num_open -= num_indices
+        self.num_free -= num_indices
         return taken
 
-    def give_back(self, place: int) -> None:
+    def release(self, index: int) -> None:
         self.num_free += 1
-        self._give_up(place)
+        self._give_up(index)
 
 
-class PartsOfSlabs(SlabPlaces):
-    """Places of which a slab holds several.
+class PartsOfSlabs(SlabIndexPool):
+    """IndexPool of which a slab holds several.
 
     Partly used slabs are filled first, that of the lowest number before others, so that some slabs fall empty; then an
     unused one.
@@ -176,28 +176,28 @@ class PartsOfSlabs(SlabPlaces):
         self._free: list[list[int]] = [[] for _ in slabs.use]  # by slab of this use, the next one last
         self._partly: list[int] = []  # a heap that holds each slab with a place in `_free`, and given up ones
 
-    def take(self, num_places: int) -> list[int]:
+    def take(self, num_indices: int) -> list[int]:
         slabs, partly, num_fixed = self._slabs, self._partly, self._slabs.num_fixed
         taken: list[int] = []
-        missing = num_places
+        missing = num_indices
         while missing:
             slab = partly[0] if partly else self._open_slab()
             free = self._free[slab]
             if free and not num_fixed[slab]:
                 slabs.num_open -= 1
-                self.num_beside_fixed += self.per_slab
+                self.num_next_to_fixed += self.per_slab
             while free and missing:
                 taken.append(free.pop())
                 num_fixed[slab] += 1
                 missing -= 1
             if not free:  # full now, or given up long ago
                 heappop(partly)
-        self.num_free -= num_places
-        self.num_beside_fixed -= num_places
+        self.num_free -= num_indices
+        self.num_next_to_fixed -= num_indices
         return taken
 
-    def give_back(self, place: int) -> None:
-        slab = place // self.per_slab
+    def release(self, index: int) -> None:
+        slab = index // self.per_slab
         free = self._free[slab]
         self.num_free += 1
         if len(free) + 1 == self.per_slab:
@@ -206,7 +206,7 @@ class PartsOfSlabs(SlabPlaces):
             return
         if not free:
             heappush(self._partly, slab)
-        free.append(place)
+        free.append(index)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
@@ -225,7 +225,7 @@ class PartsOfSlabs(SlabPlaces):
         return len(self._free[slab])
 
     def _check_free(self, slab: int, free: Sequence[int]) -> None:
-        if len(set(free)) != len(free) or any(place // self.per_slab != slab for place in free):
+        if len(set(free)) != len(free) or any(index // self.per_slab != slab for index in free):
             raise CacheIntegrityError(f"slab {slab} lists places {sorted(free)} as free")
 
     def _open_slab(self) -> int:
@@ -252,19 +252,19 @@ class SlabSpace:
             )
         self.num_slabs = num_slabs
         self._slabs = Slabs(num_slabs)
-        self.blocks = _places(self._slabs, SlabUse.KV, blocks_per_slab)
-        self.slots = _places(self._slabs, SlabUse.STATES, slots_per_slab)
+        self.blocks = _indices(self._slabs, SlabUse.KV, blocks_per_slab)
+        self.slots = _indices(self._slabs, SlabUse.STATES, slots_per_slab)
 
     def fits(
-        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
+        self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
         slabs, num_slabs, newly_fixed = self._slabs, 0, 0
-        for places, wanted, beside in ((self.blocks, num_blocks, beside_blocks), (self.slots, num_slots, beside_slots)):
-            fixed_now = {place // places.per_slab for place in beside}
+        for indices, wanted, kept in ((self.blocks, num_blocks, kept_blocks), (self.slots, num_slots, kept_slots)):
+            fixed_now = {index // indices.per_slab for index in kept}
             fixed_now = {slab for slab in fixed_now if not slabs.num_fixed[slab]}
             newly_fixed += len(fixed_now)
-            beside_fixed = places.num_beside_fixed + len(fixed_now) * places.per_slab - len(beside)
-            num_slabs += -(-max(wanted - beside_fixed, 0) // places.per_slab)
+            next_to_fixed = indices.num_next_to_fixed + len(fixed_now) * indices.per_slab - len(kept)
+            num_slabs += -(-max(wanted - next_to_fixed, 0) // indices.per_slab)
         return num_slabs <= slabs.num_open - newly_fixed
 
     def count_slabs(self) -> dict[str, int]:
@@ -292,5 +292,5 @@ class SlabSpace:
         self.slots.check_integrity()
 
 
-def _places(slabs: Slabs, use: SlabUse, per_slab: int) -> SlabPlaces:
+def _indices(slabs: Slabs, use: SlabUse, per_slab: int) -> SlabIndexPool:
     return WholeSlabs(slabs, use, per_slab) if per_slab == 1 else PartsOfSlabs(slabs, use, per_slab)

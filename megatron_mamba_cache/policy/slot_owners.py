@@ -6,7 +6,7 @@ from typing import cast
 
 from ..errors import CacheIntegrityError
 from .identifiers import SlotId
-from .places import Places
+from .index_pools import IndexPool
 
 
 class SlotOwner(Enum):
@@ -24,25 +24,25 @@ class SlotOwner(Enum):
 class SlotOwners:
     """The slots of some places, one owner each, free at first."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self._owners = [SlotOwner.FREE] * places.num_places
+    def __init__(self, indices: IndexPool) -> None:
+        self._indices = indices
+        self._owners = [SlotOwner.FREE] * indices.num_indices
         self._counts = dict.fromkeys(SlotOwner, 0)
 
     @property
     def num_slots(self) -> int:
         """Slots have numbers below this."""
-        return self._places.num_places
+        return self._indices.num_indices
 
     @property
     def num_free(self) -> int:
         """Slots that `take` can give."""
-        return self._places.num_free
+        return self._indices.num_free
 
     @property
     def num_available(self) -> int:
         """Slots that `take` can give once everything has been evicted that can be."""
-        return self._places.num_available
+        return self._indices.num_available
 
     def count(self, owner: SlotOwner) -> int:
         """Return how many slots the owner has; of free ones, those that could be taken now."""
@@ -54,7 +54,7 @@ class SlotOwners:
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         """Give `num_slots` free slots to an owner; there must be enough."""
-        slots = cast("list[SlotId]", self._places.take(num_slots))
+        slots = cast("list[SlotId]", self._indices.take(num_slots))
         for slot in slots:
             self._owners[slot] = owner
         self._counts[owner] += num_slots
@@ -83,8 +83,8 @@ class SlotOwners:
         """
         self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:
-            self._places.unfix(slot)
-        self._places.give_back(slot)
+            self._indices.unfix(slot)
+        self._indices.release(slot)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the counts agree with the owners. O(n)."""

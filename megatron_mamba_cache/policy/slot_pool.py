@@ -12,7 +12,7 @@ from .boundary_journal import CachedTexts, NoObserver, NoSaver, NoTexts, StateOb
 from .eviction import CachedEntry, EvictionOrder, Weight
 from .eviction_rules import ENDS, EvictionRule, HeldStates, LeastRecentlyUsed
 from .identifiers import BlockId, SlotId
-from .places import FixedPlaces, Places
+from .index_pools import FixedIndexPool, IndexPool
 from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
 
@@ -28,23 +28,23 @@ class SlotPool:
     """
 
     def __init__(
-        self, places: Places | int, rule: EvictionRule | None = None, running: FixedPlaces | None = None
+        self, indices: IndexPool | int, rule: EvictionRule | None = None, running: FixedIndexPool | None = None
     ) -> None:
         """Start with every slot free.
 
         Args:
-            places: Where slots come from, or how many the pool has for itself.
+            indices: Where slots come from, or how many the pool has for itself.
             rule: What a state is worth; None: the least recently used is evicted first.
-            running: Where the slots of live and draft states come from; None: from `places` too.
+            running: Where the slots of live and draft states come from; None: from `indices` too.
 
         Raises:
             ValueError: If the number of slots is negative.
         """
-        if isinstance(places, int) and places < 0:
-            raise ValueError(f"need num_slots >= 0, found {places}")
-        self._places = FixedPlaces(places) if isinstance(places, int) else places
-        self._owners = SlotOwners(self._places)
-        self._running_places = running
+        if isinstance(indices, int) and indices < 0:
+            raise ValueError(f"need num_slots >= 0, found {indices}")
+        self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
+        self._owners = SlotOwners(self._indices)
+        self._running_indices = running
         self._running = self._owners if running is None else SlotOwners(running)
         self._rule = rule or LeastRecentlyUsed()
         self._texts: CachedTexts = NoTexts()
@@ -72,12 +72,12 @@ class SlotPool:
     @property
     def num_slots(self) -> int:
         """Slots have numbers below this."""
-        return self._places.num_places
+        return self._indices.num_indices
 
     @property
     def num_available(self) -> int:
         """The most that can be reserved now: free slots, and those that evictions can free."""
-        return self._places.num_available
+        return self._indices.num_available
 
     @property
     def num_available_to_run(self) -> int:
@@ -92,7 +92,7 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         """Slots that can be reserved without an eviction."""
-        return self._places.num_free
+        return self._indices.num_free
 
     @property
     def num_reserved(self) -> int:
@@ -252,19 +252,19 @@ class SlotPool:
             if block in self._evictable:
                 self._file_again(block)
 
-    def worth_of(self, block: BlockId) -> float:
+    def priority_of(self, block: BlockId) -> float:
         """Return what the block's state is worth now; infinite if it cannot be evicted."""
         if block not in self._evictable:
             return inf
-        return self._evictable.worth_of(block, self._clock, self._rule.likelihood)
+        return self._evictable.priority_of(block, self._clock, self._rule.likelihood)
 
     def likelihood(self, block: BlockId) -> float:
         """Return how likely hits are to states like that of the block, whatever their age."""
         return self._rule.likelihood(self._weigh(block).kind)
 
-    def least_worth(self) -> float:
+    def min_priority(self) -> float:
         """Return what the state is worth that is evicted next; infinite if there is none."""
-        return self.worth_of(self._next_evicted()) if len(self._evictable) else inf
+        return self.priority_of(self._next_evicted()) if len(self._evictable) else inf
 
     def pin(self, block: BlockId, *, is_hit: bool = True) -> None:
         """Protect the block's state from eviction until as many `unpin` calls.
@@ -385,8 +385,8 @@ class SlotPool:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
         self._owners.check_integrity()
         self._running.check_integrity()
-        if self._running_places is not None:
-            self._running_places.check_integrity()
+        if self._running_indices is not None:
+            self._running_indices.check_integrity()
         orphans = [slot for slots in self._orphans.values() for slot in slots]
         self._owners.check_owned(SlotOwner.CACHED, [*self.slot_by_block.values(), *orphans])
         if (
@@ -451,7 +451,7 @@ class SlotPool:
     def _file(self, block: BlockId, last_used: float) -> Weight:
         weight = self._weigh(block)
         if self._evictable.push(block, last_used, self._lineage.num_tokens(block), weight):
-            self._places.unfix(self.slot_by_block[block])
+            self._indices.unfix(self.slot_by_block[block])
         return weight
 
     def _file_again(self, block: BlockId) -> Weight:
@@ -473,7 +473,7 @@ class SlotPool:
 
     def _unfile(self, block: BlockId) -> None:
         if self._evictable.discard(block):
-            self._places.fix(self.slot_by_block[block])
+            self._indices.fix(self.slot_by_block[block])
 
     def _has_changed(self, block: BlockId) -> bool:
         """Return whether a state is weighed otherwise than when it was filed: what is around it has come or gone."""

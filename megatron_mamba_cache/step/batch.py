@@ -33,7 +33,7 @@ class StepBatch:
 
     requests: tuple[RunningRequest, ...]
     request_ids: tuple[int, ...]  # [requests]
-    places: Sequence[int]  # [requests] where each request's results are; other places are padding
+    row_indices: Sequence[int]  # [requests] row of each request in the step's tensors; other rows are padding
     num_tokens: int
     num_exchanged: int  # tokens that ranks which share experts exchange, the same number on each: at least num_tokens
     num_decode_requests: int
@@ -57,11 +57,11 @@ class StepBatch:
         return replace(self, logits=self.logits.clone(), align=align, replay=replay)
 
     @torch.inference_mode()
-    def forget_boundaries(self, places: Iterable[int]) -> None:
-        """Write no state of these places, whose requests have left: their slots are others' by now."""
+    def forget_boundaries(self, row_indices: Iterable[int]) -> None:
+        """Skip the boundary states of these rows: their requests have left and their slots have new owners."""
         if self.align is not None:
-            for place in places:
-                self.align.targets[place].fill_(PAD_SLOT)
+            for row in row_indices:
+                self.align.targets[row].fill_(PAD_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chun
     return StepBatch(
         requests=tuple(requests),
         request_ids=tuple(request.request_id for request in requests),
-        places=range(len(requests)),
+        row_indices=range(len(requests)),
         num_tokens=num_tokens,
         num_exchanged=num_tokens,
         num_decode_requests=num_decode,

@@ -90,13 +90,13 @@ def prefill_shapes(
     """
     few, many = _few_and_many(max_requests)
     some = (max_requests // _PART - 1) | 1 if max_requests >= _PART * _FEW_REQUESTS else 0
-    beside_few, beside_many = (max_requests | 1,) * 2 if is_shared else (max_requests - 1, max_requests - few - 1)
-    shapes = list(_shapes_after((0, some, beside_few), few, _sizes_of_few, most_tokens, max_tokens))
+    alongside_few, alongside_many = (max_requests | 1,) * 2 if is_shared else (max_requests - 1, max_requests - few - 1)
+    shapes = list(_shapes_after((0, some, alongside_few), few, _sizes_of_few, most_tokens, max_tokens))
     fullest = StepShape(max_requests - 1, 1, few, min(most_tokens, max_tokens - (max_requests - 1)))
-    if is_shared and fullest.num_prefill_tokens > max(few - 1, max_tokens - beside_few) and fullest not in shapes:
+    if is_shared and fullest.num_prefill_tokens > max(few - 1, max_tokens - alongside_few) and fullest not in shapes:
         shapes.append(fullest)  # of one rank alone
     if many > few:
-        after, most_tokens = {some or beside_many, beside_many}, min(most_tokens, most_launched)
+        after, most_tokens = {some or alongside_many, alongside_many}, min(most_tokens, most_launched)
         shapes += _shapes_after(after, many, _sizes_of_many, most_tokens, max_tokens)
     return shapes
 

@@ -21,7 +21,7 @@ from .grammar_masks import GrammarMasks
 class _Text:
     """A request's row of the tables, and its generated tokens that are counted."""
 
-    place: int
+    row: int
     num_counted: int = 0
 
 
@@ -46,22 +46,22 @@ class SeenTokens:
             requests: With penalties, and where the logits of each begin.
         """
         self._count(requests, logits)
-        places: list[int] = []
+        rows: list[int] = []
         texts: list[int] = []
         drafts: list[int] = []
         counts: list[int] = []
         settings: list[tuple[float, float, float]] = []
         for start, request in requests:
             asked, width = request.spec.sampling.logits, 1 + len(request.drafts)
-            places += range(start, start + width)
-            texts += [self._texts[request.request_id].place] * width
+            rows += range(start, start + width)
+            texts += [self._texts[request.request_id].row] * width
             settings += [(asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)] * width
             counts += range(width)
             drafts += (draft for before in range(width) for draft in request.drafts[:before])
         device = logits.device
-        numbers = [*places, *texts, 0, *accumulate(counts), *drafts]
+        numbers = [*rows, *texts, 0, *accumulate(counts), *drafts]
         sent = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
-        num = len(places)
+        num = len(rows)
         penalise(
             logits,
             PenalisedRows(
@@ -79,7 +79,7 @@ class SeenTokens:
         """Forget what a request has seen."""
         text = self._texts.pop(request_id, None)
         if text is not None:
-            self._unused.append(text.place)
+            self._unused.append(text.row)
 
     def _count(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
         """Count the tokens that the requests have generated since."""
@@ -89,11 +89,11 @@ class SeenTokens:
             text = self._texts.get(request.request_id) or self._begin(request, logits)
             new = request.generated_after(text.num_counted)
             text.num_counted += len(new)
-            texts += [text.place] * len(new)
+            texts += [text.row] * len(new)
             tokens += new
         if tokens:
-            places = torch.tensor([texts, tokens]).to(logits.device, non_blocking=True)
-            self._counts.index_put_((places[0], places[1]), self._counts.new_ones(()), accumulate=True)
+            rows = torch.tensor([texts, tokens]).to(logits.device, non_blocking=True)
+            self._counts.index_put_((rows[0], rows[1]), self._counts.new_ones(()), accumulate=True)
 
     def _begin(self, request: RunningRequest, logits: Tensor) -> _Text:
         """Clear a row of the tables for a request, and mark what its prompt has."""
@@ -101,9 +101,9 @@ class SeenTokens:
             self._grow(logits)
         text = self._texts[request.request_id] = _Text(self._unused.pop())
         prompt = torch.from_numpy(np.unique(request.spec.prompt[: request.first_generated]))
-        self._counts[text.place].zero_()
-        self._in_prompt[text.place].zero_()
-        self._in_prompt[text.place, prompt.to(logits.device, non_blocking=True)] = 1
+        self._counts[text.row].zero_()
+        self._in_prompt[text.row].zero_()
+        self._in_prompt[text.row, prompt.to(logits.device, non_blocking=True)] = 1
         return text
 
     def _grow(self, logits: Tensor) -> None:
@@ -148,11 +148,11 @@ class LogitsChanges:
         logits = logits.to(torch.float32, copy=True)
         self.masks.apply(logits)
         _add_biases(changed, logits)
-        _bar_ends(changed, logits)
+        _mask_ends(changed, logits)
         penalised = [(start, request) for start, request in changed if request.spec.sampling.logits.depends_on_text]
         if penalised:
             self._seen.penalise(penalised, logits)
-        _bar_improbable(changed, logits)
+        _mask_improbable(changed, logits)
         return logits
 
     def forget(self, request_id: int) -> None:
@@ -163,46 +163,46 @@ class LogitsChanges:
 
 def _add_biases(requests: _Requests, logits: Tensor) -> None:
     biased = [
-        (place, token, bias)
+        (row, token, bias)
         for start, request in requests
         for token, bias in request.spec.sampling.logits.logit_bias
-        for place in range(start, start + 1 + len(request.drafts))
+        for row in range(start, start + 1 + len(request.drafts))
     ]
     if biased:
-        places, tokens, biases = zip(*biased, strict=True)
-        at = torch.tensor([places, tokens]).to(logits.device, non_blocking=True)
+        rows, tokens, biases = zip(*biased, strict=True)
+        at = torch.tensor([rows, tokens]).to(logits.device, non_blocking=True)
         added = torch.tensor(biases, dtype=torch.float32).to(logits.device, non_blocking=True)
         logits.index_put_((at[0], at[1]), logits[at[0], at[1]] + added)
 
 
-def _bar_ends(requests: _Requests, logits: Tensor) -> None:
+def _mask_ends(requests: _Requests, logits: Tensor) -> None:
     """Bar what ends a request before it has its least number of tokens."""
-    barred = []
+    masked = []
     for start, request in requests:
         sampling = request.spec.sampling
-        num_barred = min(
+        num_masked = min(
             sampling.logits.min_tokens - (request.length - request.first_generated), 1 + len(request.drafts)
         )
-        if num_barred > 0:
+        if num_masked > 0:
             ends = [end for end in sampling.end_ids if end < logits.shape[1]]
-            barred += [(start + place, end) for place in range(num_barred) for end in ends]
-    if barred:
-        at = torch.tensor(barred).T.to(logits.device, non_blocking=True)
+            masked += [(start + row, end) for row in range(num_masked) for end in ends]
+    if masked:
+        at = torch.tensor(masked).T.to(logits.device, non_blocking=True)
         logits.index_put_((at[0], at[1]), logits.new_full((), float("-inf")))
 
 
-def _bar_improbable(requests: _Requests, logits: Tensor) -> None:
+def _mask_improbable(requests: _Requests, logits: Tensor) -> None:
     """Bar tokens that are less probable than a share of the most probable one, as `min_p` says."""
-    places: list[int] = []
+    rows: list[int] = []
     distances: list[float] = []
     for start, request in requests:
         sampling = request.spec.sampling
         if sampling.logits.min_p > 0 and not sampling.is_greedy:
             width = 1 + len(request.drafts)
-            places += range(start, start + width)
+            rows += range(start, start + width)
             distances += [sampling.temperature * float(np.log(sampling.logits.min_p))] * width
-    if places:
-        at = torch.tensor(places).to(logits.device, non_blocking=True)
+    if rows:
+        at = torch.tensor(rows).to(logits.device, non_blocking=True)
         distance = torch.tensor(distances, dtype=torch.float32).to(logits.device, non_blocking=True)
         found = logits.index_select(0, at)
         least = found.amax(dim=-1, keepdim=True) + distance[:, None]

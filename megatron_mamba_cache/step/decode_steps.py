@@ -38,8 +38,8 @@ class RequestEnds:
         settings = [request.spec.sampling for request in requests]
         ends = [(*sampling.end_ids, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
         end_ids = np.full((len(requests), max(map(len, ends), default=1)), -1, np.int64)
-        for place, found in enumerate(ends):
-            end_ids[place, : len(found)] = found
+        for row, found in enumerate(ends):
+            end_ids[row, : len(found)] = found
         return RequestEnds(end_ids, np.array([request.spec.max_len for request in requests], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
@@ -205,10 +205,10 @@ def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuf
     is free.
     """
     computed, table, is_new = buffers.host("computed")[: len(requests)], buffers.host_block_table(), False
-    for place in np.flatnonzero(computed % block_size == 1).tolist():
-        index = int(computed[place]) // block_size - 1
-        if index >= 0 and table[place, index] != (block := requests[place].block_ids[index]):
-            table[place, index], is_new = block, True
+    for row in np.flatnonzero(computed % block_size == 1).tolist():
+        index = int(computed[row]) // block_size - 1
+        if index >= 0 and table[row, index] != (block := requests[row].block_ids[index]):
+            table[row, index], is_new = block, True
     return is_new
 
 
@@ -219,7 +219,7 @@ def _write_begun_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers
     if not len(begun):
         return False
     index = computed[begun] // block_size
-    blocks = [requests[place].block_ids[at] for place, at in zip(begun.tolist(), index.tolist(), strict=True)]
+    blocks = [requests[row].block_ids[at] for row, at in zip(begun.tolist(), index.tolist(), strict=True)]
     buffers.host_block_table()[begun, index] = blocks
     buffers.host("token_blocks")[begun] = blocks
     buffers.host("token_offsets")[begun] = 0
@@ -232,10 +232,8 @@ def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, 
     ends = buffers.host("computed")[: len(requests)] + 1
     slots = buffers.host("align_slots")[: len(requests)]
     slots[:] = PAD_SLOT
-    for place in np.flatnonzero(ends % block_size == 0).tolist():
-        slots[place] = next(
-            (state.slot for state in requests[place].reserved if state.position == ends[place]), PAD_SLOT
-        )
+    for row in np.flatnonzero(ends % block_size == 0).tolist():
+        slots[row] = next((state.slot for state in requests[row].reserved if state.position == ends[row]), PAD_SLOT)
 
 
 def _ends_of(requests: Sequence[RunningRequest]) -> RequestEnds | None:

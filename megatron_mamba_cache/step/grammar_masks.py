@@ -42,12 +42,12 @@ class GrammarMasks:
     """The matchers of the running requests with a grammar, and the masks of one step.
 
     Args:
-        are_drawn_here: Whether this rank draws tokens; if not, it only cuts drafts.
+        samples_here: Whether this rank draws tokens; if not, it only cuts drafts.
     """
 
-    def __init__(self, grammars: Grammars, *, are_drawn_here: bool = True) -> None:
+    def __init__(self, grammars: Grammars, *, samples_here: bool = True) -> None:
         self._grammars = grammars
-        self._are_drawn_here = are_drawn_here
+        self._samples_here = samples_here
         self._requests: dict[int, _MatchedRequest] = {}
         self._making: Future[int] | None = None
         self._num_words = -(-grammars.vocab_size // _TOKENS_A_WORD)
@@ -70,7 +70,7 @@ class GrammarMasks:
             starts: [requests] where each request's logits begin.
         """
         self._wait()
-        if self._are_drawn_here:
+        if self._samples_here:
             found = [
                 (request, start)
                 for request, start in zip(requests, starts, strict=False)
@@ -80,9 +80,9 @@ class GrammarMasks:
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> None:
-        """Bar what the grammars of the step's requests refuse, in place; the logits are [logits, vocab].
+        """Mask the tokens that the grammars refuse, in place; the logits are [logits, vocab].
 
-        Nothing is barred for a request whose grammar has become too complex to go on: `Grammars` notes its request.
+        Nothing is masked for a request whose grammar has become too complex to go on: `Grammars` notes its request.
         """
         making, self._making = self._making, None
         if making is None:
@@ -112,17 +112,17 @@ class GrammarMasks:
         self._masks[:count] = -1  # what comes after an end token is not drawn
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        places: list[int] = []
-        place = 0
+        rows: list[int] = []
+        row = 0
         for request, start in requests:
             matcher, width = self._matched(request).catch_up(request), 1 + len(request.drafts)
-            places.append(place)
+            rows.append(row)
             if request.drafts:
-                drafted.append((matcher, place, list(map(int, request.drafts))))
+                drafted.append((matcher, row, list(map(int, request.drafts))))
             else:
-                plain.append((matcher, place))
-            self._logits_rows[place : place + width] = torch.arange(start, start + width)
-            place += width
+                plain.append((matcher, row))
+            self._logits_rows[row : row + width] = torch.arange(start, start + width)
+            row += width
         target = self._masks.data_ptr(), self._num_words * self._masks.itemsize, count
         if plain:
             self._grammars.executor.unsafe_compute_mask_ptr(plain, *target)
@@ -131,7 +131,7 @@ class GrammarMasks:
         for index, (request, _) in enumerate(requests):
             matcher = self._requests[request.request_id].matcher
             if matcher.is_error():
-                self._masks[places[index] : places[index] + 1 + len(request.drafts)] = -1
+                self._masks[rows[index] : rows[index] + 1 + len(request.drafts)] = -1
                 self._grammars.note_failure(request.request_id, matcher.get_error())
         return count
 

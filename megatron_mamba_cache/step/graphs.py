@@ -24,14 +24,14 @@ from ..policy.requests import RunningRequest, num_decoding
 from ..ranks.group import Ranks
 from ..recurrences.model_shape import HybridModelShape
 from .decode_steps import LatestStep
-from .early_step import Capture, EarlyState, EarlyStep, GraphsByShape
 from .logits import any_scored
 from .memory import CacheMemory
-from .model import StepModel, WeightPlaces
+from .model import StepModel, WeightAddresses
+from .overlapped_step import Capture, GraphsByShape, OverlappedStep, OverlapState
 from .recorder import CudaRecorder, without_collections
 from .runner import StepRunner
 from .shapes import StepShape, smallest_holding
-from .step import any_drawn
+from .step import any_sampled
 from .step_graph import OutputMemory, StepGraph
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class StepGraphs:
         self,
         graphs: Sequence[StepGraph],
         capture: Capture,
-        weights: WeightPlaces,
+        weights: WeightAddresses,
         tables: Sequence[Tensor],
         *,
         only_last_logits: bool,
@@ -70,14 +70,16 @@ class StepGraphs:
         """Return whether there is a graph for every step that another shape holds."""
         return any(shape.holds(step) for shape in self._graphs)
 
-    def launch(self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
+    def launch(
+        self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+    ) -> OverlappedStep:
         """Send a step that a graph holds, and launch its forward; see `GraphsByShape`."""
         graph = self.fitting(requests)
         if graph is None:
             raise CacheIntegrityError("no graph holds the requests of a step that is to be launched; ask hold()")
-        batch = graph.lay_out(requests, draws_ratios=any_drawn(draft_distributions))
+        batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         graph.forward()
-        return EarlyStep(graph, batch, None, EarlyState.FORWARD, draft_distributions)
+        return OverlappedStep(graph, batch, None, OverlapState.FORWARD, draft_distributions)
 
     def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
         """Return the graph of a shape, or the smallest that holds the requests; None if there is none."""
@@ -91,7 +93,7 @@ class StepGraphs:
 
 def reason_to_capture_again(graphs: GraphsByShape | None, model: StepModel, ranks: Ranks) -> str | None:
     """Return which weights are not where the graphs read them, on the first rank of the model where any are not."""
-    change = None if graphs is None else graphs.weights.first_change(model.weight_places())
+    change = None if graphs is None else graphs.weights.first_change(model.weight_addresses())
     changes = enumerate(ranks.gather(change))
     return next((f"on rank {rank} of the model, {found}" for rank, found in changes if found is not None), None)
 
@@ -149,4 +151,4 @@ def capture_graphs(
         ]
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes() + outputs.num_bytes)
-    return StepGraphs(graphs, capture, model.weight_places(), tables, only_last_logits=runner.only_last_logits)
+    return StepGraphs(graphs, capture, model.weight_addresses(), tables, only_last_logits=runner.only_last_logits)

@@ -24,7 +24,7 @@ class StepLogProbs:
 
     Args:
         of_tokens: [requests] log-probs of the tokens that followed those computed; None for a request that wants none.
-        best: By request index, the best log-probs and their tokens in the place of each.
+        best: By request index, the best log-probs and their alternatives.
         of_prompts: By request index, the scores of the prompts that the step completes.
     """
 
@@ -43,11 +43,11 @@ def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tenso
         logits: [n, vocab].
         kept, only_last: See `followed_tokens`.
     """
-    places = followed_tokens(step, kept, only_last=only_last)
+    followed = followed_tokens(step, kept, only_last=only_last)
     log_probs = F.log_softmax(logits.float(), dim=-1)
     return StepLogProbs(
-        of_tokens=selected_log_probs(places, log_probs),
-        best=top_n_log_probs(step, places, log_probs),
+        of_tokens=selected_log_probs(followed, log_probs),
+        best=top_n_log_probs(step, followed, log_probs),
         of_prompts=whole_scores(step.requests) if only_last else None,
     )
 
@@ -65,11 +65,11 @@ class StepScorer:
         self._vocab_size = vocab_size
         self._only_last = only_last
 
-    def begin(self, step: Step, outcome: Tensor, logits: Tensor) -> "DrawnTokenScores | None":
-        """Begin to score a step of one token a request, before another step takes the place of its logits.
+    def begin(self, step: Step, outcome: Tensor, logits: Tensor) -> "SampledTokenScores | None":
+        """Begin to score a step of one token a request, before another step overwrites its logits.
 
         Args:
-            outcome: [requests, 2 + K] at the step's places.
+            outcome: [requests, 2 + K] at `StepBatch.row_indices`.
             logits: What the forward returned on this rank.
 
         Returns:
@@ -77,7 +77,7 @@ class StepScorer:
         """
         if not step.has_one_token_each or not self._scores(step):
             return None
-        return DrawnTokenScores(step.batch, outcome, self.logits_on_all_ranks(step, logits))
+        return SampledTokenScores(step.batch, outcome, self.logits_on_all_ranks(step, logits))
 
     def log_probs(
         self, step: Step, kept: Sequence[Sequence[int]], logits: Tensor, logits_of: Callable[[Tensor], Tensor]
@@ -104,11 +104,11 @@ class StepScorer:
         return logits_on_all_ranks(self._ranks, output, num_logits, self._vocab_size).squeeze(0)
 
 
-class DrawnTokenScores:
+class SampledTokenScores:
     """Log-probs of the tokens that a step of one token a request draws, on their way to the host.
 
     Args:
-        outcome: Of the step, [requests, 2 + K] at its places.
+        outcome: Of the step, [requests, 2 + K] at its `row_indices`.
         logits: [n, vocab] the model's own; they may be overwritten afterwards.
     """
 
@@ -116,10 +116,10 @@ class DrawnTokenScores:
         wanted = [index for index, request in enumerate(step.requests) if _is_wanted(request)]
         self._settings = {index: step.requests[index].spec.log_probs.top_n for index in wanted}
         self._num_requests = len(step.requests)
-        tokens = _rows_of(outcome, [step.places[index] for index in wanted])[:, 1:2]
+        tokens = _rows_of(outcome, [step.row_indices[index] for index in wanted])[:, 1:2]
         found = _rows_of(logits, [step.logits.starts[index] for index in wanted])
         log_probs = F.log_softmax(found.float(), dim=-1)
-        self._drawn = HostCopy(log_probs.gather(1, tokens))
+        self._sampled = HostCopy(log_probs.gather(1, tokens))
         # Each number of them apart: which of equal ones are among the best is to depend on no other request.
         self._best = {
             num: tuple(map(HostCopy, torch.topk(log_probs, num))) for num in {*self._settings.values()} if num
@@ -128,8 +128,8 @@ class DrawnTokenScores:
     def arrived(self) -> StepLogProbs:
         """Wait for them and return what the requests want."""
         of_tokens: list[list[float] | None] = [None] * self._num_requests
-        for index, drawn in zip(self._settings, self._drawn.arrived().tolist(), strict=True):
-            of_tokens[index] = drawn
+        for index, sampled in zip(self._settings, self._sampled.arrived().tolist(), strict=True):
+            of_tokens[index] = sampled
         tables = {num: [copy.arrived() for copy in copies] for num, copies in self._best.items()}
         best = {
             index: [(values[line], ids[line])]
@@ -185,28 +185,28 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
     return found
 
 
-def selected_log_probs(places: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
+def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
     """Return each request's log-probs of the tokens that followed.
 
     Args:
         log_probs: [logits, vocab].
     """
-    logits = [index for place in places if place for index in place.logits]
-    targets = [token for place in places if place for token in place.followers]
+    logits = [index for one in followed if one for index in one.logits]
+    targets = [token for one in followed if one for token in one.followers]
     chosen = iter(log_probs[logits, targets].tolist())
-    return [None if place is None else [next(chosen) for _ in place.followers] for place in places]
+    return [None if one is None else [next(chosen) for _ in one.followers] for one in followed]
 
 
 def top_n_log_probs(
-    step: StepBatch, places: Sequence[FollowedTokens | None], log_probs: Tensor
+    step: StepBatch, followed: Sequence[FollowedTokens | None], log_probs: Tensor
 ) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
-    """Return, by request index, the best log-probs and their tokens at each place; None if none are wanted."""
+    """Return, by request index, the best log-probs and their tokens for each token; None if none are wanted."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for index, (request, place) in enumerate(zip(step.requests, places, strict=True)):
+    for index, (request, one) in enumerate(zip(step.requests, followed, strict=True)):
         settings = request.spec.log_probs
-        if settings.top_n and place is not None:
+        if settings.top_n and one is not None:
             skips = settings.skip_prompt and request.is_prefilling
-            best = torch.topk(log_probs[list(place.logits[-1:] if skips else place.logits)], settings.top_n)
+            best = torch.topk(log_probs[list(one.logits[-1:] if skips else one.logits)], settings.top_n)
             found[index] = list(zip(best.values.cpu(), best.indices.cpu(), strict=True))
     return found or None
 

@@ -116,8 +116,8 @@ def _write_sampling(
     temperature[:] = [s.temperature for s in settings]
     top_k[:] = [s.top_k for s in settings]
     top_p[:] = [s.top_p for s in settings]
-    for name, drawn_for in zip(names, (purpose, DrawPurpose.ACCEPT, DrawPurpose.RESIDUAL), strict=False):
-        write_uniforms(name, drawn_for, requests, buffers)
+    for name, purpose_of in zip(names, (purpose, DrawPurpose.ACCEPT, DrawPurpose.RESIDUAL), strict=False):
+        write_uniforms(name, purpose_of, requests, buffers)
 
 
 def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:

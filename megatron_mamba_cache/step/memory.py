@@ -19,7 +19,7 @@ from ..policy.boundaries import BoundaryRule
 from ..policy.draft_states import DraftStates, ReplayStates, WindowStates, num_folded
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.identifiers import BlockId
-from ..policy.places import FixedPlaces
+from ..policy.index_pools import FixedIndexPool
 from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
@@ -34,8 +34,8 @@ from ..recurrences.slab_shape import MemorySizes
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_shapes import most_padding_requests
-from .early_step import Capture
 from .memory_below import AttachedTiers, MemoryBelow
+from .overlapped_step import Capture
 
 
 class CacheMemory:
@@ -71,7 +71,7 @@ class CacheMemory:
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
-        running = FixedPlaces(config.num_running_slots) if config.quantizes_states else None
+        running = FixedIndexPool(config.num_running_slots) if config.quantizes_states else None
         self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
         self._space = capacity.space()
         rule = EVICTION_RULES[config.eviction](capacity.state_len)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Address:
     """What a captured kernel knows of a tensor."""
 
     address: int
@@ -21,20 +21,20 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlaces:
+class WeightAddresses:
     """Places of all parameters and buffers of a model, by name; tied ones under each of their names."""
 
-    places: dict[str, _Place]
+    addresses: dict[str, _Address]
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Read the places from the model, without waiting for the device."""
+        """Read the addresses from the model, without waiting for the device."""
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        return cls({name: _place_of(tensor) for name, tensor in tensors})
+        return cls({name: _address_of(tensor) for name, tensor in tensors})
 
     def first_change(self, now: Self) -> str | None:
         """Return which weight is the first that has moved or changed its form; None if none has."""
-        before, after = self.places, now.places
+        before, after = self.addresses, now.addresses
         for name in [*before, *(name for name in after if name not in before)]:
             if name not in after:
                 return f"{name} is gone"
@@ -46,8 +46,8 @@ class WeightPlaces:
         return None
 
 
-def _place_of(tensor: Tensor) -> _Place:
-    return _Place(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+def _address_of(tensor: Tensor) -> _Address:
+    return _Address(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 class StepModel(Protocol):
@@ -74,7 +74,7 @@ class StepModel(Protocol):
         The block gets whether there are any.
         """
 
-    def weight_places(self) -> WeightPlaces:
+    def weight_addresses(self) -> WeightAddresses:
         """Return where the weights are now, without waiting for the device."""
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:

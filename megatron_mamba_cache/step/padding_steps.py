@@ -19,7 +19,7 @@ def take_part(model: StepModel, runner: StepRunner) -> None:
         return
     shape = sharing.next_shape()
     _launch_padding(shape, model, runner, sharing)
-    owes_next = sharing.look_ahead(NO_REQUESTS, runner.queue, wants_early=False)
+    owes_next = sharing.agree_on_next(NO_REQUESTS, runner.queue, wants_overlap=False)
     torch.cuda.synchronize()
     if owes_next:
         _compute_padding(shape, model, runner)
@@ -38,7 +38,7 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
         with model.resuming_exchanges() as any_made:  # a replay would make all of them again
             _launch_padding(sharing.present, model, runner, sharing, eagerly=any_made)
     if sharing.part is Part.LAUNCHED:
-        sharing.look_ahead(NO_REQUESTS, QueueState(), wants_early=False)
+        sharing.agree_on_next(NO_REQUESTS, QueueState(), wants_overlap=False)
 
 
 @torch.inference_mode()
@@ -47,14 +47,14 @@ def end_shared_steps(runner: StepRunner) -> None:
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
-    graphs, is_launched = runner.graphs, sharing.padding_is_launched or runner.early_steps.launched is not None
+    graphs, is_launched = runner.graphs, sharing.padding_is_launched or runner.overlapped_steps.launched is not None
     if sharing.is_owed and not is_launched and graphs is not None:
         graph = graphs.fitting((), sharing.present)
         assert graph is not None  # nothing is owed without one
         graph.lay_out((), draws_ratios=False)
         graph.forward()
     sharing.forget()
-    runner.early_steps.drop()
+    runner.overlapped_steps.drop()
     torch.cuda.synchronize()
 
 
@@ -62,7 +62,7 @@ def _launch_padding(
     shape: StepShape, model: StepModel, runner: StepRunner, sharing: SharedSteps, *, eagerly: bool = False
 ) -> None:
     """Launch this rank's part of the present step, unless it was launched early."""
-    if runner.early_steps.take() is None and not sharing.padding_is_launched:
+    if runner.overlapped_steps.take() is None and not sharing.padding_is_launched:
         _compute_padding(shape, model, runner, eagerly=eagerly)
     sharing.padding_is_launched = False
     sharing.note_launched()

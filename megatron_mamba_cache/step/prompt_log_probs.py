@@ -23,7 +23,7 @@ _MOST_LOGITS = 2**25
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPlaces:
+class ScoredSpan:
     """The tokens of one request that score those after them.
 
     Args:
@@ -36,7 +36,7 @@ class ScoredPlaces:
     followers: tuple[int, ...]
 
 
-def scored_places(requests: Sequence[RunningRequest]) -> list[ScoredPlaces]:
+def scored_spans(requests: Sequence[RunningRequest]) -> list[ScoredSpan]:
     """Return which prompt tokens a step's requests score; none for a request whose prompt is not scored."""
     found = []
     token_start = 0
@@ -45,7 +45,7 @@ def scored_places(requests: Sequence[RunningRequest]) -> list[ScoredPlaces]:
             first = request.computed + 1
             followers = request.spec.prompt[first : first + request.scheduled]  # the prompt's last token has none
             tokens = range(token_start, token_start + len(followers))
-            found.append(ScoredPlaces(request, tokens, tuple(followers.tolist())))
+            found.append(ScoredSpan(request, tokens, tuple(followers.tolist())))
         token_start += request.scheduled
     return found
 
@@ -58,14 +58,14 @@ def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor
     Args:
         logits_of: Returns the logits [n, vocab] of hidden states [n, hidden]; called on the last stage only.
     """
-    places = [place for place in scored_places(step.requests) if place.followers]
-    if not places:
+    spans = [span for span in scored_spans(step.requests) if span.followers]
+    if not spans:
         return
-    top_n = max(place.request.spec.log_probs.most_of_prompt for place in places)
-    found = _scores(step, ranks, places, top_n, logits_of, _MOST_LOGITS // vocab_size)
-    for place in places:
-        width = place.request.spec.log_probs.most_of_prompt
-        place.request.score([next(found).cut(width) for _ in place.followers])
+    top_n = max(span.request.spec.log_probs.most_of_prompt for span in spans)
+    found = _scores(step, ranks, spans, top_n, logits_of, _MOST_LOGITS // vocab_size)
+    for span in spans:
+        width = span.request.spec.log_probs.most_of_prompt
+        span.request.score([next(found).cut(width) for _ in span.followers])
 
 
 def whole_scores(requests: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:
@@ -99,14 +99,14 @@ def alternatives_by_text(
 def _scores(
     step: Step,
     ranks: Ranks,
-    places: Sequence[ScoredPlaces],
+    spans: Sequence[ScoredSpan],
     top_n: int,
     logits_of: Callable[[Tensor], Tensor],
     most_at_once: int,
 ) -> Iterator[ScoredToken]:
-    """Return the scores of all followers, in order, each with the `top_n` best tokens in its place."""
-    tokens = [token for place in places for token in place.tokens]
-    followers = [token for place in places for token in place.followers]
+    """Return the scores of all followers, in order, each with the `top_n` best alternatives."""
+    tokens = [token for span in spans for token in span.tokens]
+    followers = [token for span in spans for token in span.followers]
     device = step.batch.token_ids.device
     values = torch.empty(len(tokens), 1 + top_n, device=device)
     ranks_and_ids = torch.empty(len(tokens), 1 + top_n, dtype=torch.int64, device=device)

@@ -3,7 +3,7 @@
 plan → forward → publish prompts → sample → launch the next step, if it may run ahead, or decide its drafts → read →
 land → launch drafts.
 
-`drop_failed_step` takes the place of what is left when anything in it raises.
+`drop_failed_step` replaces the rest when anything in it raises.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .batch import lay_out_step
 from .buffers import HostCopy
 from .changed_logits import LogitsChanges
-from .early_step import Capture, CapturedStep, GraphsByShape
 from .grammar_masks import GrammarMasks
 from .log_probs import StepScorer
 from .memory import CacheMemory
 from .model import StepModel
-from .run_ahead import EarlySteps
+from .overlap import OverlappedSteps
+from .overlapped_step import Capture, CapturedStep, GraphsByShape
 from .shapes import StepShape
 from .shared_steps import OwnSteps, SharedSteps, StepSharing
-from .step import Step, any_drawn
+from .step import Step, any_sampled
 from .step_outcome import StepOutcome
 from .step_requests import StepRequests, draft_budget
 from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
@@ -85,7 +85,7 @@ class StepRunner:
         self._step: Step | None = None
         self._at_work: list[RunningRequest] = []  # the requests of the step that is being planned or computed
         self._graphs: GraphsByShape | None = None
-        self._changes = LogitsChanges(GrammarMasks(grammars, are_drawn_here=ranks.is_last_stage))
+        self._changes = LogitsChanges(GrammarMasks(grammars, samples_here=ranks.is_last_stage))
         self._capture: Callable[[], None] = lambda: None
         self.sharing: StepSharing = OwnSteps()
         if self.peers.num_ranks > 1:
@@ -94,14 +94,14 @@ class StepRunner:
         # Nothing is launched early that depends on more than these requests, or whose every step is compared.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         is_wanted = config.run_ahead and by_itself
-        self.early_steps = EarlySteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
+        self.overlapped_steps = OverlappedSteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
         self.step_requests = StepRequests(
             memory,
             self.requests,
             planner,
             ranks,
             self._changes,
-            self.early_steps,
+            self.overlapped_steps,
             self.queue,
             self.sharing,
             counters,
@@ -127,8 +127,8 @@ class StepRunner:
             self.queue.note_change()
         outcome = self._sample(step, logits)
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
-        self.early_steps.launch_next(step)
-        if self.early_steps.launched is None and not step.num_prefill_requests:
+        self.overlapped_steps.launch_next(step)
+        if self.overlapped_steps.launched is None and not step.num_prefill_requests:
             self.planner.decide_next(step.requests)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
@@ -140,7 +140,7 @@ class StepRunner:
     def plan(self) -> Step:
         """Schedule the decode requests and their drafts, and lay the step out."""
         shape = self.sharing.next_shape()
-        graph: CapturedStep | None = (early := self.early_steps.take())
+        graph: CapturedStep | None = (early := self.overlapped_steps.take())
         if early is not None:
             self.sharing.note_launched()
             self._at_work = list(self.requests)
@@ -173,10 +173,10 @@ class StepRunner:
 
     def land(self, kept: StepTokens) -> GrowthOutcome:
         """Append and publish the tokens that requests keep; remove those that end, and hold back or evict others."""
-        step, early_step = self.step, self.early_steps.launched
+        step, overlapped_step = self.step, self.overlapped_steps.launched
         ended = [step.requests[index] for index in kept.ended]
-        if early_step is not None:  # which runs with these tokens, and has the blocks that it needs
-            early_step.check_inputs([new[-1] for new in kept.tokens])
+        if overlapped_step is not None:  # which runs with these tokens, and has the blocks that it needs
+            overlapped_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
             self.step_requests.leave(ended)
@@ -190,7 +190,7 @@ class StepRunner:
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
-        if ended or early_step is None:  # else every request decodes again
+        if ended or overlapped_step is None:  # else every request decodes again
             self.step_requests.count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.requests, kept)
@@ -227,7 +227,7 @@ class StepRunner:
     def close(self) -> None:
         """Wait for an early step and for copies, and let the planner forget all requests: the memory is to be freed."""
         self._step, self._at_work = None, []
-        self.step_requests.drop_early_step()
+        self.step_requests.drop_overlapped_step()
         self.memory.close(self.requests)
         self.counters.states_evicted += self.memory.slots.num_evicted
         self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
@@ -264,7 +264,7 @@ class StepRunner:
             purpose: What tokens are drawn for.
             shape: That in which ranks share the step; None if they do not.
         """
-        memory, draws_ratios = self.memory, any_drawn(draft_distributions)
+        memory, draws_ratios = self.memory, any_sampled(draft_distributions)
         batch = lay_out_step(
             requests,
             memory.step_buffers,
@@ -291,7 +291,7 @@ class StepRunner:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Let the block show and compute padding; what was shown before is shown again afterwards."""
-        self.early_steps.wait()
+        self.overlapped_steps.wait()
         step, counts = self._step, self.step_requests.counts
         try:
             yield
@@ -317,7 +317,7 @@ class StepRunner:
 
     def drop_graphs(self) -> None:
         """Free all graphs; the results of an early step that one of them computes are copied first."""
-        self.early_steps.leave_graph()
+        self.overlapped_steps.leave_graph()
         self._graphs = None
 
     def capture_by(self, capture: Callable[[], None], *, now: bool) -> None:
@@ -345,7 +345,7 @@ class StepRunner:
         """Sample, verify, and copy the states of reached boundaries.
 
         Returns:
-            [requests, 2 + K] at the step's places: how many tokens each request accepts, then these tokens.
+            [requests, 2 + K] at `StepBatch.row_indices`: how many tokens each request accepts, then these tokens.
         """
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
@@ -365,24 +365,24 @@ class StepRunner:
     def _launch_drafts(self, step: Step) -> None:
         """Launch the step after this one, which has landed, with its drafts, if that is allowed."""
         graphs = self._graphs
-        if self.early_steps.may_launch_drafts(step, graphs) and graphs is not None:
+        if self.overlapped_steps.may_launch_drafts(step, graphs) and graphs is not None:
             distributions = self.step_requests.schedule_decode(step.requests, self.requests.budget)
-            self.early_steps.launch_drafts(graphs, step.requests, distributions)
+            self.overlapped_steps.launch_drafts(graphs, step.requests, distributions)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
         """Return what each request keeps of its outcome; launch the next step if it may run ahead.
 
         Args:
-            found: The outcome, [requests, 2 + K] at the step's places.
+            found: The outcome, [requests, 2 + K] at `StepBatch.row_indices`.
         """
-        if not any_drawn(step.draft_distributions):
-            tokens = [found[place][1] for place in step.batch.places]
-            self.early_steps.launch_next(step, tokens)
-            if (early := self.early_steps.launched) is not None:
+        if not any_sampled(step.draft_distributions):
+            tokens = [found[row][1] for row in step.batch.row_indices]
+            self.overlapped_steps.launch_next(step, tokens)
+            if (early := self.overlapped_steps.launched) is not None:
                 early.note_fed(tokens)
                 if not early.any_ends(tokens):
                     return StepTokens(list(zip(tokens, strict=True)))
-        lines = (found[place] for place in step.batch.places)
+        lines = (found[row] for row in step.batch.row_indices)
         return StepTokens.of(
             [request.keep(new[:accepted]) for request, (accepted, *new) in zip(step.requests, lines, strict=True)]
         )

@@ -112,7 +112,7 @@ class StepShape:
         return decoding + [prefill_padding_request(length, dummy_block) for length in lengths]
 
     def pad(self, requests: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
-        """Return the requests of a step with padding between and after them; `places` returns where they are."""
+        """Return the requests of a step with padding between and after them; `row_indices` returns where they are."""
         num_decode = num_decoding(requests)
         num_between = self.num_decode_requests - num_decode
         num_after = self.num_prefill_requests - (len(requests) - num_decode)
@@ -120,8 +120,8 @@ class StepShape:
         after = [prefill_padding_request(0, dummy_block)] if num_after else []
         return [*requests[:num_decode], *between * num_between, *requests[num_decode:], *after * num_after]
 
-    def places(self, requests: Sequence[RunningRequest]) -> tuple[int, ...]:
-        """Return the place of each request among the padded ones."""
+    def row_indices(self, requests: Sequence[RunningRequest]) -> tuple[int, ...]:
+        """Return the index of each request among the padded ones."""
         num_decode = num_decoding(requests)
         num_prefilling = len(requests) - num_decode
         return (*range(num_decode), *range(self.num_decode_requests, self.num_decode_requests + num_prefilling))

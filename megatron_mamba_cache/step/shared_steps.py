@@ -171,20 +171,20 @@ class SharedSteps:
             and self._planner.stays_paused(step.requests)
         )
         next_requests = StepShape(len(self._requests), 1 if stays_paused else 1 + self._planner.max_drafts)
-        return self.look_ahead(next_requests, queue, wants_early=wants) and wants
+        return self.agree_on_next(next_requests, queue, wants_overlap=wants) and wants
 
-    def look_ahead(self, next_requests: StepShape, queue: QueueState, *, wants_early: bool) -> bool:
+    def agree_on_next(self, next_requests: StepShape, queue: QueueState, *, wants_overlap: bool) -> bool:
         """Agree on the next step as far as possible; return whether it is owed.
 
         Args:
             next_requests: Holds the requests that this rank has now, in its next step.
-            wants_early: Whether this rank launches the next step if it is owed.
+            wants_overlap: Whether this rank launches the next step if it is owed.
         """
         ends_prefill = all(
             request.computed + request.scheduled >= request.spec.prompt_len for request in self._requests.prefilling
         )
         is_sure = queue.is_settled and not queue.has_waiting and not self.wants_capture and ends_prefill
-        numbers = [not is_sure, wants_early, next_requests.num_decode_requests, next_requests.width]
+        numbers = [not is_sure, wants_overlap, next_requests.num_decode_requests, next_requests.width]
         unsure, early, num_requests, width = self._peers.greatest([int(number) for number in numbers])
         self.part = Part.COMPLETE
         shapes = self._shapes()

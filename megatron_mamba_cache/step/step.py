@@ -10,8 +10,8 @@ from ..errors import CacheIntegrityError
 from ..kernels.attention.interface import PlannedAttention
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
-from .early_step import CapturedStep
 from .logits import any_masked, any_scored
+from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
@@ -19,9 +19,9 @@ def no_attention(*_: Tensor) -> Tensor:
     raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
 
 
-def any_drawn(draft_distributions: Sequence[Tensor | None]) -> bool:
+def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:
     """Return whether any drafts were sampled, so that verifying them takes random numbers."""
-    return any(drawn is not None for drawn in draft_distributions)
+    return any(sampled is not None for sampled in draft_distributions)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Step:
         graph: CapturedStep, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> "Step":
         """Send scheduled requests to a graph; return the step that it computes."""
-        batch = graph.lay_out(requests, draws_ratios=any_drawn(draft_distributions))
+        batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
     @property
@@ -100,7 +100,7 @@ class Step:
     @property
     def feeding_graph(self) -> CapturedStep | None:
         """The graph whose outcome the next step can be fed with, None if drafts were drawn from distributions."""
-        return None if any_drawn(self.draft_distributions) else self.graph
+        return None if any_sampled(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].

@@ -22,9 +22,9 @@ from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from .batch import StepBatch, send_padded_step, view_step
 from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
-from .early_step import EarlyState, EarlyStep
 from .logits import Draws, StepLogits, any_changed, any_masked, any_scored, logits_starts
 from .model import StepModel
+from .overlapped_step import OverlappedStep, OverlapState
 from .recorder import Recorder
 from .runner import StepRunner
 from .shapes import StepShape
@@ -169,7 +169,7 @@ class StepGraph:
         before = self._latest.of(self)
         return before is not None and before.step.can_launch_next(requests, tokens, self._memory.step_buffers)
 
-    def launch_next(self, requests: Sequence[RunningRequest]) -> EarlyStep:
+    def launch_next(self, requests: Sequence[RunningRequest]) -> OverlappedStep:
         """Launch the step after the one laid out last; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
@@ -179,11 +179,11 @@ class StepGraph:
         batch = self._note_next(before, sent)
         buffers.feed(self.outcome[: len(requests), 1])  # decode requests come first
         self.forward()
-        state = EarlyState.FORWARD
+        state = OverlapState.FORWARD
         if not (before.batch.logits.any_changed or any_masked(requests)):  # else the host has to know the text
             self.verify(before.step.draws)
-            state = EarlyState.OUTCOME
-        return EarlyStep(self, batch, before.step.ends, state)
+            state = OverlapState.OUTCOME
+        return OverlappedStep(self, batch, before.step.ends, state)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
         """Note and return a step that continues the one before; with other KV blocks, attention is planned again."""
@@ -198,13 +198,13 @@ class StepGraph:
         """Return the requests of a step that was sent with padding, as its readers see them."""
         results, shape = self._results, self.shape
         num_decode = num_decoding(requests)
-        places = shape.places(requests)
+        row_indices = shape.row_indices(requests)
         starts = logits_starts(padded)
         return replace(
             results,
             requests=tuple(requests),
             request_ids=tuple(request.request_id for request in requests),
-            places=places,
+            row_indices=row_indices,
             num_tokens=sum(request.scheduled for request in requests),
             num_decode_requests=num_decode,
             num_decode_tokens=sum(request.scheduled for request in requests[:num_decode]),
@@ -215,7 +215,7 @@ class StepGraph:
             ),
             logits=replace(
                 results.logits,
-                starts=(*(starts[place] for place in places), starts[-1]),
+                starts=(*(starts[row] for row in row_indices), starts[-1]),
                 draws=Draws.of(requests),
                 any_changed=any_changed(requests),
                 any_scored=any_scored(requests),

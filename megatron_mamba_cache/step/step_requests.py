@@ -15,9 +15,9 @@ from ..ranks.group import Ranks
 from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .changed_logits import LogitsChanges
-from .early_step import GraphsByShape
 from .memory import CacheMemory
-from .run_ahead import EarlySteps
+from .overlap import OverlappedSteps
+from .overlapped_step import GraphsByShape
 from .shapes import StepShape
 from .shared_steps import StepSharing
 from .step import Step
@@ -39,7 +39,7 @@ class StepRequests:
     planner: DraftPlanner | NoDrafts
     ranks: Ranks
     changes: LogitsChanges
-    early_steps: EarlySteps
+    overlapped_steps: OverlappedSteps
     queue: QueueState
     sharing: StepSharing
     counters: CacheCounters
@@ -51,23 +51,23 @@ class StepRequests:
         Raises:
             RuntimeError: If the next step runs already.
         """
-        self.early_steps.refuse_requests()
+        self.overlapped_steps.refuse_requests()
         outcome = self.running.admit(candidate, budget)
         self.count()
         return outcome
 
     def schedule(self, scheduler: StepScheduler, waiting: Iterable[Candidate]) -> ScheduledStep:
         """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
-        self.early_steps.refuse_requests()
+        self.overlapped_steps.refuse_requests()
         scheduled = scheduler.fill_step(self.running, waiting)
         self.memory.below.start()
         self.count()
         return scheduled
 
-    def look_ahead(self, scheduler: StepScheduler, waiting: Sequence[Candidate]) -> None:
+    def prefetch(self, scheduler: StepScheduler, waiting: Sequence[Candidate]) -> None:
         """Begin restores for requests that cannot join the next step because it runs already; see `StepScheduler`."""
         if not self.running.any_paused:
-            scheduler.look_ahead(self.running, waiting)
+            scheduler.prefetch(self.running, waiting)
             self.memory.below.start()
 
     def schedule_decode(self, requests: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
@@ -89,13 +89,13 @@ class StepRequests:
         self.running.drop(requests)
         self.forget(requests)
         if not self.running:
-            self.drop_early_step()
+            self.drop_overlapped_step()
 
-    def drop_early_step(self) -> None:
+    def drop_overlapped_step(self) -> None:
         """Wait for the early step and forget it; none of its requests is left."""
         self.queue.note_change()
         if not self.sharing.is_owed:  # else it stays, without requests, as this rank's share of a step
-            self.early_steps.drop()
+            self.overlapped_steps.drop()
 
     def grow(self) -> GrowthOutcome:
         """Give requests the KV blocks that they need next; some may be paused, resumed or evicted."""
@@ -115,7 +115,7 @@ class StepRequests:
     def clear(self) -> None:
         """Release all requests, and the early step with them. What is cached stays."""
         self.leave(list(self.running))
-        self.drop_early_step()
+        self.drop_overlapped_step()
         self.counts = StepCounts()
 
     def count(self) -> None:

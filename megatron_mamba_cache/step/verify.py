@@ -13,7 +13,7 @@ from ..ranks.group import Ranks
 from .batch import StepBatch
 from .logits import Draws, StepLogits
 from .memory import CacheMemory
-from .step import any_drawn
+from .step import any_sampled
 
 
 def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
@@ -26,15 +26,15 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
     Returns:
         [requests, 2 + max drafts] int64: how many tokens each request accepts, and those tokens.
     """
-    drawn = _drawn_from(wanted, distributions)
-    if drawn is None and wanted.draws is Draws.BEST:
+    sampled = _sampled_distributions(wanted, distributions)
+    if sampled is None and wanted.draws is Draws.BEST:
         return accept_matching(greedy_tokens(logits), wanted.verify)
     sampling = wanted.sampling(logits)
     tokens = sample_tokens(sampling, wanted.uniforms, any_cut=wanted.draws is Draws.KEPT_TOKENS)
-    if drawn is None:
+    if sampled is None:
         return accept_matching(tokens, wanted.verify)
     uniforms = RatioUniforms(wanted.accept_uniforms, wanted.residual_uniforms)
-    return accept_by_ratio(tokens, token_probabilities(sampling), wanted.verify, drawn, uniforms)
+    return accept_by_ratio(tokens, token_probabilities(sampling), wanted.verify, sampled, uniforms)
 
 
 def outcome_on_all_ranks(ranks: Ranks, wanted: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
@@ -64,18 +64,18 @@ def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_siz
     return ranks.from_source(output.new_empty((1, num_logits, vocab_size)))
 
 
-def _drawn_from(wanted: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
+def _sampled_distributions(wanted: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
     """Return the distributions of all requests that have any, and which logits row each belongs to."""
-    if not any_drawn(distributions):
+    if not any_sampled(distributions):
         return None
     index = torch.full(wanted.tokens.shape, -1, dtype=torch.int32)
     found: list[Tensor] = []
     num_found = 0
-    for start, drawn in zip(wanted.starts, distributions, strict=False):
-        if drawn is not None:
-            index[start : start + len(drawn)] = torch.arange(num_found, num_found + len(drawn), dtype=torch.int32)
-            num_found += len(drawn)
-            found.append(drawn)
+    for start, sampled in zip(wanted.starts, distributions, strict=False):
+        if sampled is not None:
+            index[start : start + len(sampled)] = torch.arange(num_found, num_found + len(sampled), dtype=torch.int32)
+            num_found += len(sampled)
+            found.append(sampled)
     return DraftDistributions(torch.cat(found), index.to(found[0].device))
 
 

@@ -63,7 +63,7 @@ def test_slabs_and_splits_fit_the_budget(sized: ModuleType) -> None:
         assert slabs.num_slabs * sizes.state_bytes <= 10**10 < (slabs.num_slabs + 1) * sizes.state_bytes
         for share in (0.1, 0.5, 0.9):
             split = sizes.split(10**10, share)
-            taken = split.blocks.num_places * sizes.block_bytes + split.slots.num_places * sizes.state_bytes
+            taken = split.blocks.num_indices * sizes.block_bytes + split.slots.num_indices * sizes.state_bytes
             assert 10**10 - sizes.block_bytes - sizes.state_bytes < taken <= 10**10
 
 

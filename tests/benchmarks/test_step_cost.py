@@ -35,7 +35,7 @@ def test_host_calls_grow_with_requests(serving_engine: ModuleType, monkeypatch: 
     print(few, many)
     assert 300 < few.calls < many.calls < few.calls + 10 * 10 and few.milliseconds > 0
     apart = host_work.host_work(model, 12, spread=40)
-    assert apart.ran_ahead == 1  # though rows come to the ends of blocks one by one
+    assert apart.overlapped == 1  # though rows come to the ends of blocks one by one
 
 
 def test_steps_of_each_batch_size_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:

@@ -62,18 +62,18 @@ def error_of_settings(layout: Layout, settings: list[dict]) -> str:
     return "none"
 
 
-def error_of_one_rank(layout: Layout, fault: str) -> str:
+def error_of_one_rank(layout: Layout, broken: str) -> str:
     """Return the error of an engine that the second rank alone cannot build."""
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         subject = engine_runs.hybrid(tiny_sizes())
         model = subject.model
         if dist.get_rank() == 1:
-            if fault == "no model":
+            if broken == "no model":
                 model = torch.nn.Linear(1, 1)
-            elif fault == "sequence_parallel":
+            elif broken == "sequence_parallel":
                 patch.setattr(model.config, "sequence_parallel", True)
             else:
-                owner, name, error = FAULTS_OF_ONE_RANK[fault]
+                owner, name, error = ERRORS_OF_ONE_RANK[broken]
                 patch.setattr(owner, name, Mock(side_effect=error))
         try:
             build_engine(model, cache_config(subject.sizes))
@@ -82,7 +82,7 @@ def error_of_one_rank(layout: Layout, fault: str) -> str:
     return "none"
 
 
-FAULTS_OF_ONE_RANK = {
+ERRORS_OF_ONE_RANK = {
     "the part's modules": (model_reading, "_part_of", ValueError("planted")),
     "attention": (cache_memory, "choose_attention", ValueError("planted")),
     "states": (cache_memory, "slab_tensors", RuntimeError("can't allocate memory")),

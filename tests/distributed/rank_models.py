@@ -109,12 +109,12 @@ def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
     return whole
 
 
-def _set(place: SimpleNamespace, path: list[str], weight: Tensor) -> None:
+def _set(index: SimpleNamespace, path: list[str], weight: Tensor) -> None:
     for step in path[:-1]:
-        if not hasattr(place, step):
-            setattr(place, step, SimpleNamespace())
-        place = getattr(place, step)
-    setattr(place, path[-1], weight)
+        if not hasattr(index, step):
+            setattr(index, step, SimpleNamespace())
+        index = getattr(index, step)
+    setattr(index, path[-1], weight)
 
 
 def _state_bytes(shape: HybridModelShape, num_drafts: int) -> int:

@@ -25,20 +25,20 @@ def test_a_stage_without_layers_of_a_kind_leaves_the_capacity_to_the_others(worl
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ([{}, {"max_tokens": 128}], "max_tokens differs between the ranks of the model: [64, 128]"),
     ],
 )
 def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
-    settings: list[dict], said: str, worlds: Worlds
+    settings: list[dict], message: str, worlds: Worlds
 ) -> None:
     for error in worlds.of(2).run(agreement_cases.error_of_settings, TENSOR, settings):
-        assert said in error and error.startswith("ValueError")
+        assert message in error and error.startswith("ValueError")
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("broken", "message"),
     [
         ("no model", "TypeError: serving needs a MambaModel, found Linear"),
         ("sequence_parallel", "ValueError: sequence_parallel is True"),
@@ -52,9 +52,9 @@ def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
         ("step buffers", "CacheCapacityError: cannot allocate the step buffers"),
     ],
 )
-def test_what_one_rank_cannot_build_is_the_same_error_on_all(fault: str, said: str, worlds: Worlds) -> None:
-    first, second = worlds.of(2).run(agreement_cases.error_of_one_rank, TENSOR, fault)
-    assert second.startswith(said) and first == second
+def test_what_one_rank_cannot_build_is_the_same_error_on_all(broken: str, message: str, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.error_of_one_rank, TENSOR, broken)
+    assert second.startswith(message) and first == second
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def test_ranks_write_once_what_one_process_writes(flags: tuple, prompts: Path, b
     done = run_ranks(prompts, 2, *flags)
     assert done.status == 0, done.stderr
     document = json.loads((prompts.parent / "out.json").read_text())
-    told = ("request_id", "prompt_tokens", "generated_tokens", "text", "error")
-    assert [[request.get(name) for name in told] for request in document["requests"]] == [
-        [request.get(name) for name in told] for request in by_one_process
+    reported = ("request_id", "prompt_tokens", "generated_tokens", "text", "error")
+    assert [[request.get(name) for name in reported] for request in document["requests"]] == [
+        [request.get(name) for name in reported] for request in by_one_process
     ]
     assert document["summary"]["requests"] == len(LINES) and document["summary"]["failed_requests"] == 1
     assert done.stdout.count("skipped ") - done.stdout.count("nothing was skipped") <= 2

@@ -32,7 +32,7 @@ def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worl
 
 
 @pytest.mark.parametrize(
-    ("layout", "versions", "said"),
+    ("layout", "versions", "message"),
     [
         pytest.param(layout, *case, id=f"{name}-{number}", marks=() if number % 2 == at else pytest.mark.long)
         for number, case in enumerate(
@@ -46,7 +46,7 @@ def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worl
     ],
 )
 def test_ranks_that_disagree_about_the_version_all_say_so_and_stay_suspended(
-    versions: list[str | None], said: str, layout: Layout, worlds: Worlds
+    versions: list[str | None], message: str, layout: Layout, worlds: Worlds
 ) -> None:
     for errors in worlds.of(2).run(refit_cases.errors_of_versions, layout, versions, layout.tensor > 1):
-        assert all(said in error for error in errors)
+        assert all(message in error for error in errors)

@@ -24,6 +24,6 @@ def test_the_first_failure_of_any_rank_is_told_at_once_with_where_the_others_wai
         world.run(fail_or_wait, 1)
     assert time.monotonic() - began < 120
     assert world.is_closed
-    said = str(failure.value)
-    assert "rank 1:\nTraceback" in said and "ArithmeticError: this rank fails" in said
-    assert "rank 0:\n" in said and "fail_or_wait" in said[said.index("rank 0:\n") :]
+    message = str(failure.value)
+    assert "rank 1:\nTraceback" in message and "ArithmeticError: this rank fails" in message
+    assert "rank 0:\n" in message and "fail_or_wait" in message[message.index("rank 0:\n") :]

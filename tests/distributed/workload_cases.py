@@ -15,15 +15,15 @@ from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step import shared_steps
-from megatron_mamba_cache.step.early_step import EarlyStep
+from megatron_mamba_cache.step.overlapped_step import OverlappedStep
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, OracleTally
-from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.injected_errors import ERROR_POINTS
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
@@ -41,7 +41,7 @@ NUM_DRAFTS = 3
 GRAPH_TOKENS = 40
 REPLAYED = ("disturbed", "one_budget", "strides")  # flavours whose states are replayed
 _OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
-_FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
+_ERRORS_OF_EVERY_STAGE = {index: found for index, found in ERROR_POINTS.items() if index not in _OF_ONE_STAGE}
 _MODELS_WITH_EXPERTS = {
     "dense": (
         {"pattern": "ME*M-", "ssm_chunk_size": 8},
@@ -94,7 +94,7 @@ def run_workloads(
     """
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         if layout.pipeline > 1:
-            patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
+            patch.setattr(random_workloads, "ERROR_POINTS", _ERRORS_OF_EVERY_STAGE)
         models = MODEL_FORMS[form]
         if layout.tensor > 2:
             models = tuple(model | (_DELTA_WIDTHS if "gated_delta" in model else _WIDTHS) for model in models)
@@ -135,7 +135,7 @@ def _run_workloads_of_replica(
             work = replace(
                 work,
                 arrivals=tuple(later)[: len(work.arrivals) - 2 * replica],
-                disturbances=("flush", "fault", "fault"),
+                disturbances=("flush", "error", "error"),
             )
         most_tokens = min(GRAPH_TOKENS, work.config.max_tokens - work.config.max_requests - 1)
         with _shapes_without_graphs(most_tokens) as eager:
@@ -218,7 +218,7 @@ def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **set
 
 
 def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutcome:
-    with _counted_early_steps() as early:
+    with _counted_overlapped_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
         drafter = _draft_model(work) if drafts_with_model else _drafter(plain.texts, work)
         outcomes = plain, run_workload(work, drafter)
@@ -238,12 +238,12 @@ def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutco
 
 
 @contextmanager
-def _counted_early_steps() -> Iterator[list[EarlyStep]]:
+def _counted_overlapped_steps() -> Iterator[list[OverlappedStep]]:
     """Collect the steps that run ahead in the block."""
-    early: list[EarlyStep] = []
+    early: list[OverlappedStep] = []
     launch_next = StepGraph.launch_next
 
-    def noted(*args: Any) -> EarlyStep:
+    def noted(*args: Any) -> OverlappedStep:
         early.append(launch_next(*args))
         return early[-1]
 

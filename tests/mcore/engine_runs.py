@@ -195,8 +195,8 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
     slab = SlabShape.fitting(units)
     longest = -(-config.max_sequence_length // config.block_size_tokens)
     num_slabs = slab.slabs_of_request(longest, config.num_request_slots) + spare_slabs
-    beside_bytes = max(ranks_of_process().gather(shape.buffers_bytes(config) + shape.running_bytes(config)))
-    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units) + beside_bytes
+    other_bytes = max(ranks_of_process().gather(shape.buffers_bytes(config) + shape.running_bytes(config)))
+    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units) + other_bytes
 
 
 def allow_every_cached_form(patch: pytest.MonkeyPatch) -> None:

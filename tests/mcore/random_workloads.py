@@ -36,7 +36,7 @@ from tests.mcore.engine_runs import (
     with_host_tier,
     with_one_budget,
 )
-from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedError, raise_once
+from tests.mcore.injected_errors import ERROR_POINTS, REPORT_ERROR_POINTS, ErrorPoints, InjectedError, raise_once
 from tests.mcore.reply_oracle import Asked, check_log_probs, check_reply
 from tests.tiers.unreliable_copies import unreliable_copies
 
@@ -201,7 +201,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
     has_log_probs: bool = False  # then reports may fail too
-    disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
+    disturbances: tuple[str, ...] = ("flush", "suspend", "error", "error")
     disk_gb: float | None = None  # of a directory that `run_workload` makes
     keeps_all_logits: bool = False  # as log-probs need; a graph's logits are then those of every token
     scores_prompts: bool = False  # apart from steps, so that log-probs do not need all logits
@@ -211,9 +211,9 @@ class Workload:
         """True when some requests have a grammar, over the vocabulary of `PieceTokenizer`."""
         return any("grammar" in arrival.attributes for arrival in self.arrivals)
 
-    def fault_places(self, rng: random.Random) -> FaultPlaces:
+    def error_points(self, rng: random.Random) -> ErrorPoints:
         """Return where a step may fail."""
-        return REPORT_FAULT_PLACES if self.has_log_probs and rng.random() < 0.7 else FAULT_PLACES
+        return REPORT_ERROR_POINTS if self.has_log_probs and rng.random() < 0.7 else ERROR_POINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,8 +491,8 @@ def with_likely_ends(work: Workload, replies: Sequence[Sequence[int]], rng: rand
         if arrival.attributes.get("logits", {}).get("min_tokens"):
             ends = ((rng.choice(reply[1:6] or reply),),)
         elif "grammar" not in arrival.attributes and rng.random() < 0.5:
-            place = rng.randrange(len(reply) // 2, len(reply))
-            ends = (tuple(reply[max(0, place - rng.choice([0, 1])) : place + 1]),)
+            point = rng.randrange(len(reply) // 2, len(reply))
+            ends = (tuple(reply[max(0, point - rng.choice([0, 1])) : point + 1]),)
         if work.has_grammars:  # whose tokenizer spells texts, not token ids
             ends = tuple(word[-1:] for word in ends)
         seed = rng.randrange(2**40) if rng.random() < 0.3 and arrival.is_greedy else None
@@ -558,12 +558,12 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
             continue
         add_due(work, run, pending)
         before, windows = _prefilling(run), {row.request_id: row.cursor.accepted for row in run.context.rows}
-        if run.context.early_step is not None:
+        if run.context.overlapped_step is not None:
             seen["early steps"] += 1
             seen["early steps that are scored"] += any_scored(run.context.rows)
             seen["early steps that need the host"] += any_masked(run.context.rows) or any_changed(run.context.rows)
         if rng.random() < work.disturbed_share:
-            disturbed_step(rng, run, seen, work.fault_places(rng), work.disturbances)
+            disturbed_step(rng, run, seen, work.error_points(rng), work.disturbances)
         else:
             run.step()
         run.finished.pop(NEIGHBOUR, None)
@@ -605,7 +605,7 @@ def _prefilling(run: EngineRun) -> dict[int, int]:
 
 
 def disturbed_step(
-    rng: random.Random, run: EngineRun, seen: Counter[str], places: FaultPlaces, disturbances: Sequence[str]
+    rng: random.Random, run: EngineRun, seen: Counter[str], points: ErrorPoints, disturbances: Sequence[str]
 ) -> None:
     """Run a step behind a flush or a suspend, or with a fault in it."""
     disturbance = rng.choice(disturbances)
@@ -619,15 +619,15 @@ def disturbed_step(
     elif disturbance == "neighbour":
         seen["neighbours cancelled"] += _cancel_or_add_neighbour(rng, run)
     with pytest.MonkeyPatch.context() as patch:
-        if disturbance == "fault":
-            place = rng.choice(sorted(places))
-            raise_once(patch, *places[place](run), call=rng.randrange(1, 4))
+        if disturbance == "error":
+            point = rng.choice(sorted(points))
+            raise_once(patch, *points[point](run), call=rng.randrange(1, 4))
         elif disturbance == "evict":
             patch.setattr(running_requests, "grow_requests", _grow_requests_and_evict)
         try:
             run.step()
         except InjectedError:
-            seen["faults in reports"] += place in REPORT_FAULT_PLACES
+            seen["errors in reports"] += point in REPORT_ERROR_POINTS
 
 
 def _cancel_or_add_neighbour(rng: random.Random, run: EngineRun) -> bool:
@@ -760,10 +760,10 @@ def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[
     """Return arrivals, some of which have breakpoints that are kept for some seconds; each is stamped with a time."""
     found = []
     for arrival in arrivals:
-        places = [[rng.randrange(1, 1 + len(arrival.prompt)), rng.choice([0, 5, 60])] for _ in range(rng.randrange(3))]
+        points = [[rng.randrange(1, 1 + len(arrival.prompt)), rng.choice([0, 5, 60])] for _ in range(rng.randrange(3))]
         stamped = {
             "arrived_s": 1000 + arrival.step + rng.randrange(3),
-            "breakpoints": places if rng.random() < 0.5 else [],
+            "breakpoints": points if rng.random() < 0.5 else [],
         }
         found.append(replace(arrival, attributes={**arrival.attributes, **stamped}))
     return tuple(found)

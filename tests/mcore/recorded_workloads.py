@@ -77,7 +77,7 @@ def _steps(work: Workload, run: EngineRun, rng: random.Random, cancelled_share: 
         if run.engine.requests and rng.random() < cancelled_share:
             run.engine.cancel_request(rng.choice(sorted(run.engine.requests)))
         if rng.random() < work.disturbed_share:
-            disturbed_step(rng, run, seen, work.fault_places(rng), work.disturbances)
+            disturbed_step(rng, run, seen, work.error_points(rng), work.disturbances)
         else:
             run.step()
         there = {None, *pending, *run.engine.requests, *run.finished}
@@ -88,7 +88,7 @@ def _steps(work: Workload, run: EngineRun, rng: random.Random, cancelled_share: 
 
 def is_early(run: EngineRun) -> bool:
     """Return whether the next step is launched already."""
-    return run.context.early_step is not None
+    return run.context.overlapped_step is not None
 
 
 def _digest(run: EngineRun) -> str:
@@ -129,7 +129,7 @@ def main() -> int:
             line = record(seed)
             output.write(json.dumps(line) + "\n")
             output.flush()
-            totals.update(workloads=1, steps=len(line["steps"]), early_steps=line["early"].count("e"))
+            totals.update(workloads=1, steps=len(line["steps"]), overlapped_steps=line["early"].count("e"))
             totals.update({name: n for name, n in line["counters"].items() if isinstance(n, int)})
     print(dict(totals))
     if arguments.compare is None:

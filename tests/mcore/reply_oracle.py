@@ -52,11 +52,11 @@ def check_reply(oracle: HybridOracle, prompt: Sequence[int], reply: Sequence[int
         allowed = allowed_tokens(asked.grammar, reply, logits.shape[1])
         logits = logits.masked_fill(~allowed, -math.inf)
     tally = OracleTally()
-    for place, token in enumerate(reply):
-        values = changed_logits(logits[place].tolist(), prompt, reply[:place], asked)
-        choices = _choices(values, len(prompt) + place, asked) if is_sure[place] else range(len(values))
+    for index, token in enumerate(reply):
+        values = changed_logits(logits[index].tolist(), prompt, reply[:index], asked)
+        choices = _choices(values, len(prompt) + index, asked) if is_sure[index] else range(len(values))
         assert token in choices, (
-            f"token {place} of the reply is {token}, needed {choices}: after {len(prompt)} prompt tokens, {asked}"
+            f"token {index} of the reply is {token}, needed {choices}: after {len(prompt)} prompt tokens, {asked}"
         )
         tally.add(OracleTally(1, int(len(choices) > 1)))
     return tally

@@ -74,14 +74,14 @@ class _HalfDone(threading.Thread):
         self._compute, self._runner, self._shown = compute, runner, _shown(runner)
         self._stops, self._goes_on, self._is_dropped = threading.Event(), threading.Event(), False
         self._results: tuple[Tensor, ...] = ()
-        self._fault: BaseException | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
             with torch.inference_mode():
                 self._results = self._compute()
-        except BaseException as fault:  # raised where the replay is
-            self._fault = fault
+        except BaseException as broken:  # raised where the replay is
+            self._error = broken
         self._stops.set()
 
     def wait_at_split(self) -> None:
@@ -94,16 +94,16 @@ class _HalfDone(threading.Thread):
         self.start()
         self._stops.wait()
         self._swap_shown()
-        if self._fault is not None:
-            raise self._fault
+        if self._error is not None:
+            raise self._error
 
     def finish(self) -> tuple[Tensor, ...]:
         self._swap_shown()
         self._goes_on.set()
         self.join()
         self._swap_shown()
-        if self._fault is not None:
-            raise self._fault
+        if self._error is not None:
+            raise self._error
         return self._results
 
     def drop(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, OracleTally, cache_config, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, make_workload
 
@@ -114,11 +114,11 @@ def test_a_refused_request_can_be_cancelled_before_it_is_reported() -> None:
     ("name", "num_drafts", "form"),
     [
         pytest.param(
-            name, num_drafts, form, marks=() if share and bool(num_drafts) == bool(place % 2) else pytest.mark.long
+            name, num_drafts, form, marks=() if share and bool(num_drafts) == bool(index % 2) else pytest.mark.long
         )
-        for place, name in enumerate(name for name in FLAVOURS if name != "disturbed")
+        for index, name in enumerate(name for name in FLAVOURS if name != "disturbed")
         for num_drafts in (0, 4)
-        for form, share in (("dense", True), ("gated delta", place % 4 == 1))
+        for form, share in (("dense", True), ("gated delta", index % 4 == 1))
     ],
 )
 def test_random_cancels_leak_nothing_and_change_no_token(name: str, num_drafts: int, form: str) -> None:

@@ -59,11 +59,11 @@ def test_each_token_is_the_best_of_the_changed_logits(name: str) -> None:
     run = run_with(prompt, settings)
     tokens, oracle, num_compared = run.tokens(0), HybridOracle.from_megatron(run.subject.model), 0
     logits = oracle.logits([*prompt, *tokens]).tolist()
-    for place, token in enumerate(tokens):
-        values = changed(settings, prompt, tokens[:place], logits[len(prompt) - 1 + place])
+    for index, token in enumerate(tokens):
+        values = changed(settings, prompt, tokens[:index], logits[len(prompt) - 1 + index])
         best, second = sorted(values, reverse=True)[:2]
         if best - second > MARGIN:
-            assert values[token] == best, place
+            assert values[token] == best, index
             num_compared += 1
     assert num_compared > NUM_TOKENS / 2
     assert tokens != run_with(prompt, {}).tokens(0)

@@ -56,19 +56,19 @@ forms = pytest.mark.parametrize(
 def forms_of_flavours(first: int, of_others: pytest.MarkDecorator) -> list[Any]:
     """Return each flavour in each form: by default in one only, of the first flavour in the one at `first`."""
     return [
-        pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if (place + first) % 3 == at else of_others)
-        for place, name in enumerate(FLAVOURS)
+        pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if (index + first) % 3 == at else of_others)
+        for index, name in enumerate(FLAVOURS)
         for at, form in enumerate(FORMS)
     ]
 
 
 TOYS_OF_FLAVOURS = [
-    pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, *([] if place % 4 == 0 else [pytest.mark.long])])
-    for place, name in enumerate(FLAVOURS)
+    pytest.param(name, *TOY, id=f"{name}-toy", marks=[on_cpu, *([] if index % 4 == 0 else [pytest.mark.long])])
+    for index, name in enumerate(FLAVOURS)
 ]
 GATED_DELTA_OF_FLAVOURS = [
-    pytest.param(name, *GATED_DELTA, id=f"{name}-gated-delta", marks=[] if place % 4 == 1 else [pytest.mark.long])
-    for place, name in enumerate(FLAVOURS)
+    pytest.param(name, *GATED_DELTA, id=f"{name}-gated-delta", marks=[] if index % 4 == 1 else [pytest.mark.long])
+    for index, name in enumerate(FLAVOURS)
 ]
 
 
@@ -201,9 +201,9 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
     run.finish()
     assert [found for found in laid_out if found[0]] == [(3, 4), (5, 32), (4, 4), (28, 32)]
     assert run.counters.graph_steps == run.counters.steps
-    places = {run.context.graphs.fitting((), shape).logits.data_ptr() for shape in run.context.graphs.shapes}
+    indices = {run.context.graphs.fitting((), shape).logits.data_ptr() for shape in run.context.graphs.shapes}
     most_logits = max(shape.num_logits for shape in run.context.graphs.shapes)
-    assert len(places) == 1
+    assert len(indices) == 1
     if not torch.cuda.is_available():  # else graphs hold more
         assert run.context.snapshot().graph_bytes == most_logits * subject.sizes.vocab_size * 4
     run.assert_exact()
@@ -308,7 +308,7 @@ def test_nothing_is_left_of_a_closed_engine_that_is_still_referred_to(resident_p
     """Steps of it run ahead, and one is launched; process groups wait for graphs that hold their collectives."""
     run = start(resident_pools=resident_pools)
     run.add(0, some_tokens(30), 12)
-    while run.context.early_step is None:
+    while run.context.overlapped_step is None:
         run.step()
     left = [weakref.ref(kept) for kept in (run.context.graphs, run.context.memory, run.context.memory.state_pool)]
     run.engine.close()

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
-from tests.mcore.faults import FAULT_PLACES, InjectedError, raise_once
+from tests.mcore.injected_errors import ERROR_POINTS, InjectedError, raise_once
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -25,7 +25,7 @@ def start_run(**settings: Any) -> EngineRun:
     return run
 
 
-def step_until_fault(run: EngineRun) -> None:
+def step_until_error(run: EngineRun) -> None:
     """Run until a step raises the injected fault."""
     with pytest.raises(InjectedError):
         run.finish()
@@ -40,13 +40,13 @@ def assert_nothing_reserved(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-@pytest.mark.parametrize("place", FAULT_PLACES)
+@pytest.mark.parametrize("point", ERROR_POINTS)
 def test_a_fault_anywhere_returns_reservations_and_loses_no_token(
-    place: str, call: int, monkeypatch: pytest.MonkeyPatch
+    point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run()
-    raise_once(monkeypatch, *FAULT_PLACES[place](run), call=call)
-    step_until_fault(run)
+    raise_once(monkeypatch, *ERROR_POINTS[point](run), call=call)
+    step_until_error(run)
     assert_nothing_reserved(run)
     assert run.counters.steps_aborted == 1
     run.finish()
@@ -62,7 +62,7 @@ def test_faults_in_a_row_lose_no_token(steps_between: int, monkeypatch: pytest.M
     for _ in range(3):
         with monkeypatch.context() as patch:
             raise_once(patch, runner_module, "verify_step")
-            step_until_fault(run)
+            step_until_error(run)
         assert_nothing_reserved(run)
         for _ in range(steps_between):
             run.step()
@@ -75,7 +75,7 @@ def test_a_failed_step_publishes_nothing_it_did_not_write(monkeypatch: pytest.Mo
     run = start_run()
     before = run.context.snapshot()
     raise_once(monkeypatch, run.subject.model.decoder.layers[2].mixer, "forward")
-    step_until_fault(run)
+    step_until_error(run)
     after = run.context.snapshot()
     assert (after.kv_blocks["cached"], after.state_slots) == (before.kv_blocks["cached"], before.state_slots)
 
@@ -84,5 +84,5 @@ def test_requests_of_a_failed_step_keep_their_order(monkeypatch: pytest.MonkeyPa
     run = start_run()
     run.add(4, [1, 2, 3])
     raise_once(monkeypatch, run.context.runner, "publish_prompts")
-    step_until_fault(run)
+    step_until_error(run)
     assert list(run.engine.waiting_request_ids) == [1, 2, 3, 4]

@@ -110,11 +110,11 @@ def test_a_user_of_megatron_builds_such_layers_from_the_local_spec() -> None:
     build_engine(model, SETTINGS).close()
 
 
-@pytest.mark.parametrize(("num_heads", "said"), [((4, 6), "6 does not divide by linear_num_key_heads 4")])
-def test_heads_that_cannot_be_shared_are_refused(num_heads: tuple[int, int], said: str) -> None:
+@pytest.mark.parametrize(("num_heads", "message"), [((4, 6), "6 does not divide by linear_num_key_heads 4")])
+def test_heads_that_cannot_be_shared_are_refused(num_heads: tuple[int, int], message: str) -> None:
     keys, values = num_heads
     spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", num_experts=4))
-    with pytest.raises(ValueError, match=f"linear_num_value_heads {said}"):
+    with pytest.raises(ValueError, match=f"linear_num_value_heads {message}"):
         built(configured(linear_num_key_heads=keys, linear_num_value_heads=values), spec)
 
 

@@ -151,8 +151,8 @@ def test_steps_with_a_grammar_run_ahead(disturbance: str, temperature: float, mo
     num_ahead = 0
     while run.engine.has_unfinished_requests():
         run.step()
-        num_ahead += run.context.early_step is not None
-        if num_ahead in (10, 20) and run.context.early_step is not None:
+        num_ahead += run.context.overlapped_step is not None
+        if num_ahead in (10, 20) and run.context.overlapped_step is not None:
             DISTURBANCES[disturbance](run)
     assert {wish.request_id: run.tokens(wish.request_id) for wish in wishes} == expected
     assert num_ahead >= (10 if disturbance == "graphs dropped" else 25), num_ahead

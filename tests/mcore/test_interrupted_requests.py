@@ -17,7 +17,7 @@ from megatron_mamba_cache.policy.request_settings import RequestSpec
 from megatron_mamba_cache.step import runner as runner_module
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 
 BLOCK = 16
 SHARED = 5 * BLOCK
@@ -228,11 +228,11 @@ def test_whatever_ends_a_request_still_ends_it(name: str, num_generated: int) ->
     plain = run.tokens(50)
     tokenizer = run.engine.controller.tokenizer
     ends = {"length": 20}
-    for place in range(num_generated + 1, 20):
-        if plain[place] not in plain[:place]:
-            ends["stop token"] = place + 1
+    for index in range(num_generated + 1, 20):
+        if plain[index] not in plain[:index]:
+            ends["stop token"] = index + 1
             break
-    pair = next(place for place in range(max(num_generated, 1), 20) if is_new_pair(plain, place))
+    pair = next(index for index in range(max(num_generated, 1), 20) if is_new_pair(plain, index))
     for kind, count in (*ends.items(), ("stop word", pair + 1), ("other end", ends["stop token"])):
         params = greedy(20, stop_words=["abc"], termination_id=None if kind == "other end" else -1)
         add_fields(params, stop_token_ids=[plain[count - 1]] if kind == "stop token" else [])
@@ -276,9 +276,9 @@ def test_a_late_report_of_an_interrupted_request_has_the_text_of_the_whole(monke
     assert run.finished[ASKED].generated_text == PieceTokenizer().detokenize(run.tokens(ASKED))
 
 
-def is_new_pair(tokens: list[int], place: int) -> bool:
+def is_new_pair(tokens: list[int], index: int) -> bool:
     pairs = list(pairwise(tokens))
-    return pairs.index((tokens[place - 1], tokens[place])) == place - 1
+    return pairs.index((tokens[index - 1], tokens[index])) == index - 1
 
 
 def test_a_spec_crosses_processes_whole() -> None:

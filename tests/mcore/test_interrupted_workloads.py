@@ -23,10 +23,10 @@ from tests.recurrences.toy import on_cpu
 
 SHORT, ENOUGH = range(8), 2
 SEEDS = [pytest.param(SHORT, id="short"), pytest.param(range(8, 40), id="long", marks=pytest.mark.slow)]
-ALL = ("suspend", "fault", "fault", "neighbour", "evict", "flush")
+ALL = ("suspend", "error", "error", "neighbour", "evict", "flush")
 INTERRUPTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "suspend": ("disturbed", ("suspend",), ("suspends",)),
-    "failed steps": ("disturbed", ("fault",), ("steps_aborted",)),
+    "failed steps": ("disturbed", ("error",), ("steps_aborted",)),
     "cancelled neighbours": ("disturbed", ("neighbour",), ("neighbours cancelled",)),
     "evictions": ("roomy", ("evict",), ("requests_evicted",)),
     "too few blocks": ("tight_blocks", ALL, ("requests_evicted",)),

@@ -56,7 +56,7 @@ def test_lists_are_those_of_an_undisturbed_run(
         assert_same_lists(outcome.run, plain.run.finished)
         return outcome
 
-    exercises = ["faults in reports", "steps_aborted", "chunked_steps", *(["accepted_tokens"] if has_drafts else [])]
+    exercises = ["errors in reports", "steps_aborted", "chunked_steps", *(["accepted_tokens"] if has_drafts else [])]
     totals.run_batch(name, seeds, run, exercises)
 
 
@@ -85,6 +85,6 @@ def test_lists_are_those_of_an_undisturbed_run_where_steps_are_captured_and_run_
         assert_same_lists(outcome.run, expected.run.finished)
         return outcome
 
-    exercises = ["faults in reports", "steps_aborted", "graph_steps", "early steps that are scored"]
+    exercises = ["errors in reports", "steps_aborted", "graph_steps", "early steps that are scored"]
     exercises += ["early steps that need the host"] if changed_share else []
     totals.run_batch("disturbed, graphs", range(3), run, exercises)

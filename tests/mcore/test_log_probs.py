@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 
 TOLERANCE = 1e-4
 

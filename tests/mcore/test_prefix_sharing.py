@@ -111,11 +111,11 @@ def test_waiting_for_a_prefix_does_not_hold_up_those_behind() -> None:
     run.assert_exact()
 
 
-@pytest.mark.parametrize(("stride", "look_ahead", "waits"), [(None, 0, False), (None, 1, True), (1, 0, True)])
+@pytest.mark.parametrize(("stride", "window", "waits"), [(None, 0, False), (None, 1, True), (1, 0, True)])
 def test_request_waits_only_for_a_boundary_that_is_reserved_in_this_step(
-    stride: int | None, look_ahead: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+    stride: int | None, window: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "LOOK_AHEAD", look_ahead)
+    monkeypatch.setattr(scheduler, "BRANCH_WINDOW", window)
     run = start_run(max_tokens=160, boundary_stride=stride)
     run.add(0, some_tokens(5 * BLOCK + 3))
     # It shares two blocks; 0 reserves the fifth, or also where 1 parts from it, or all.

@@ -19,7 +19,7 @@ class Wire:
 
     is_broken: bool = False
     tokens: list[int] = field(default_factory=list)
-    told: list[dict[str, Any]] = field(default_factory=list)
+    reported: list[dict[str, Any]] = field(default_factory=list)
 
     def send(self, message: bytes) -> None:
         if self.is_broken:
@@ -29,7 +29,7 @@ class Wire:
         for _, progress in news:
             assert progress["start"] == len(self.tokens)
             self.tokens += progress["tokens"]
-            self.told.append(progress)
+            self.reported.append(progress)
 
 
 def engine_with(request: Any) -> Any:
@@ -62,4 +62,6 @@ def test_tokens_that_could_not_be_sent_are_sent_with_the_next() -> None:
     request.generated_tokens += [8]
     reports.send([0])
     assert wire.tokens == [5, 6, 7, 8]
-    assert {(told["cached_tokens_from_host"], told["cached_tokens_from_disk"]) for told in wire.told} == {(3, 2)}
+    assert {
+        (reported["cached_tokens_from_host"], reported["cached_tokens_from_disk"]) for reported in wire.reported
+    } == {(3, 2)}

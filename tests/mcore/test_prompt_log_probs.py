@@ -10,7 +10,7 @@ import torch
 from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.test_log_probs import _assert_top_n, assert_log_probs, oracle_log_probs
 
 SCORED: dict[str, Any] = {"return_log_probs": True, "skip_prompt_log_probs": False}

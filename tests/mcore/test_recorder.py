@@ -16,8 +16,8 @@ from megatron_mamba_cache.step.memory import CacheMemory
 from megatron_mamba_cache.step.recorder import CudaRecorder
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.split_replays import ComputesInParts
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -158,18 +158,18 @@ def test_a_step_begins_when_it_is_laid_out_and_may_be_dropped_then(
     monkeypatch.setattr(CacheMemory, "prepare", noting_prepare)
     if failing_call is not None:
         raise_once(monkeypatch, run.context.runner, "begin", call=failing_call)
-    num_faults = 0
+    num_errors = 0
     for index in range(8):  # the last four skip what the first four computed
         run.add(index, some_tokens(29 + index % 4, seed=index % 4), 5)
         try:
             run.finish()
         except InjectedError:
-            num_faults += 1
+            num_errors += 1
             run.finish()
     run.assert_matches_oracle()
     print(f"{recorder.begun} begun, {recorder.dropped} of them dropped, {run.counters.graph_steps} steps in graphs")
     assert (recorder.begun, recorder.dropped) == (begun, dropped) and set(range(begun)) <= set(prepared)
-    assert num_faults == (failing_call is not None) and run.counters.prompt_tokens_skipped > 0
+    assert num_errors == (failing_call is not None) and run.counters.prompt_tokens_skipped > 0
 
 
 @pytest.mark.gpu

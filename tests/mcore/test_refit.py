@@ -78,7 +78,7 @@ class Refit:
         self.run.subject = Hybrid(old.sizes, old.model, new.oracle, old.shape)
 
 
-class ToldKeys:
+class ReportedKeys:
     """A coordinator that writes down what it is told."""
 
     def __init__(self) -> None:
@@ -264,16 +264,16 @@ def test_weights_that_lie_elsewhere_are_captured_again(
     run, graphs = resident.run, resident.run.context.graphs
     if is_suspended:
         run.engine.suspend()
-        said = move(run.subject.model)
+        change = move(run.subject.model)
         run.engine.flush()  # weights may move on until the resume
         assert run.context.graphs is graphs
         run.engine.resume()
     else:
-        said = move(run.subject.model)
+        change = move(run.subject.model)
         run.engine.flush()
     assert run.context.graphs not in (None, graphs)
     messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert [message for message in messages if "captured again" in message and said in message]
+    assert [message for message in messages if "captured again" in message and change in message]
     captured, before = run.context.graphs, run.counters.graph_steps
     run.engine.flush()
     assert run.context.graphs is captured
@@ -372,11 +372,11 @@ def test_a_version_that_comes_back_finds_nothing_of_its_first_time(resident: Ref
 
 
 def test_a_coordinator_hears_only_of_what_changes_over_a_suspend(refit: Refit) -> None:
-    run, told = refit.run, ToldKeys()
-    run.engine._reports = reports = CacheReports(run.context, told)
+    run, reported = refit.run, ReportedKeys()
+    run.engine._reports = reports = CacheReports(run.context, reported)
     run.run(0, some_tokens(PROMPT_LEN))
     reports.send()
-    published, salt = told.reports[-1]
+    published, salt = reported.reports[-1]
     assert published.published and salt.weights_version == "0"
     is_resident = run.context.cache_config.resident_pools
     for _ in range(2):
@@ -384,12 +384,12 @@ def test_a_coordinator_hears_only_of_what_changes_over_a_suspend(refit: Refit) -
         reports.send()
         run.engine.resume()
         reports.send()
-    assert len(told.reports) == (1 if is_resident else 3)
+    assert len(reported.reports) == (1 if is_resident else 3)
     run.engine.suspend()
     run.engine.flush("1")
     run.engine.resume()
     reports.send()
-    changes, salt = told.reports[-1]
+    changes, salt = reported.reports[-1]
     assert salt.weights_version == "1" and not changes.published
     assert changes.were_flushed or not is_resident
 

@@ -10,7 +10,7 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once, raise_where
+from tests.mcore.injected_errors import InjectedError, raise_once, raise_where
 
 NUM_TOKENS = 6
 POISONED = 2
@@ -25,7 +25,7 @@ def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
     return run
 
 
-def finish_through_faults(run: EngineRun) -> int:
+def finish_through_errors(run: EngineRun) -> int:
     """Run every request to its end however many steps fail, and return how many did."""
     num_failed = 0
     while run.engine.has_unfinished_requests():
@@ -49,11 +49,11 @@ def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
 
 
 def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Callable[..., bool]]:
-    def is_fault(rows: Sequence[Any], *_: Any, **__: Any) -> bool:
+    def is_error(rows: Sequence[Any], *_: Any, **__: Any) -> bool:
         prompt_len = len(run.prompts[POISONED])
         return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
 
-    return run.context.runner, "lay_out", is_fault
+    return run.context.runner, "lay_out", is_error
 
 
 def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
@@ -70,7 +70,7 @@ def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go
     run = start_run()
     raise_where(monkeypatch, run.context.cache, "schedule_decode", lambda row, *_: row.request_id == POISONED)
     # Prefilled again, it makes one token each time, and with it a new start; so it comes to its end by itself.
-    assert finish_through_faults(run) > 1
+    assert finish_through_errors(run) > 1
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
     run.assert_exact()
 
@@ -82,7 +82,7 @@ def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_o
 ) -> None:
     run = start_run()
     raise_where(monkeypatch, *poison(run, num_generated))
-    assert finish_through_faults(run) == FAILURES_BEFORE_REFUSAL
+    assert finish_through_errors(run) == FAILURES_BEFORE_REFUSAL
     assert_only_failure(run)
     assert len(run.tokens(POISONED)) == (num_generated if poison is _poisons_layout else 0)
 
@@ -96,7 +96,7 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
         "lay_out",
         lambda rows, *_, **__: any(row.request_id in poisoned for row in rows),
     )
-    finish_through_faults(run)
+    finish_through_errors(run)
     assert [request_id for request_id in range(4) if failure_reason(run.finished[request_id])] == [0, 1]
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [0, 0, NUM_TOKENS, NUM_TOKENS]
     run.assert_exact()
@@ -113,7 +113,7 @@ def test_suspects_run_isolated_until_each_has_made_a_token(monkeypatch: pytest.M
         return lay_out(rows, *arguments, **settings)
 
     monkeypatch.setattr(run.context.runner, "lay_out", note_rows)
-    assert finish_through_faults(run) == FAILURES_BEFORE_ISOLATION
+    assert finish_through_errors(run) == FAILURES_BEFORE_ISOLATION
     suspects = steps[0]
     assert suspects == {0, POISONED} and steps[1] == suspects
     assert steps[2:5] == [{0}, {POISONED}, {POISONED}], "the second prompt takes two steps"
@@ -158,7 +158,7 @@ def test_an_interrupt_is_no_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> 
 def test_text_that_cannot_be_made_loses_no_token_and_no_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
-    assert finish_through_faults(run) == 1
+    assert finish_through_errors(run) == 1
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
     assert [run.engine.cached_tokens(request_id) for request_id in range(4)] == [0, 16, 0, 32]
     run.assert_exact()
@@ -172,7 +172,7 @@ def test_a_fault_between_two_requests_of_a_report_loses_no_token(
     run = start_run(kv_blocks=kv_blocks)
     # Megatron asks for each request of a step in which one ends, once it has appended the token.
     raise_once(monkeypatch, run.engine, "_check_stop_words_for_request_post_append", call=call)
-    assert finish_through_faults(run) == 1
+    assert finish_through_errors(run) == 1
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
     run.assert_exact()
 
@@ -181,7 +181,7 @@ def test_a_fault_between_two_requests_of_a_report_loses_no_token(
 def test_a_report_that_fails_as_a_whole_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     raise_once(monkeypatch, engine_module, "append_tokens", call=call)
-    assert finish_through_faults(run) == 1
+    assert finish_through_errors(run) == 1
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
     run.assert_exact()
 
@@ -195,5 +195,5 @@ def test_a_request_whose_alternatives_have_no_text_fails_alone(monkeypatch: pyte
         run.add(request_id, some_tokens(20 * request_id), NUM_TOKENS)
     tokenizer = run.engine.controller.tokenizer
     raise_where(monkeypatch, tokenizer, "detokenize", lambda tokens: len(tokens) == 1)
-    assert finish_through_faults(run) == FAILURES_BEFORE_REFUSAL
+    assert finish_through_errors(run) == FAILURES_BEFORE_REFUSAL
     assert_only_failure(run, poisoned=0)

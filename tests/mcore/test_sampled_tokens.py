@@ -9,7 +9,7 @@ import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 
 NUM_TOKENS = 30
 SETTINGS = {

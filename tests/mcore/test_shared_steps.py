@@ -163,7 +163,7 @@ def test_a_step_that_one_rank_launches_early_is_computed_by_a_rank_that_closes(
         noted = launches.begin()
         while not run.context.runner.sharing.is_owed:
             run.step()
-        assert (run.context.early_step is not None) is (rank == 0)
+        assert (run.context.overlapped_step is not None) is (rank == 0)
         run.engine.close()
         return [what for what in noted if what != "early"]
 

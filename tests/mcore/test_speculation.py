@@ -26,7 +26,7 @@ from tests.mcore.engine_runs import (
     tiny_hybrid,
     with_one_budget,
 )
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 
 BLOCK = 8
@@ -133,10 +133,10 @@ def test_drafts_rejected_before_a_boundary_publish_nothing_there(align_copies: l
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("place", range(2, 16))
-def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follows(place: int, length: int) -> None:
+@pytest.mark.parametrize("index", range(2, 16))
+def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follows(index: int, length: int) -> None:
     text = greedy_texts()[0]
-    word = text[13 + place : 13 + place + length]
+    word = text[13 + index : 13 + index + length]
     run = start_run(7, decode_checkpoints="all")
     ending = {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
     run.run(0, prompt_of(0), greedy(NUM_TOKENS, **ending))
@@ -271,12 +271,12 @@ def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pyte
 
 
 def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    settled: list[int] = []
-    settle = WindowStorage.settle
+    resolved: list[int] = []
+    resolve = WindowStorage.resolve
 
     def counted(drafts: WindowStorage, states: Sequence[LiveState]) -> None:
-        settled.extend(state.accepted - 1 for state in states)
-        settle(drafts, states)
+        resolved.extend(state.accepted - 1 for state in states)
+        resolve(drafts, states)
 
     monkeypatch.setattr(WindowStorage, "settle", counted)
     for kv_blocks in range(9, 16):
@@ -287,7 +287,7 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
             run.step()
             assert not any(row.cursor.draft_slots for row in run.context.rows if row.is_paused)
         run.assert_exact()
-    assert len(set(settled)) > 2, settled
+    assert len(set(resolved)) > 2, resolved
 
 
 def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

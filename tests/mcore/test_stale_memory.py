@@ -93,7 +93,7 @@ def test_so_are_those_of_steps_that_run_ahead_into_new_blocks(
     num_ahead = 0
     while run.engine.has_unfinished_requests():
         run.step()
-        num_ahead += run.context.early_step is not None
+        num_ahead += run.context.overlapped_step is not None
     print(f"{num_ahead} steps ran ahead, {len(spoiled)} memories, {num_checked}")
     assert num_ahead > 90 and num_checked["blocks"] > 500
     run.assert_exact()

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
+from tests.mcore.injected_errors import InjectedError, raise_once
 
 NUM_TOKENS = 24
 

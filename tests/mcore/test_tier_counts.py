@@ -93,9 +93,9 @@ def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
 def test_copies_under_way_are_told_with_what_they_hold() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run.run(0, TEXTS[0], 4)  # its last boundary is on its way until the next step
-    told = run.context.snapshot()
-    assert told.tier_copies == {"device": 0, "host": 1}
-    assert told.host_bytes["states_reserved"] > 0 and told.host_bytes["kv_in_use"] > 0
+    reported = run.context.snapshot()
+    assert reported.tier_copies == {"device": 0, "host": 1}
+    assert reported.host_bytes["states_reserved"] > 0 and reported.host_bytes["kv_in_use"] > 0
     run_texts(run, 1)
     run.assert_exact()
     run.add(100, TEXTS[0], 4)
@@ -118,8 +118,8 @@ def test_boundaries_on_their_way_to_the_disk_are_told(tmp_path: Path) -> None:
 def test_without_tiers_nothing_is_told_of_them() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
     run.run(0, TEXTS[0], 4)
-    told = run.context.snapshot()
-    assert told.host_bytes == told.disk_bytes == told.tier_copies == {}
+    reported = run.context.snapshot()
+    assert reported.host_bytes == reported.disk_bytes == reported.tier_copies == {}
 
 
 def test_a_request_whose_copy_failed_is_counted_by_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:

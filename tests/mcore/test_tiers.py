@@ -34,8 +34,8 @@ from tests.mcore.engine_runs import (
     with_host_tier,
     with_one_budget,
 )
-from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.random_workloads import GATED_DELTA_MODELS, QUANTIZATION_MARGIN
 from tests.recurrences.toy import on_cpu
 
@@ -99,7 +99,7 @@ class Conversations:
         return [(len(text) - 6) // BLOCK * BLOCK for text in self.texts]
 
 
-def settle(run: EngineRun) -> None:
+def resolve(run: EngineRun) -> None:
     """Wait for all copies, and assert that nothing is held."""
     run.assert_exact()
 
@@ -126,7 +126,7 @@ def test_copies_begin_for_a_request_that_comes_while_all_rows_are_taken(
     began = None
     for number in range(8):
         run.step()
-        num_early += run.context.early_step is not None
+        num_early += run.context.overlapped_step is not None
         began = number if began is None and tiers.takes_room else began
     print(num_early, "steps ran ahead; the copy began in step", began)
     assert 100 in run.engine.requests and (num_early >= 5 if run_ahead else not num_early)
@@ -142,7 +142,7 @@ def test_later_turns_come_back_from_the_host(subject: Hybrid) -> None:
     run, talks = EngineRun.start(subject, small_device(subject)), Conversations()
     assert talks.turn(run) == [0] * NUM_TEXTS
     for _ in range(2):
-        settle(run)
+        resolve(run)
         wanted = talks.most
         assert talks.turn(run) == wanted
     run.assert_exact()
@@ -162,10 +162,10 @@ def test_without_the_tier_they_do_not() -> None:
 def test_tenants_do_not_share_what_is_below() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run, tenant="one")
-    settle(run)
+    resolve(run)
     again = Conversations()
     assert again.turn(run, tenant="two") == [0] * NUM_TEXTS
-    settle(run)
+    resolve(run)
     assert Conversations().turn(run, tenant="one") == [96] * NUM_TEXTS
 
 
@@ -195,7 +195,7 @@ def test_a_flush_empties_the_host_too(is_suspended: bool) -> None:
 def test_a_cancelled_request_lets_go_of_what_came_for_it() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     for number, text in enumerate(talks.texts[:3]):
         run.add(100 + number, text, 10)
     run.step()
@@ -211,7 +211,7 @@ def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path, subject: Hybr
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     num_files = len(list(tmp_path.rglob("*.boundary")))
     print(f"{num_files} files: the last boundary of each of {NUM_TEXTS} texts, and those inside them that were evicted")
     assert run.counters.states_written_to_disk == num_files and NUM_TEXTS < num_files <= 2 * NUM_TEXTS
@@ -233,7 +233,7 @@ def test_ends_of_prompts_are_on_disk_where_requests_start_from_them(is_repeated:
     for number, prompt in enumerate(prompts):
         for again in range(1 + is_repeated):
             run.run(2 * number + again, prompt, 20)  # the reply ends behind another boundary
-    settle(run)
+    resolve(run)
     run.engine.close()
     run = EngineRun.start(tiny_hybrid(), config)
     skipped = []
@@ -249,11 +249,11 @@ def test_a_flush_holds_for_the_next_engine_too(tmp_path: Path) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     run.engine.flush()
     run = EngineRun.start(tiny_hybrid(), config)  # the first was not even closed
     assert talks.turn(run) == [0] * NUM_TEXTS
-    settle(run)
+    resolve(run)
     run = EngineRun.start(tiny_hybrid(), config)
     wanted = talks.most
     assert talks.turn(run) == wanted
@@ -266,7 +266,7 @@ def test_a_flush_for_new_weights_holds_for_the_old_ones_too(tmp_path: Path) -> N
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(replace(subject, model=model), config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.5)
@@ -284,7 +284,7 @@ def test_a_flush_that_cannot_be_written_empties_memory_and_leaves_the_disk_alone
 
     run, talks = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path)), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     with monkeypatch.context() as patch:
         patch.setattr(cache_directory.os, "replace", full)
         with pytest.raises(CacheError, match=r"cannot use --disk-cache-dir .*no space left"):
@@ -292,7 +292,7 @@ def test_a_flush_that_cannot_be_written_empties_memory_and_leaves_the_disk_alone
     files = sorted(tmp_path.rglob("*.boundary"))
     assert talks.turn(run) == [0] * NUM_TEXTS
     run.engine.flush()
-    settle(run)
+    resolve(run)
     assert sorted(tmp_path.rglob("*.boundary")) == files
     run.assert_exact()
 
@@ -314,7 +314,7 @@ def test_other_weights_of_the_same_version_find_nothing(tmp_path: Path) -> None:
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     other = random_hybrid_model(replace(subject.sizes, seed=subject.sizes.seed + 1))
     run = EngineRun.start(replace(subject, model=other), config)
     assert talks.turn(run) == [0] * NUM_TEXTS
@@ -325,7 +325,7 @@ def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     model = random_hybrid_model(subject.sizes)
     for mixer in model.modules():
         if isinstance(mixer, CachingMambaMixer):
@@ -339,7 +339,7 @@ def test_a_text_heals_after_one_of_its_files_was_bad(tmp_path: Path) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     for path in tmp_path.rglob("*.boundary"):
         path.write_bytes(path.read_bytes()[:-9] + bytes(1) + path.read_bytes()[-8:])
     for _ in range(3):  # a text has two files, which are found to be bad one after the other
@@ -347,7 +347,7 @@ def test_a_text_heals_after_one_of_its_files_was_bad(tmp_path: Path) -> None:
         run, wanted = EngineRun.start(tiny_hybrid(), config), talks.most
         found = talks.turn(run)
         print(found, run.counters.disk_reads_failed)
-        settle(run)
+        resolve(run)
     assert found == wanted and run.counters.disk_reads_failed == 0
     run.assert_exact()
 
@@ -356,7 +356,7 @@ def test_a_burst_comes_to_the_disk_in_its_turn(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(disk_moves, "MOST_STORES", 1)
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     Conversations().turn(run)
-    settle(run)
+    resolve(run)
     counters = run.counters
     assert counters.states_written_to_disk == counters.states_written_to_host > NUM_TEXTS / 2
     assert len(list(tmp_path.rglob("*.boundary"))) == counters.states_written_to_disk
@@ -386,14 +386,14 @@ def test_a_file_that_was_spoilt_is_a_miss_and_is_gone(tmp_path: Path, spoil: Cal
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     run = EngineRun.start(tiny_hybrid(), config)
     spoilt = sorted(tmp_path.rglob("*.boundary"))
     for path in spoilt:
         spoil(path)
     contents = {path: path.read_bytes() for path in spoilt if path.exists()}
     assert talks.turn(run) == [0] * NUM_TEXTS
-    settle(run)
+    resolve(run)
     assert run.counters.disk_reads_failed == NUM_TEXTS
     last = [path for path in spoilt if path.name.split("-")[2] == str(PROMPT_LEN // BLOCK)]
     print(f"{len(last)} of {len(spoilt)} end a text, and are read first")
@@ -410,7 +410,7 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     monkeypatch.setattr(entry_files, "_write_all", full)
     talks.turn(run)
-    settle(run)
+    resolve(run)
     assert run.counters.disk_writes_failed == run.counters.states_written_to_host
     assert not list(tmp_path.rglob("*.boundary"))
     wanted = talks.most
@@ -459,7 +459,7 @@ def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     first, second = (EngineRun.start(tiny_hybrid(), config) for _ in range(2))
     talks = Conversations()
     talks.turn(first)
-    settle(first)
+    resolve(first)
     deadline = time.monotonic() + 30
     while len(second.context._below._disk.index) < first.counters.states_written_to_disk:
         assert time.monotonic() < deadline
@@ -495,10 +495,10 @@ def test_after_a_kill_the_next_engine_finds_each_conversation(tmp_path: Path) ->
         text=True,
     ) as killed:
         assert killed.stdout is not None
-        told = next(line for line in killed.stdout if line.startswith("written "))
+        reported = next(line for line in killed.stdout if line.startswith("written "))
         killed.send_signal(signal.SIGKILL)
     talks = Conversations()
-    talks.texts = json.loads(told.removeprefix("written "))
+    talks.texts = json.loads(reported.removeprefix("written "))
     wanted = talks.most
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     assert talks.turn(run) == wanted
@@ -551,7 +551,7 @@ def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkey
     config = with_host_tier(with_one_budget(limits, subject.shape, 5), subject.shape, 60)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     for number, text in enumerate(talks.texts):
         run.add(100 + number, text, 10)
         with monkeypatch.context() as patch:
@@ -566,7 +566,7 @@ def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkey
 def test_a_restore_for_which_no_room_can_be_made_by_a_fault_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
-    settle(run)
+    resolve(run)
     run.add(100, talks.texts[0], 10)
     with monkeypatch.context() as patch:
         raise_once(patch, run.context.cache.slots, "reserve")

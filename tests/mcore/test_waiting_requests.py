@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.policy import block_growth
-from megatron_mamba_cache.policy.admission import LOOK_AHEAD
+from megatron_mamba_cache.policy.admission import BRANCH_WINDOW
 from megatron_mamba_cache.policy.scheduler import MOST_PASSED_OVER
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
 
@@ -43,7 +43,7 @@ def test_a_step_looks_at_as_many_of_ten_thousand_waiting_requests_as_of_a_hundre
         looked_at.append((plans[0], keys[0]))
     assert looked_at[0] == looked_at[1]
     num_plans, num_keys = looked_at[0]
-    assert 0 < num_plans <= 2 * (MOST_PASSED_OVER + 2) and num_keys <= num_plans + LOOK_AHEAD
+    assert 0 < num_plans <= 2 * (MOST_PASSED_OVER + 2) and num_keys <= num_plans + BRANCH_WINDOW
 
 
 def test_a_request_behind_many_that_wait_for_a_prefix_is_admitted_once_they_have_it() -> None:

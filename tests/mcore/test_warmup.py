@@ -303,9 +303,9 @@ def test_an_engine_works_where_kernels_cannot_be_compiled_ahead(
     if drafter is not None:
         drafter.warmup()
         drafter.warmup()
-    said = [record.getMessage() for record in caplog.records if "one after another" in record.getMessage()]
-    assert len(said) == 1 + has_draft_model
-    assert all(line.endswith("raised RuntimeError('an op has no kernel')") for line in said)
+    message = [record.getMessage() for record in caplog.records if "one after another" in record.getMessage()]
+    assert len(message) == 1 + has_draft_model
+    assert all(line.endswith("raised RuntimeError('an op has no kernel')") for line in message)
     run.run(0, some_tokens(20))
     run.assert_exact()
 

@@ -16,8 +16,8 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.random_workloads import MODEL_FORMS
 from tests.speculation.running_requests import request_of
 

@@ -12,7 +12,7 @@ from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.draft_states import ReplayStates, WindowStates
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
-from megatron_mamba_cache.policy.places import FixedPlaces
+from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.request_settings import LogProbSettings, RequestSpec, SamplingSettings
@@ -54,7 +54,7 @@ def small_cache(
         space,
         EVICTION_RULES[eviction](float(block_size)),
         block_size=block_size,
-        running=None if num_running is None else FixedPlaces(num_running),
+        running=None if num_running is None else FixedIndexPool(num_running),
     )
     keeps_checkpoints = enabled and checkpoints != "none"
     slots = WindowStates(pools.slots, max_requests, keeps_checkpoints=keeps_checkpoints)

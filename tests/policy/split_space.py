@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megatron_mamba_cache.policy.places import FixedPlaces
+from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 
 
 class SplitSpace:
@@ -16,15 +16,15 @@ class SplitSpace:
         """
         if num_blocks < 0 or num_slots < 0:
             raise ValueError(f"need num_blocks >= 0 and num_slots >= 0, found {num_blocks} and {num_slots}")
-        self.blocks = FixedPlaces(num_blocks)
-        self.slots = FixedPlaces(num_slots)
+        self.blocks = FixedIndexPool(num_blocks)
+        self.slots = FixedIndexPool(num_slots)
 
     def fits(
-        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
+        self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
         """Return whether blocks and slots can be had together."""
-        has_blocks = self.blocks.num_available - len(beside_blocks) >= num_blocks
-        return has_blocks and self.slots.num_available - len(beside_slots) >= num_slots
+        has_blocks = self.blocks.num_available - len(kept_blocks) >= num_blocks
+        return has_blocks and self.slots.num_available - len(kept_slots) >= num_slots
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the counts agree."""

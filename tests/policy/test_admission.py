@@ -18,7 +18,7 @@ from megatron_mamba_cache.policy.admission import (
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
-from megatron_mamba_cache.policy.places import CacheSpace
+from megatron_mamba_cache.policy.index_pools import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from tests.policy.split_space import SplitSpace

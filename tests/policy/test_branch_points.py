@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.policy.admission import LOOK_AHEAD, MOST_BRANCH_POINTS, PromptView, branch_points, num_common
+from megatron_mamba_cache.policy.admission import (
+    BRANCH_WINDOW,
+    MOST_BRANCH_POINTS,
+    PromptView,
+    branch_points,
+    num_common,
+)
 from megatron_mamba_cache.policy.block_hashing import KeyChain, block_keys
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.request_settings import RequestSpec
@@ -90,8 +96,8 @@ class Queue:
 
 def burst(count: int, shared: int, own: int) -> list[RequestSpec]:
     """Return requests with a common beginning of `shared` tokens."""
-    beginning = [1000 + place for place in range(shared)]
-    return [new_spec(index, beginning + [100 * (index + 1) + place for place in range(own)]) for index in range(count)]
+    beginning = [1000 + index for index in range(shared)]
+    return [new_spec(index, beginning + [100 * (index + 1) + index for index in range(own)]) for index in range(count)]
 
 
 @pytest.mark.parametrize("num_slots", [12, 40])
@@ -151,9 +157,9 @@ def test_a_prompt_whose_keys_cannot_be_computed_is_to_blame_itself() -> None:
 
 
 def test_a_long_queue_is_not_searched_to_its_end() -> None:
-    queue = Queue(small_cache(1000, 400), burst(LOOK_AHEAD + 10, 0, BLOCK + 1))
+    queue = Queue(small_cache(1000, 400), burst(BRANCH_WINDOW + 10, 0, BLOCK + 1))
     waiting = [queue.candidate(spec.request_id) for spec in queue.waiting]
     queue.requests = RunningRequests(queue.cache, 1, ENOUGH)
     StepScheduler().fill_step(queue.requests, waiting)
     seen = [candidate.request_id for candidate in waiting if candidate.chain.keys]
-    assert max(seen) == LOOK_AHEAD
+    assert max(seen) == BRANCH_WINDOW

@@ -35,9 +35,9 @@ def test_equal_decisions_have_equal_fingerprints_of_62_bits() -> None:
 def test_whatever_differs_changes_the_fingerprint_and_is_named(last: Entry) -> None:
     one, other = log_of(COMMON), log_of([COMMON[0], last])
     assert one.fingerprint() != other.fingerprint()
-    told = first_difference([one.recent(), other.recent()])
-    assert told.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, tokens of the step")
-    assert str(Decision(1, *last)) in told
+    reported = first_difference([one.recent(), other.recent()])
+    assert reported.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, tokens of the step")
+    assert str(Decision(1, *last)) in reported
 
 
 def test_a_step_is_part_of_what_was_decided() -> None:
@@ -48,8 +48,8 @@ def test_a_step_is_part_of_what_was_decided() -> None:
 
 
 def test_a_rank_that_decided_less_has_nothing_there() -> None:
-    told = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
-    assert told.endswith("rank 1: nothing")
+    reported = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
+    assert reported.endswith("rank 1: nothing")
 
 
 def test_memory_is_bounded_and_a_difference_long_ago_is_told_as_such() -> None:

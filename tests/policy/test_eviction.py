@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.eviction import FULL_WORTH_AGE, EvictionOrder, Weight
+from megatron_mamba_cache.policy.eviction import FULL_PRIORITY_AGE, EvictionOrder, Weight
 
 NOW = 100
 
@@ -44,10 +44,10 @@ def num_items(order: EvictionOrder) -> int:
     return sum(len(queue.run) + len(queue.late) for queue in queues)
 
 
-def worth(last_used: int, weight: Weight, now: int, likelihood: Callable[[int], float]) -> float:
+def priority(last_used: int, weight: Weight, now: int, likelihood: Callable[[int], float]) -> float:
     if weight.is_held:
-        return weight.gain / FULL_WORTH_AGE
-    return likelihood(weight.kind) * weight.gain / (now - last_used + FULL_WORTH_AGE)
+        return weight.gain / FULL_PRIORITY_AGE
+    return likelihood(weight.kind) * weight.gain / (now - last_used + FULL_PRIORITY_AGE)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -76,7 +76,7 @@ def test_of_equal_worth_the_deeper_goes_first_then_the_lower_id() -> None:
 def test_a_state_that_saves_more_outlives_one_that_is_younger_by_less(times_more: float, first: int) -> None:
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
-    order.push(1, NOW - 2 * FULL_WORTH_AGE, 1, Weight(gain=times_more))  # three times the denominator
+    order.push(1, NOW - 2 * FULL_PRIORITY_AGE, 1, Weight(gain=times_more))  # three times the denominator
     assert order.first(NOW, equally) == first
 
 
@@ -239,7 +239,8 @@ def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
         elif live:
             first = order.first(NOW, likelihoods.__getitem__)
             worths = {
-                known: worth(live[known].last_used, live[known].weight, NOW, likelihoods.__getitem__) for known in live
+                known: priority(live[known].last_used, live[known].weight, NOW, likelihoods.__getitem__)
+                for known in live
             }
             assert worths[first] <= sqrt(2) * min(worths.values()) * (1 + 1e-9)
         assert len(order) == len(live)
@@ -263,7 +264,7 @@ def test_the_first_is_worth_least_where_gains_are_powers_of_two(
     expected = sorted(
         live,
         key=lambda known: (
-            worth(live[known].last_used, live[known].weight, NOW, likelihoods.__getitem__),
+            priority(live[known].last_used, live[known].weight, NOW, likelihoods.__getitem__),
             live[known].last_used,
             -live[known].num_tokens,
             known,

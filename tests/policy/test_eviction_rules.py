@@ -34,7 +34,7 @@ ENTRIES = st.builds(
 )
 
 
-def worth(rule: EvictionRule, entry: CachedEntry) -> float:
+def priority(rule: EvictionRule, entry: CachedEntry) -> float:
     """Return what a state is worth at age 0, but for a factor."""
     weight = rule.weigh(entry)
     return rule.likelihood(weight.kind) * weight.gain
@@ -75,7 +75,7 @@ def test_every_rule_of_the_settings_exists() -> None:
 
 @given(ENTRIES)
 def test_to_lru_all_states_are_worth_the_same(entry: CachedEntry) -> None:
-    assert worth(EVICTION_RULES["lru"](STATE_LEN), entry) == 1.0
+    assert priority(EVICTION_RULES["lru"](STATE_LEN), entry) == 1.0
 
 
 @given(ENTRIES, st.sampled_from(sorted(EVICTION_RULES)))
@@ -98,7 +98,7 @@ def test_lru_learns_nothing() -> None:
 def test_a_state_that_stands_for_more_tokens_is_worth_more(lost: int, more: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     for entry_of in (end, inside, prompt_end, branch):
-        assert worth(rule, entry_of(lost)) < worth(rule, entry_of(lost + more))
+        assert priority(rule, entry_of(lost)) < priority(rule, entry_of(lost + more))
 
 
 @given(LOST)
@@ -121,7 +121,7 @@ def test_the_more_likely_hit_is_worth_more_unless_it_keeps_as_many_times_the_byt
     assert ends > branches > prompt_ends > insides
     for entry_of, likelihood in ((branch, branches), (prompt_end, prompt_ends), (inside, insides)):
         bytes_for_one = (STATE_LEN + lost) / STATE_LEN  # that an end keeps for one byte of a state
-        assert (worth(rule, entry_of(lost)) < worth(rule, end(lost))) == (bytes_for_one < ends / likelihood)
+        assert (priority(rule, entry_of(lost)) < priority(rule, end(lost))) == (bytes_for_one < ends / likelihood)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def _kind(rule: EvictionRule, entry: CachedEntry) -> int:
 @given(ENTRIES, st.floats(0, 1e6))
 def test_every_state_has_a_worth_that_can_be_ordered(entry: CachedEntry, state_len: float) -> None:
     rule = EVICTION_RULES["cost"](state_len)
-    assert 0 <= worth(rule, entry) < float("inf")
+    assert 0 <= priority(rule, entry) < float("inf")
 
 
 # Cost: how likely hits are.
@@ -199,7 +199,7 @@ def test_ends_that_are_never_hit_become_worth_less_than_the_inside() -> None:
     rule = RecomputeCost(STATE_LEN)
     teach(rule, end(1000), 2000, 0)
     teach(rule, inside(1000), 2000, 400)
-    assert worth(rule, end(1000)) < worth(rule, inside(1000))
+    assert priority(rule, end(1000)) < priority(rule, inside(1000))
 
 
 # What the slot pool counts.
@@ -338,21 +338,21 @@ def test_the_newest_prompt_has_one_end_which_the_state_before_takes_over() -> No
         pool.publish(pool.reserve()[0], block, block + 1, BlockId(block - 1) if block else None)
     for prompt_len in (1, 2):
         pool.touch_path(path, prompt_len)
-        assert [pool.worth_of(block) > 0 for block in path] == [prompt_len == block + 1 for block in path]
+        assert [pool.priority_of(block) > 0 for block in path] == [prompt_len == block + 1 for block in path]
     pool.touch_path(path)
-    assert pool.worth_of(path[1]) > 0
+    assert pool.priority_of(path[1]) > 0
     pool.drop(path[1])
-    assert [pool.worth_of(block) > 0 for block in (path[0], path[2])] == [True, False]
+    assert [pool.priority_of(block) > 0 for block in (path[0], path[2])] == [True, False]
 
 
 def test_time_passes_with_requests_and_not_with_the_states_that_one_writes() -> None:
     pool = SlotPool(4)
     for block in range(4):
         pool.publish(pool.reserve()[0], BlockId(block), block + 1)
-    worths = {pool.worth_of(BlockId(block)) for block in range(4)}
+    worths = {pool.priority_of(BlockId(block)) for block in range(4)}
     assert max(worths) - min(worths) < 0.001 * max(worths)
     pool.touch_path([BlockId(0)])
-    assert pool.worth_of(BlockId(1)) < 0.95 * pool.worth_of(BlockId(0))
+    assert pool.priority_of(BlockId(1)) < 0.95 * pool.priority_of(BlockId(0))
 
 
 @pytest.mark.parametrize("slabs", [None, (6, 4, 1)], ids=["split", "slabs"])

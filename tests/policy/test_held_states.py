@@ -55,10 +55,10 @@ def test_what_is_held_again_and_again_takes_no_more_memory() -> None:
     assert len(held._ends) <= 2 * len(BLOCKS)
 
 
-def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *places: PromptBreakpoint) -> RequestSpec:
+def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *indices: PromptBreakpoint) -> RequestSpec:
     """Return a request whose prompt begins with a token of its own."""
     prompt = np.array([first, *range(1, num_tokens)], dtype=np.int64)
-    return RequestSpec(request_id, prompt, 64, SamplingSettings(), breakpoints=places, arrived_s=arrived_s)
+    return RequestSpec(request_id, prompt, 64, SamplingSettings(), breakpoints=indices, arrived_s=arrived_s)
 
 
 def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
@@ -99,9 +99,9 @@ def test_a_breakpoints_state_outlives_younger_ones_for_as_long_as_it_says(
 
 def test_each_use_holds_a_state_for_longer_and_a_stamp_from_the_past_changes_nothing() -> None:
     cache = small_cache(64, 4)
-    place = PromptBreakpoint(2 * BLOCK + 1, 300)
-    run(cache, asked(0, 1000, 3 * BLOCK, 100, place))
-    run(cache, asked(1, 1000, 3 * BLOCK, 390, place))
+    index = PromptBreakpoint(2 * BLOCK + 1, 300)
+    run(cache, asked(0, 1000, 3 * BLOCK, 100, index))
+    run(cache, asked(1, 1000, 3 * BLOCK, 390, index))
     cache.slots.pass_time(50)
     for number in range(2, 30):
         run(cache, asked(number, 1000 + number, 2 * BLOCK + 1, 600))

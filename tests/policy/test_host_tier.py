@@ -21,7 +21,7 @@ from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.draft_states import WindowStates
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
-from megatron_mamba_cache.policy.places import CacheSpace
+from megatron_mamba_cache.policy.index_pools import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.requests import Candidate, RunningRequest
@@ -302,14 +302,14 @@ class HostTierMachine(RuleBasedStateMachine):
             self.load.check()
 
     @precondition(lambda self: self.load.requests)
-    @rule(place=st.integers(0, MAX_ROWS - 1))
-    def end(self, place: int) -> None:
-        self.load.end(self.load.requests.oldest_first[place % len(self.load.requests)])
+    @rule(index=st.integers(0, MAX_ROWS - 1))
+    def end(self, index: int) -> None:
+        self.load.end(self.load.requests.oldest_first[index % len(self.load.requests)])
 
     @precondition(lambda self: self.load.queue)
-    @rule(place=st.integers(0, 9))
-    def cancel(self, place: int) -> None:
-        self.load.cancel(sorted(self.load.queue)[place % len(self.load.queue)])
+    @rule(index=st.integers(0, 9))
+    def cancel(self, index: int) -> None:
+        self.load.cancel(sorted(self.load.queue)[index % len(self.load.queue)])
 
     @precondition(lambda self: self.load.num_requests % 8 == 7)
     @rule()

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
+from megatron_mamba_cache.policy.index_pools import CacheSpace
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.places import CacheSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_pool import NoTexts
@@ -74,10 +74,10 @@ def test_a_new_pool_is_free() -> None:
     kv.check_integrity()
 
 
-@pytest.mark.parametrize(("places", "block_size"), [(-1, 1), (1, 0)])
-def test_sizes_out_of_range_are_refused(places: int, block_size: int) -> None:
+@pytest.mark.parametrize(("indices", "block_size"), [(-1, 1), (1, 0)])
+def test_sizes_out_of_range_are_refused(indices: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="need num_blocks >= 0"):
-        KVBlockPool(places, new_pools(1).slots, block_size=block_size)
+        KVBlockPool(indices, new_pools(1).slots, block_size=block_size)
 
 
 def test_allocate_hands_out_distinct_blocks_with_one_reference() -> None:
@@ -629,7 +629,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def give_back_the_last_block(self, data: st.DataObject) -> None:
+    def release_the_last_block(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests))
         if len(request.blocks) > 1:
             request.path.pop()

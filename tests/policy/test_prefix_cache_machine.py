@@ -365,7 +365,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self._leave(request)
 
     def _num_accepted(self, request: RunningRequest, token: int) -> int:
-        wrong = [place for place, draft in enumerate(request.drafts) if draft != token]
+        wrong = [index for index, draft in enumerate(request.drafts) if draft != token]
         return 1 + (wrong[0] if wrong else len(request.drafts))
 
     def _align_copy(self, request: RunningRequest, num_accepted: int) -> None:

@@ -130,17 +130,17 @@ def test_all_accepted_tokens_are_kept_where_none_ends_the_request() -> None:
     assert request.keep([3, 4, 5]) == KeptTokens((3, 4, 5), ends=False)
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_nothing_behind_an_end_token_inside_accepted_drafts_is_kept(place: int) -> None:
+@pytest.mark.parametrize("index", range(5))
+def test_nothing_behind_an_end_token_inside_accepted_drafts_is_kept(index: int) -> None:
     emitted = [1, 2, 3, 4, 5]
-    request = drafted(running_request([9], [9], sampling=SamplingSettings(termination_id=emitted[place])), 4)
-    assert request.keep(emitted) == KeptTokens(tuple(emitted[: place + 1]), ends=True)
+    request = drafted(running_request([9], [9], sampling=SamplingSettings(termination_id=emitted[index])), 4)
+    assert request.keep(emitted) == KeptTokens(tuple(emitted[: index + 1]), ends=True)
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_nothing_behind_the_length_limit_is_kept(place: int) -> None:
-    request = drafted(running_request([9], [9], max_len=3 + place), 4)
-    assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[: place + 1], ends=True)
+@pytest.mark.parametrize("index", range(5))
+def test_nothing_behind_the_length_limit_is_kept(index: int) -> None:
+    request = drafted(running_request([9], [9], max_len=3 + index), 4)
+    assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[: index + 1], ends=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.policy.small_cache import ENOUGH, candidate_of, new_spec, run_step, s
 
 MAX_REQUESTS = 3
 MAX_TOKENS = 10
-MAX_BESIDE = 6
+MAX_MIXED = 6
 MAX_LEN = 20
 NUM_BLOCKS = 7  # fewer than three of the longest requests need
 
@@ -22,7 +22,7 @@ class RunningRequestsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS, MAX_BESIDE)
+        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS, MAX_MIXED)
         self.num_seen = 0
 
     @rule(prompt=st.lists(st.sampled_from([1, 1, 2]), min_size=1, max_size=MAX_LEN - 1))
@@ -72,8 +72,8 @@ class RunningRequestsMachine(RuleBasedStateMachine):
         assert counts.prefilling == len(prefilling) and counts.tokens == num_tokens
         assert counts.paused == counts.requests - len(prefilling) - len(decoding)
         assert self.requests.budget == MAX_TOKENS - num_tokens >= 0
-        beside = MAX_BESIDE - (num_tokens - len(decoding)) if decoding else MAX_TOKENS
-        assert self.requests.prompt_budget == min(self.requests.budget, beside)
+        kept = MAX_MIXED - (num_tokens - len(decoding)) if decoding else MAX_TOKENS
+        assert self.requests.prompt_budget == min(self.requests.budget, kept)
         assert self.requests.decoding == decoding
         assert self.requests.any_paused == any(request.is_paused for request in self.requests)
 
@@ -99,7 +99,7 @@ def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Ref
 
 
 def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None:
-    requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_beside=8)
+    requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_mixed_prompt_tokens=8)
     first = requests.admit(candidate_of(requests.cache, new_spec(0, [1] * 20)), requests.prompt_budget)
     assert isinstance(first, RunningRequest) and first.scheduled == 20  # no request decodes yet
     run_step(requests.cache, [first])

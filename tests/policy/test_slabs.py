@@ -3,20 +3,20 @@
 import pytest
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.places import Places
+from megatron_mamba_cache.policy.index_pools import IndexPool
 from megatron_mamba_cache.policy.slabs import SlabSpace
 
 
-def leave(places: Places, *numbers: int) -> None:
+def leave(indices: IndexPool, *numbers: int) -> None:
     """Give fixed places back."""
-    for place in numbers:
-        places.unfix(place)
-        places.give_back(place)
+    for index in numbers:
+        indices.unfix(index)
+        indices.release(index)
 
 
 def test_a_place_has_the_address_of_its_slab() -> None:
     space = SlabSpace(3, blocks_per_slab=2, slots_per_slab=3)
-    assert (space.blocks.num_places, space.slots.num_places) == (6, 9)
+    assert (space.blocks.num_indices, space.slots.num_indices) == (6, 9)
     assert space.blocks.take(1) == [0]
     assert space.slots.take(1) == [6]  # the first of slab 2
 
@@ -128,7 +128,7 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: space.blocks._partly.append(0), "listed as partly used"),
         (lambda space: space.blocks._free[0].pop(), "counted"),
         (lambda space: setattr(space.blocks, "num_free", 9), "counted"),
-        (lambda space: setattr(space.slots, "num_beside_fixed", 2), "counted"),
+        (lambda space: setattr(space.slots, "num_next_to_fixed", 2), "counted"),
     ],
 )
 def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:

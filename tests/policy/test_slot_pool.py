@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
-from megatron_mamba_cache.policy.places import FixedPlaces
+from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
@@ -376,7 +376,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        running = None if self.num_running is None else FixedPlaces(self.num_running)
+        running = None if self.num_running is None else FixedIndexPool(self.num_running)
         self.pool = SlotPool(self.num_slots, running=running)
         self.held: dict[SlotOwner, list[SlotId]] = {owner: [] for owner in SlotOwner}
         self.states: dict[BlockId, SlotId] = {}
@@ -425,7 +425,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from([owner for owner in SlotOwner if self.held[owner]]))
         slot = self.held[owner].pop(data.draw(st.integers(0, len(self.held[owner]) - 1)))
         calls = {

@@ -8,18 +8,18 @@ from megatron_mamba_cache.tiers.copy_lanes import MeasuredTimes
 MEBIBYTE = 2**20
 
 
-def least_beside(other: Sequence[int]):  # type: ignore[no-untyped-def]
+def least_with(other: Sequence[int]):  # type: ignore[no-untyped-def]
     return lambda mine: [min(pair) for pair in zip(mine, other, strict=True)]
 
 
 def test_until_every_rank_has_measured_copies_take_nothing() -> None:
     mine = CopyTimes(5, 50, 9, 7, 70)
     assert AgreedTimes(lambda: None, list).now() == COPIES_TAKE_NOTHING
-    assert AgreedTimes(lambda: mine, least_beside([0, 0, 0, 0, 0])).now() == COPIES_TAKE_NOTHING
+    assert AgreedTimes(lambda: mine, least_with([0, 0, 0, 0, 0])).now() == COPIES_TAKE_NOTHING
 
 
 def test_the_slowest_copies_and_the_fastest_prefill_count() -> None:
-    times = AgreedTimes(lambda: CopyTimes(5, 50, 9, 7, 70), least_beside([8, -6, -40, -8, -60]))
+    times = AgreedTimes(lambda: CopyTimes(5, 50, 9, 7, 70), least_with([8, -6, -40, -8, -60]))
     assert times.now() == CopyTimes(6, 50, 8, 8, 70)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
-from megatron_mamba_cache.policy.places import FixedPlaces
+from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 from megatron_mamba_cache.policy.slot_pool import SlotPool
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT
 from megatron_mamba_cache.recurrences.cached_form import CACHED_FORMS, StoredStates
@@ -58,7 +58,7 @@ def test_slabs_used_either_way_do_not_touch_each_other(slab: SlabShape, device: 
 
 def allocator_over(device: str) -> StateSlotAllocator:
     """Return an allocator whose cached states are quantized, and whose live ones have slots of their own."""
-    slots = SlotPool(4, running=FixedPlaces(5))
+    slots = SlotPool(4, running=FixedIndexPool(5))
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 
 

@@ -330,10 +330,10 @@ def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
     assert logits.top_k.tolist() == [s.top_k for s in settings]
     assert logits.top_p.tolist() == [s.top_p for s in settings]
     sampled = [expected.positions[token] + 1 for token, _, _ in expected.logits]
-    drawn = {DrawPurpose.SAMPLE: logits.uniforms}
+    uniforms_for = {DrawPurpose.SAMPLE: logits.uniforms}
     if draws_ratios:
-        drawn |= {DrawPurpose.ACCEPT: logits.accept_uniforms, DrawPurpose.RESIDUAL: logits.residual_uniforms}
-    for purpose, uniforms in drawn.items():
+        uniforms_for |= {DrawPurpose.ACCEPT: logits.accept_uniforms, DrawPurpose.RESIDUAL: logits.residual_uniforms}
+    for purpose, uniforms in uniforms_for.items():
         assert uniforms.tolist() == [
             0.0 if s.is_greedy else counter_uniform(s.seed, position, purpose)
             for s, position in zip(settings, sampled, strict=True)

@@ -168,9 +168,9 @@ def test_one_rank_alone_may_use_its_whole_budget_where_steps_are_shared(max_requ
 def test_many_prompts_have_few_sizes(max_requests: int, most_launched: int, sizes: int) -> None:
     shapes = prefill_shapes(4096, max_requests, 8192, most_launched)
     shapes = [shape for shape in shapes if shape.num_prefill_requests > 4]
-    by_decode_rows = {shape.num_decode_requests for shape in shapes}
-    assert len(by_decode_rows) == (2 if max_requests >= 32 else 1) and max(by_decode_rows) == max_requests - 5
-    assert len(shapes) == sizes * len(by_decode_rows)
+    decode_counts = {shape.num_decode_requests for shape in shapes}
+    assert len(decode_counts) == (2 if max_requests >= 32 else 1) and max(decode_counts) == max_requests - 5
+    assert len(shapes) == sizes * len(decode_counts)
     assert max(shape.num_prefill_tokens for shape in shapes) == min(most_launched, 4096)
     assert prefill_shapes(4096, 4, 8192, most_launched) == shapes_of_few(4096, 4)
 

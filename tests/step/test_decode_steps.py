@@ -76,7 +76,7 @@ def disturb(requests: list[RunningRequest], shape: StepShape, draw: random.Rando
     elif change == 4 and len(requests) < shape.num_decode_requests:
         requests.append(decoding(len(requests), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
     elif change == 5:  # as when live states are looked at between steps
-        request.cursor.settled, request.cursor.accepted = request.computed, 1
+        request.cursor.resolved, request.cursor.accepted = request.computed, 1
     else:
         draw.shuffle(requests)
 

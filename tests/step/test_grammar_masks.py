@@ -85,21 +85,21 @@ def test_a_draft_has_the_mask_that_it_would_have_without_drafts(name: str, num_r
         expected += allowed_tokens(one_by_one, [request])[0]
         assert token in expected[-1]
         request.generated.append(token)
-    for place in range(num_replayed, len(text)):
+    for row in range(num_replayed, len(text)):
         masks, request = (
             GrammarMasks(compiled()),
-            running_request(grammar, generated=text[:place], num_replayed=num_replayed),
+            running_request(grammar, generated=text[:row], num_replayed=num_replayed),
         )
-        drafts = masks.allowed(request, [*text[place : place + NUM_DRAFTS - 1], 0])
-        wanted = text[place : place + NUM_DRAFTS - 1]
+        drafts = masks.allowed(request, [*text[row : row + NUM_DRAFTS - 1], 0])
+        wanted = text[row : row + NUM_DRAFTS - 1]
         if END not in wanted and name == "schema":
             assert list(drafts) == wanted  # a byte 0 is in no document
         set_drafts(request, drafts[: len(wanted)])
         other = running_request("", request_id=2, generated=[5])
         plain = running_request(ANSWER.text, request_id=3)
         found = allowed_tokens(masks, [plain, request, other])
-        until = min(len(found[1]), len(text) - place)
-        assert found[1][:until] == expected[place : place + until], place
+        until = min(len(found[1]), len(text) - row)
+        assert found[1][:until] == expected[row : row + until], row
         assert found[2] == [set(range(TOKENIZER.vocab_size))]
         assert found[0] == [allowed_tokens(GrammarMasks(compiled()), [plain])[0][0]]
 
@@ -116,7 +116,7 @@ def test_drafts_are_cut_where_the_grammar_refuses_them() -> None:
 
 
 def test_ranks_that_draw_nothing_only_cut_drafts() -> None:
-    masks, request = GrammarMasks(compiled(), are_drawn_here=False), running_request(ANSWER.text)
+    masks, request = GrammarMasks(compiled(), samples_here=False), running_request(ANSWER.text)
     assert list(masks.allowed(request, [0])) == []
     assert allowed_tokens(masks, [request]) == [[set(range(TOKENIZER.vocab_size))]]
 

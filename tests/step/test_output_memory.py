@@ -14,7 +14,7 @@ SHAPES = (StepShape(3, 1, 4, 40), StepShape(0, 1, 4, 20), StepShape(6, 4))
 def test_all_outputs_lie_in_a_memory_of_the_largest(of_tokens: bool) -> None:
     outputs = OutputMemory(SHAPES)
     assert outputs.num_bytes == 0
-    places = set()
+    row_indices = set()
     for shape in SHAPES:
         num_requests = shape.num_tokens if of_tokens else shape.num_logits
         output = torch.randn(num_requests, 1, 16) if of_tokens else torch.randn(1, num_requests, 16)
@@ -22,9 +22,9 @@ def test_all_outputs_lie_in_a_memory_of_the_largest(of_tokens: bool) -> None:
         assert kept.shape == output.shape and torch.equal(kept, output)
         again = outputs.keep(-output, shape)
         assert torch.equal(kept, -output) and again.data_ptr() == kept.data_ptr()
-        places.add(kept.data_ptr())
+        row_indices.add(kept.data_ptr())
     most = 43 if of_tokens else 24
-    assert len(places) == 1 and outputs.num_bytes == most * 16 * 4
+    assert len(row_indices) == 1 and outputs.num_bytes == most * 16 * 4
 
 
 def test_a_memory_of_shapes_that_only_decode_is_of_the_largest() -> None:

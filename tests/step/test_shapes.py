@@ -19,8 +19,8 @@ SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
 OF_64_BITS = ("token_ids", "token_positions")
 PER_TOKEN = (*OF_64_BITS, "token_blocks", "token_offsets")
 PER_ROW = ("kv_lengths", "last_block_lens", "computed", "scheduled", "temperature", "top_k", "top_p")
-PER_DECODE_ROW = ("num_drafts", "accepted", "align_slots")
-PER_PREFILL_ROW = ("initial_slots", "final_slots")
+PER_DECODE_REQUEST = ("num_drafts", "accepted", "align_slots")
+PER_PREFILL_REQUEST = ("initial_slots", "final_slots")
 
 
 def some_requests(draw: random.Random, shape: StepShape) -> list[RunningRequest]:
@@ -73,22 +73,22 @@ def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, see
     plain, padded = StepBuffers(LIMITS, device), filled_with_junk(device)
     lay_out_step(requests, plain, GEOMETRY)
     send(requests, padded, shape)
-    places, num_decode = list(shape.places(requests)), sum(not request.is_prefilling for request in requests)
+    row_indices, num_decode = list(shape.row_indices(requests)), sum(not request.is_prefilling for request in requests)
     for name in PER_ROW:
-        assert np.array_equal(section(plain, name)[: len(requests)], section(padded, name)[places]), name
-    for name in PER_DECODE_ROW:
+        assert np.array_equal(section(plain, name)[: len(requests)], section(padded, name)[row_indices]), name
+    for name in PER_DECODE_REQUEST:
         assert np.array_equal(section(plain, name)[:num_decode], section(padded, name)[:num_decode]), name
-    for name in PER_PREFILL_ROW:
+    for name in PER_PREFILL_REQUEST:
         count = len(requests) - num_decode
         assert np.array_equal(section(plain, name)[:count], section(padded, name)[:count]), name
     columns = [buffers.device_columns().cpu().numpy()[:num_decode] for buffers in (plain, padded)]
     assert np.array_equal(*columns)
     begins = [section(buffers, "cu_query") for buffers in (plain, padded)]
-    for index, (request, place) in enumerate(zip(requests, places, strict=True)):
-        here, there = (slice(b[i], b[i] + request.scheduled) for b, i in zip(begins, (index, place), strict=True))
+    for index, (request, row) in enumerate(zip(requests, row_indices, strict=True)):
+        here, there = (slice(b[i], b[i] + request.scheduled) for b, i in zip(begins, (index, row), strict=True))
         for name in PER_TOKEN:
             assert np.array_equal(section(plain, name)[here], section(padded, name)[there]), name
-        wanted = section(padded, "logit_tokens")[slice(*section(padded, "cu_logits")[place : place + 2])]
+        wanted = section(padded, "logit_tokens")[slice(*section(padded, "cu_logits")[row : row + 2])]
         assert wanted.tolist() == list(range(there.stop - 1 - len(request.drafts), there.stop))
     if num_decode < len(requests):  # SSM chunks count from the first prefill token
         first = shape.num_decode_requests
@@ -106,18 +106,18 @@ def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
     requests = some_requests(random.Random(seed), shape)
     buffers = filled_with_junk(device)
     send(requests, buffers, shape)
-    places = set(shape.places(requests))
+    row_indices = set(shape.row_indices(requests))
     begins = section(buffers, "cu_query")[: shape.num_requests + 1]
-    of_requests = {token for place in places for token in range(begins[place], begins[place + 1])}
+    of_requests = {token for row in row_indices for token in range(begins[row], begins[row + 1])}
     blocks = section(buffers, "token_blocks")
     assert all(blocks[token] == GEOMETRY.dummy_block for token in range(shape.num_tokens) if token not in of_requests)
-    padding = [place for place in range(shape.num_requests) if place not in places]
-    decoding = [place for place in padding if place < shape.num_decode_requests]
+    padding = [row for row in range(shape.num_requests) if row not in row_indices]
+    decoding = [row for row in padding if row < shape.num_decode_requests]
     assert (buffers.device_columns().cpu().numpy()[decoding] == PAD_SLOT).all()
     assert (section(buffers, "align_slots")[decoding] == PAD_SLOT).all()
     assert (section(buffers, "accepted")[decoding] == 1).all()
-    prefilling = [place - shape.num_decode_requests for place in padding if place >= shape.num_decode_requests]
-    for name in PER_PREFILL_ROW:
+    prefilling = [row - shape.num_decode_requests for row in padding if row >= shape.num_decode_requests]
+    for name in PER_PREFILL_REQUEST:
         assert (section(buffers, name)[prefilling] == PAD_SLOT).all()
     num_chunks = shape.num_chunks(GEOMETRY.grain)
     if shape.num_prefill_requests:

@@ -30,16 +30,16 @@ class Meeting:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._said: list[Sequence[int]] = []
+        self._reports: list[Sequence[int]] = []
         self._found: list[int] = []
         self._barrier = threading.Barrier(num_ranks, self._conclude, PATIENCE_S)
 
     def _conclude(self) -> None:
-        self._found = [max(values) for values in zip(*self._said, strict=True)]
-        self._said = []
+        self._found = [max(values) for values in zip(*self._reports, strict=True)]
+        self._reports = []
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        self._said.append(values)
+        self._reports.append(values)
         self._barrier.wait()
         found = self._found
         self._barrier.wait()  # before the next round overwrites it
@@ -96,7 +96,7 @@ class Ahead:
 
     requests: int
     queue: QueueState
-    wants_early: bool
+    wants_overlap: bool
 
 
 sayings = st.builds(Ahead, st.integers(0, 9), st.sampled_from([SURE, UNSURE]), st.booleans())
@@ -104,22 +104,22 @@ sayings = st.builds(Ahead, st.integers(0, 9), st.sampled_from([SURE, UNSURE]), s
 
 @given(st.lists(sayings, min_size=2, max_size=4), st.integers(0, 8))
 def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it_in_the_present_shape(
-    said: list[Ahead], present: int
+    reports: list[Ahead], present: int
 ) -> None:
-    ranks = ranks_with([Rows(present)] * len(said))
+    ranks = ranks_with([Rows(present)] * len(reports))
     on_each(ranks, lambda _, rank: rank.next_shape())
     owed = on_each(
         ranks,
-        lambda index, rank: rank.look_ahead(
-            StepShape(said[index].requests), said[index].queue, wants_early=said[index].wants_early
+        lambda index, rank: rank.agree_on_next(
+            StepShape(reports[index].requests), reports[index].queue, wants_overlap=reports[index].wants_overlap
         ),
     )
-    all_sure = all(one.queue is SURE for one in said)
-    most = max(one.requests for one in said)
+    all_sure = all(one.queue is SURE for one in reports)
+    most = max(one.requests for one in reports)
     fixed = next((shape for shape in SHAPES[:3] if shape.num_decode_requests >= most), StepShape(most))
-    is_owed = all_sure and any(one.wants_early for one in said) and fixed == ranks[0].present
-    assert owed == [is_owed] * len(said) == [rank.is_owed for rank in ranks]
-    assert [rank.is_fixed for rank in ranks] == [all_sure] * len(said)
+    is_owed = all_sure and any(one.wants_overlap for one in reports) and fixed == ranks[0].present
+    assert owed == [is_owed] * len(reports) == [rank.is_owed for rank in ranks]
+    assert [rank.is_fixed for rank in ranks] == [all_sure] * len(reports)
     if all_sure:  # no round: one rank alone finds it
         assert ranks[0].next_shape() == fixed and not ranks[0].is_fixed and not ranks[0].is_owed
 
@@ -127,14 +127,14 @@ def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it_in_t
 def test_a_step_that_no_graph_holds_is_never_owed() -> None:
     ranks = ranks_with([Rows(9), Rows(9)])
     on_each(ranks, lambda _, rank: rank.next_shape())
-    assert on_each(ranks, lambda _, rank: rank.look_ahead(StepShape(9), SURE, wants_early=True)) == [False, False]
+    assert on_each(ranks, lambda _, rank: rank.agree_on_next(StepShape(9), SURE, wants_overlap=True)) == [False, False]
 
 
 def test_all_capture_before_a_step_if_one_wants_to_which_makes_the_next_step_unsure() -> None:
     captured: list[int] = []
     ranks = ranks_with([Rows(1), Rows(0)], captured)
     ranks[1].wants_capture = True
-    assert on_each(ranks, lambda _, rank: rank.look_ahead(NO_REQUESTS, SURE, wants_early=True)) == [False, False]
+    assert on_each(ranks, lambda _, rank: rank.agree_on_next(NO_REQUESTS, SURE, wants_overlap=True)) == [False, False]
     on_each(ranks, lambda _, rank: rank.next_shape())
     assert sorted(captured) == [0, 1] and not ranks[1].wants_capture
 
@@ -142,7 +142,7 @@ def test_all_capture_before_a_step_if_one_wants_to_which_makes_the_next_step_uns
 def test_a_rank_in_mid_prefill_makes_the_next_step_unsure() -> None:
     ranks = ranks_with([Rows(1), Rows(0, [32])])
     on_each(ranks, lambda _, rank: rank.next_shape())
-    assert not any(on_each(ranks, lambda _, rank: rank.look_ahead(NO_REQUESTS, SURE, wants_early=True)))
+    assert not any(on_each(ranks, lambda _, rank: rank.agree_on_next(NO_REQUESTS, SURE, wants_overlap=True)))
     assert not ranks[0].is_fixed and not ranks[1].is_fixed
 
 
@@ -176,7 +176,7 @@ class Failing:
 
     def __init__(self, sharing: SharedSteps) -> None:
         self.sharing, self.graphs, self.queue = sharing, None, UNSURE
-        self.early_steps = SimpleNamespace(take=lambda: None)
+        self.overlapped_steps = SimpleNamespace(take=lambda: None)
 
 
 PARTS = {
@@ -202,7 +202,7 @@ def test_a_rank_that_fails_anywhere_in_a_step_takes_part_in_what_is_left_of_it(
             padding_steps.complete_failed_step(model, Failing(rank))
         else:
             PARTS[Part.LAUNCHED](rank)
-            rank.look_ahead(StepShape(3), SURE, wants_early=True)
+            rank.agree_on_next(StepShape(3), SURE, wants_overlap=True)
         return rank.part is Part.COMPLETE and not rank.is_fixed and not rank.is_owed
 
     ranks = ranks_with([Rows(2), Rows(3)])

@@ -15,11 +15,11 @@ from .disk_moves import DiskMoves
 from .host_writes import HostWrites
 from .restores import Restores, WaitingPrompt
 
-LOOK_AHEAD = 16
+PREFETCH_WINDOW = 16
 """The waiting requests for which boundaries are restored ahead."""
 
 
-class BroughtBlocks(NamedTuple):
+class RestoredBlocks(NamedTuple):
     """Blocks that came back to the device for a request, by where they had been."""
 
     host: int = 0
@@ -36,13 +36,13 @@ class Tiers(Protocol):
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
         """Keep the last boundaries of a request that has ended; see `HostWrites.write_last`."""
 
-    def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
+    def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
         """Begin to restore what the next requests of the queue start from, as far as there is room for all of them."""
 
     def awaits(self, request_id: int) -> bool:
         """Return whether the request's prefill has to wait for a copy."""
 
-    def claim(self, request_id: int) -> "BroughtBlocks":
+    def claim(self, request_id: int) -> "RestoredBlocks":
         """Note that a request has been admitted; return the blocks that it skips because they were brought for it."""
 
     def forget(self, request_id: int) -> None:
@@ -72,16 +72,16 @@ class NoTiers:
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
         """Do nothing."""
 
-    def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
+    def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
         """Do nothing."""
 
     def awaits(self, request_id: int) -> bool:
         """Return False."""
         return False
 
-    def claim(self, request_id: int) -> "BroughtBlocks":
+    def claim(self, request_id: int) -> "RestoredBlocks":
         """Return none."""
-        return BroughtBlocks()
+        return RestoredBlocks()
 
     def forget(self, request_id: int) -> None:
         """Do nothing."""
@@ -169,7 +169,7 @@ class HostTier:
         Args:
             wait: Wait first for a copy that a request waits for.
         """
-        self._restores.let_go()
+        self._restores.release_unawaited()
         if not len(self._ledger):
             return 0
         self.start()
@@ -201,7 +201,7 @@ class HostTier:
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
         self._writes.write_last(blocks, prompt_len)
 
-    def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
+    def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
         num_blocks = 0
         for prompt in waiting:
             here = self._device.kv.longest_match(prompt.keys)
@@ -214,11 +214,11 @@ class HostTier:
     def awaits(self, request_id: int) -> bool:
         return self._restores.awaits(request_id) or (self._disk is not None and self._disk.awaits(request_id))
 
-    def claim(self, request_id: int) -> BroughtBlocks:
+    def claim(self, request_id: int) -> RestoredBlocks:
         num_read = 0 if self._disk is None else self._disk.forget(request_id)
         num_restored = self._restores.claim(request_id)
         from_disk = min(num_read, num_restored)
-        return BroughtBlocks(num_restored - from_disk, from_disk)
+        return RestoredBlocks(num_restored - from_disk, from_disk)
 
     def forget(self, request_id: int) -> None:
         self._restores.forget(request_id)
@@ -237,7 +237,7 @@ class HostTier:
         return self._restores.give_up()
 
     def flushed(self) -> None:
-        self._ledger.void_all()
+        self._ledger.cancel_all()
         self._restores.flushed()
         if self._disk is not None:
             self._disk.flushed()

@@ -106,7 +106,7 @@ class CopyLedger:
         self._new: list[CopyOrder] = []
         self._orders: dict[int, CopyOrder] = {}
         self._ends: dict[int, End] = {}
-        self._void: set[int] = set()
+        self._cancelled: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -135,14 +135,14 @@ class CopyLedger:
         new, self._new = self._new, []
         return new
 
-    def void(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Let a copy end as failed, whatever becomes of it."""
         if number in self._orders:
-            self._void.add(number)
+            self._cancelled.add(number)
 
-    def void_all(self) -> None:
+    def cancel_all(self) -> None:
         """Let every copy end as failed."""
-        self._void |= self._orders.keys()
+        self._cancelled |= self._orders.keys()
 
     def land(self, copies: Copies, agree: Agree) -> int:
         """End the copies that are no longer under way on any rank, oldest first; return how many.
@@ -158,9 +158,9 @@ class CopyLedger:
         for number, status in ended:
             copies.forget(number)
             del self._orders[number]
-            is_void = number in self._void
-            self._void.discard(number)
-            self._ends.pop(number)(status == CopyStatus.DONE and not is_void)
+            is_cancelled = number in self._cancelled
+            self._cancelled.discard(number)
+            self._ends.pop(number)(status == CopyStatus.DONE and not is_cancelled)
         return len(ended)
 
 

@@ -76,9 +76,9 @@ class DiskMoves:
         assert slot is not None
         self._host.kv.acquire(held)
         self._host.slots.pin(held[-1], is_hit=False)
-        places = tuple((start + index, block) for index, block in enumerate(held[start:]))
+        indices = tuple((start + index, block) for index, block in enumerate(held[start:]))
         order = self._pair.ledger.begin(
-            Lane.TO_DISK, places, ((slot, slot),), lambda ok: self._end_store(number, ok), files=(name,)
+            Lane.TO_DISK, indices, ((slot, slot),), lambda ok: self._end_store(number, ok), files=(name,)
         )
         number = order.number
         self._stores[number] = name, list(held)
@@ -104,10 +104,10 @@ class DiskMoves:
         self._tried.add(prompt.request_id)
         self.index.use(names)
         first = len(arrival.known)
-        places = tuple((first + index, block) for index, block in enumerate(arrival.new))
+        indices = tuple((first + index, block) for index, block in enumerate(arrival.new))
         order = self._pair.ledger.begin(
             Lane.FROM_DISK,
-            places,
+            indices,
             ((arrival.slot, arrival.slot),),
             lambda ok: self._end_load(number, prompt.request_id, names[-1].depth - depth_above, ok),
             files=tuple(names),

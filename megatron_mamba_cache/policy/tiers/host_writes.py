@@ -56,7 +56,7 @@ class HostWrites:
             return True
         if self._pair.ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
             return False
-        if has_state(self._host, self._device.kv.key_of(block)) or not self._is_worth_writing(block):
+        if has_state(self._host, self._device.kv.key_of(block)) or not self._should_write(block):
             return False
         return self._write(self._path_to(block))
 
@@ -64,7 +64,7 @@ class HostWrites:
         """Note that the state at the end of a block of the device is gone."""
         number = self._under_way.pop(block, None)
         if number is not None:
-            self._pair.ledger.void(number)
+            self._pair.ledger.cancel(number)
 
     def flushed(self) -> None:
         """Note that all states of the device are gone."""
@@ -121,10 +121,10 @@ class HostWrites:
             self._host.kv.release(held)
         self._pair.counters.states_written_to_host += 1
 
-    def _is_worth_writing(self, block: BlockId) -> bool:
+    def _should_write(self, block: BlockId) -> bool:
         """Return whether the host has room, or would evict what is worth less."""
         host = self._host.slots
-        return bool(host.num_free) or self._device.slots.worth_of(block) > host.least_worth()
+        return bool(host.num_free) or self._device.slots.priority_of(block) > host.min_priority()
 
     def _path_to(self, block: BlockId) -> list[BlockId]:
         path, parent = [block], self._device.kv.parent_of(block)

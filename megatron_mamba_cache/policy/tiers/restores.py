@@ -178,9 +178,9 @@ class Restores:
         else:
             cancel(arrival, self._device)
             self._pair.counters.host_restores_failed += 1
-        self.let_go()
+        self.release_unawaited()
 
-    def let_go(self) -> None:
+    def release_unawaited(self) -> None:
         """Let go of what nobody waits for any more; if this raises, the next call goes on."""
         while landed := [restore for restore in self._unclaimed if restore.arrival is None]:
             restore = landed[0]
@@ -194,7 +194,7 @@ class Restores:
         for request_id in request_ids:
             if request_id in self._of_request:
                 self._unclaimed.append(self._of_request.pop(request_id))
-        self.let_go()
+        self.release_unawaited()
 
     def _all(self) -> list[_Restore]:
         return [*self._of_request.values(), *self._unclaimed]

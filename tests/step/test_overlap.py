@@ -14,9 +14,9 @@ from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDraft
 from megatron_mamba_cache.speculation.draft_policy import AllDrafts
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step.batch import StepBatch
-from megatron_mamba_cache.step.early_step import EarlyStep
 from megatron_mamba_cache.step.logits import Draws
-from megatron_mamba_cache.step.run_ahead import may_launch_drafts, may_run_ahead
+from megatron_mamba_cache.step.overlap import may_launch_drafts, may_overlap
+from megatron_mamba_cache.step.overlapped_step import OverlappedStep
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
 from tests.policy.small_cache import small_cache
@@ -48,7 +48,7 @@ class Graph:
     def verify(self, draws: Draws) -> Tensor:
         raise NotImplementedError
 
-    def launch_next(self, requests: Sequence[RunningRequest]) -> EarlyStep:
+    def launch_next(self, requests: Sequence[RunningRequest]) -> OverlappedStep:
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
     cache.kv.allocate(2 - conditions.num_blocks)
     step = Step(batch, graph=graph if conditions.is_captured else None)
     planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100, AllDrafts())
-    is_allowed = may_run_ahead(
+    is_allowed = may_overlap(
         step,
         step.graph,
         conditions.num_running,
@@ -197,8 +197,8 @@ def may_draft(conditions: DraftConditions) -> bool:
 
 def test_a_step_with_drafts_may_be_launched_if_every_condition_holds() -> None:
     assert may_draft(DraftConditions())
-    for place in (0, BLOCK - 4, BLOCK - 1):
-        assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=place))
+    for row in (0, BLOCK - 4, BLOCK - 1):
+        assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=row))
 
 
 @pytest.mark.parametrize("failing", FAILING_DRAFTS)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.injected_errors import ERROR_POINTS, REPORT_ERROR_POINTS, InjectedError, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.record_lists import assert_same_lists
-from tests.mcore.test_repeated_failures import finish_through_faults
+from tests.mcore.test_repeated_failures import finish_through_errors
 
 NUM_TOKENS = {0: 7, 1: 9, 2: 6, 3: 8}
 PROMPTS = {0: some_tokens(20, seed=1), 1: some_tokens(50), 2: some_tokens(33, seed=2), 3: some_tokens(12, seed=3)}
@@ -20,8 +20,8 @@ WISHES = {
     "prompt top-n": {"top_n_logprobs": 2},
 }
 
-PLACES = REPORT_FAULT_PLACES | {
-    name: FAULT_PLACES[name] for name in ("before updating requests", "after updating requests")
+POINTS = REPORT_ERROR_POINTS | {
+    name: ERROR_POINTS[name] for name in ("before updating requests", "after updating requests")
 }
 
 
@@ -55,33 +55,33 @@ def undisturbed(wish: str) -> EngineRun:
 
 
 @pytest.mark.parametrize("call", [1, pytest.param(4, marks=pytest.mark.long), 9])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_fault_leaves_every_list_as_long_as_its_tokens(
-    num_drafts: int, wish: str, place: str, call: int, monkeypatch: pytest.MonkeyPatch
+    num_drafts: int, wish: str, point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(wish, num_drafts)
-    calls = raise_once(monkeypatch, *PLACES[place](run), call=call)
-    num_failed = finish_through_faults(run)
+    calls = raise_once(monkeypatch, *POINTS[point](run), call=call)
+    num_failed = finish_through_errors(run)
     assert num_failed == (calls[0] >= call)
     assert_same_lists(run, undisturbed(wish).finished)
     run.assert_exact()
 
 
-@pytest.mark.parametrize("place", ["before the report", "the report", "after updating requests", "the last tokens"])
+@pytest.mark.parametrize("point", ["before the report", "the report", "after updating requests", "the last tokens"])
 def test_a_fault_while_the_next_step_runs_already_leaves_every_list_whole(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
     run = start_run("prompt top-n", 0, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
     for request_id in (10, 11):
         run.add(request_id, some_tokens(20, seed=request_id), 40)
-    while any(request_id in run.engine.requests for request_id in PROMPTS) or run.context.early_step is None:
+    while any(request_id in run.engine.requests for request_id in PROMPTS) or run.context.overlapped_step is None:
         run.step()
     with monkeypatch.context() as patch:
-        raise_once(patch, *PLACES[place](run))
-        assert finish_through_faults(run) == 1
+        raise_once(patch, *POINTS[point](run))
+        assert finish_through_errors(run) == 1
     run.assert_exact()
     alone = {request_id: run.finished.pop(request_id) for request_id in (10, 11)}
     assert [len(request.generated_tokens) for request in alone.values()] == [40, 40]
@@ -106,7 +106,7 @@ def test_a_request_whose_end_is_reported_late_has_its_text(monkeypatch: pytest.M
     run = start_run("log-probs", 0)
     detokenize = run.engine.controller.tokenizer.detokenize
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=3)
-    assert finish_through_faults(run) == 1
+    assert finish_through_errors(run) == 1
     for request_id, request in run.finished.items():
         assert request.prompt == detokenize(PROMPTS[request_id])
         assert request.generated_text == detokenize(run.tokens(request_id))
@@ -119,7 +119,7 @@ def test_a_report_that_fails_in_a_suspended_engine_leaves_its_requests_to_the_re
     run.step()
     run.engine.suspend()
     run.add(9, [])  # refused, and reported while the engine is suspended
-    raise_once(monkeypatch, *REPORT_FAULT_PLACES["before the report"](run))
+    raise_once(monkeypatch, *REPORT_ERROR_POINTS["before the report"](run))
     with pytest.raises(InjectedError):
         run.engine._run_coroutine_sync(run.engine.async_bookkeep(None, {"kv_stats": None}, 0.0, run.num_steps))
     run.engine.resume()

@@ -8,7 +8,7 @@ import pytest
 from megatron_mamba_cache.speculation.draft_policy import SHORTEST_PAUSE
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_run_ahead import is_ahead, start
+from tests.mcore.test_overlapped_steps import is_ahead, start
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -58,9 +58,9 @@ def test_no_row_loses_drafts_because_others_rest(order: int) -> None:
     plain.finish()
     replies = [plain.tokens(0), plain.tokens(1)]
     drafts = []
-    for runs_ahead in (False, True):
+    for overlaps in (False, True):
         drafter = RightOrNothing(replies)
-        run = start(2, 80, num_speculative_tokens=2, drafter=drafter, run_ahead=runs_ahead)
+        run = start(2, 80, num_speculative_tokens=2, drafter=drafter, run_ahead=overlaps)
         run.context.rows[:] = run.context.rows[::order]
         run.finish()
         drafts.append([run.engine.draft_counts(request_id) for request_id in range(2)])
@@ -72,8 +72,8 @@ def test_steps_run_ahead_while_drafts_rest() -> None:
     plain.finish()
     reply = plain.tokens(0)
     num_drafted: list[list[int]] = []
-    for runs_ahead in (False, True):
-        run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]), run_ahead=runs_ahead)
+    for overlaps in (False, True):
+        run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]), run_ahead=overlaps)
         num_drafted.append([])
         num_early = 0
         while run.engine.has_unfinished_requests():
@@ -82,7 +82,7 @@ def test_steps_run_ahead_while_drafts_rest() -> None:
             run.step()
             num_drafted[-1].append(run.counters.draft_tokens - before)
         assert run.tokens(0) == reply and not run.counters.accepted_tokens
-        assert num_early > 30 if runs_ahead else not num_early
+        assert num_early > 30 if overlaps else not num_early
         run.assert_nothing_held()
     assert num_drafted[0] == num_drafted[1]
     # Two tokens are drafted until that seems not to pay, then by probes.

@@ -1,4 +1,4 @@
-"""Places of split and of shared memory against a model that counts from scratch."""
+"""IndexPool of split and of shared memory against a model that counts from scratch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.places import CacheSpace, FixedPlaces, Places
-from megatron_mamba_cache.policy.slabs import SlabPlaces, SlabSpace
+from megatron_mamba_cache.policy.index_pools import CacheSpace, FixedIndexPool, IndexPool
+from megatron_mamba_cache.policy.slabs import SlabIndexPool, SlabSpace
 from tests.policy.split_space import SplitSpace
 
 
 def test_low_numbers_are_taken_first_and_the_last_given_back_again() -> None:
-    places = FixedPlaces(4)
-    assert places.take(3) == [0, 1, 2]
-    for place in (2, 0):
-        places.unfix(place)
-        places.give_back(place)
-    assert places.take(3) == [0, 2, 3]
+    indices = FixedIndexPool(4)
+    assert indices.take(3) == [0, 1, 2]
+    for index in (2, 0):
+        indices.unfix(index)
+        indices.release(index)
+    assert indices.take(3) == [0, 2, 3]
 
 
 def test_only_what_is_not_fixed_is_available() -> None:
-    places = FixedPlaces(4)
-    first, second = places.take(2)
-    assert (places.num_free, places.num_available) == (2, 2)
-    places.unfix(first)
-    assert (places.num_free, places.num_available) == (2, 3)
-    places.fix(first)
-    places.unfix(second)
-    places.give_back(second)
-    assert (places.num_free, places.num_available) == (3, 3)
+    indices = FixedIndexPool(4)
+    first, second = indices.take(2)
+    assert (indices.num_free, indices.num_available) == (2, 2)
+    indices.unfix(first)
+    assert (indices.num_free, indices.num_available) == (2, 3)
+    indices.fix(first)
+    indices.unfix(second)
+    indices.release(second)
+    assert (indices.num_free, indices.num_available) == (3, 3)
 
 
 def test_blocks_and_slots_of_a_split_space_do_not_count_on_each_other() -> None:
@@ -55,11 +55,11 @@ def test_a_negative_number_of_places_is_refused(num_blocks: int, num_slots: int)
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lambda places: places._free.append(places._free[-1]),
-        lambda places: places._free.__setitem__(0, places._free[1]),
-        lambda places: setattr(places, "num_free", 2),
-        lambda places: setattr(places, "num_available", 2),
-        lambda places: setattr(places, "num_available", 6),
+        lambda indices: indices._free.append(indices._free[-1]),
+        lambda indices: indices._free.__setitem__(0, indices._free[1]),
+        lambda indices: setattr(indices, "num_free", 2),
+        lambda indices: setattr(indices, "num_available", 2),
+        lambda indices: setattr(indices, "num_available", 6),
     ],
 )
 def test_check_integrity_finds_broken_places_of_a_split_space(corrupt: object) -> None:
@@ -77,7 +77,7 @@ SPACES = st.one_of(
 Use = int
 
 
-class PlacesMachine(RuleBasedStateMachine):
+class IndexPoolMachine(RuleBasedStateMachine):
     """Blocks and slots are taken, fixed, unfixed and given back; the model knows which are taken, and which fixed."""
 
     uses = st.integers(0, 1)
@@ -91,79 +91,79 @@ class PlacesMachine(RuleBasedStateMachine):
     def build(self, space: CacheSpace) -> None:
         self.space = space
 
-    def _places(self, use: Use, space: CacheSpace | None = None) -> Places:
+    def _indices(self, use: Use, space: CacheSpace | None = None) -> IndexPool:
         space = space or self.space
         return (space.blocks, space.slots)[use]
 
     def _evictable(self, use: Use) -> list[int]:
-        return sorted(place for place, is_fixed in self.is_fixed[use].items() if not is_fixed)
+        return sorted(index for index, is_fixed in self.is_fixed[use].items() if not is_fixed)
 
     def _slabs(self, use: Use) -> Counter[int]:
         """Return the slabs that a use has taken places in, and how many."""
-        places = self._places(use)
-        assert isinstance(places, SlabPlaces)
-        return Counter(place // places.per_slab for place in self.is_fixed[use])
+        indices = self._indices(use)
+        assert isinstance(indices, SlabIndexPool)
+        return Counter(index // indices.per_slab for index in self.is_fixed[use])
 
-    @rule(use=uses, num_places=st.integers(0, 9))
-    def take(self, use: Use, num_places: int) -> None:
-        places = self._places(use)
-        num_places = min(num_places, places.num_free)
-        fill = self._expected_fill(use, num_places) if isinstance(places, SlabPlaces) else None
-        taken = places.take(num_places)
-        assert len(set(taken)) == num_places and all(0 <= place < places.num_places for place in taken)
+    @rule(use=uses, num_indices=st.integers(0, 9))
+    def take(self, use: Use, num_indices: int) -> None:
+        indices = self._indices(use)
+        num_indices = min(num_indices, indices.num_free)
+        fill = self._expected_fill(use, num_indices) if isinstance(indices, SlabIndexPool) else None
+        taken = indices.take(num_indices)
+        assert len(set(taken)) == num_indices and all(0 <= index < indices.num_indices for index in taken)
         assert not set(taken) & self.is_fixed[use].keys()
         self.is_fixed[use].update(dict.fromkeys(taken, True))
         if fill is not None:
             assert all(self._slabs(use)[slab] == count for slab, count in fill.items())
 
-    def _expected_fill(self, use: Use, num_places: int) -> dict[int, int]:
+    def _expected_fill(self, use: Use, num_indices: int) -> dict[int, int]:
         """Return what the slabs of a use will hold: the lowest are filled first, before any other slab is opened."""
-        places, fill = self._places(use), dict(self._slabs(use))
-        assert isinstance(places, SlabPlaces)
+        indices, fill = self._indices(use), dict(self._slabs(use))
+        assert isinstance(indices, SlabIndexPool)
         for slab in sorted(fill):
-            more = min(places.per_slab - fill[slab], num_places)
+            more = min(indices.per_slab - fill[slab], num_indices)
             fill[slab] += more
-            num_places -= more
+            num_indices -= more
         return fill
 
     @precondition(lambda self: any(self.is_fixed))
-    @rule(data=st.data(), num_places=st.integers(1, 4))
-    def change(self, data: st.DataObject, num_places: int) -> None:
+    @rule(data=st.data(), num_indices=st.integers(1, 4))
+    def change(self, data: st.DataObject, num_indices: int) -> None:
         """Unfix what is fixed; fix or give back what is not."""
         use = data.draw(st.sampled_from([use for use in (0, 1) if self.is_fixed[use]]))
-        places, is_fixed = self._places(use), self.is_fixed[use]
-        for place in data.draw(st.lists(st.sampled_from(sorted(is_fixed)), max_size=num_places, unique=True)):
-            if is_fixed[place]:
-                places.unfix(place)
-                is_fixed[place] = False
+        indices, is_fixed = self._indices(use), self.is_fixed[use]
+        for index in data.draw(st.lists(st.sampled_from(sorted(is_fixed)), max_size=num_indices, unique=True)):
+            if is_fixed[index]:
+                indices.unfix(index)
+                is_fixed[index] = False
             elif data.draw(st.booleans()):
-                places.fix(place)
-                is_fixed[place] = True
+                indices.fix(index)
+                is_fixed[index] = True
             else:
-                places.give_back(place)
-                del is_fixed[place]
+                indices.release(index)
+                del is_fixed[index]
 
-    def _emptied(self, beside: tuple[Sequence[int], Sequence[int]] = ((), ())) -> CacheSpace:
+    def _emptied(self, kept: tuple[Sequence[int], Sequence[int]] = ((), ())) -> CacheSpace:
         """Return the space once everything has been given back that is not fixed and need not stay."""
         space = deepcopy(self.space)
         for use in (0, 1):
-            for place in self._evictable(use):
-                if place not in beside[use]:
-                    self._places(use, space).give_back(place)
+            for index in self._evictable(use):
+                if index not in kept[use]:
+                    self._indices(use, space).release(index)
         return space
 
     @rule(data=st.data(), num_blocks=st.integers(0, 16), num_slots=st.integers(0, 8))
     def ask_what_fits(self, data: st.DataObject, num_blocks: int, num_slots: int) -> None:
-        beside = [
+        kept = [
             data.draw(st.lists(st.sampled_from(self._evictable(use)), unique=True)) if self._evictable(use) else []
             for use in (0, 1)
         ]
-        space = self._emptied((beside[0], beside[1]))
+        space = self._emptied((kept[0], kept[1]))
         can_take = space.blocks.num_free >= num_blocks
         if can_take:
             space.blocks.take(num_blocks)
             can_take = space.slots.num_free >= num_slots
-        assert self.space.fits(num_blocks, num_slots, *beside) == can_take
+        assert self.space.fits(num_blocks, num_slots, *kept) == can_take
 
     @invariant()
     def counts_are_those_of_the_model(self) -> None:
@@ -171,13 +171,13 @@ class PlacesMachine(RuleBasedStateMachine):
         emptied = self._emptied()
         emptied.check_integrity()
         for use in (0, 1):
-            places = self._places(use)
-            assert places.num_available == self._places(use, emptied).num_free
-            if isinstance(places, SlabPlaces):
-                num_open = places.num_places // places.per_slab - len(self._slabs(1 - use))
-                assert places.num_free == num_open * places.per_slab - len(self.is_fixed[use])
+            indices = self._indices(use)
+            assert indices.num_available == self._indices(use, emptied).num_free
+            if isinstance(indices, SlabIndexPool):
+                num_open = indices.num_indices // indices.per_slab - len(self._slabs(1 - use))
+                assert indices.num_free == num_open * indices.per_slab - len(self.is_fixed[use])
             else:
-                assert places.num_free == places.num_places - len(self.is_fixed[use])
+                assert indices.num_free == indices.num_indices - len(self.is_fixed[use])
 
     @invariant()
     def a_slab_serves_one_use(self) -> None:
@@ -193,16 +193,16 @@ class PlacesMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for use in (0, 1):
-            places = self._places(use)
-            for place, is_fixed in self.is_fixed[use].items():
+            indices = self._indices(use)
+            for index, is_fixed in self.is_fixed[use].items():
                 if is_fixed:
-                    places.unfix(place)
-                places.give_back(place)
+                    indices.unfix(index)
+                indices.release(index)
         self.space.check_integrity()
         for use in (0, 1):
-            places = self._places(use)
-            assert places.num_free == places.num_available == places.num_places
+            indices = self._indices(use)
+            assert indices.num_free == indices.num_available == indices.num_indices
 
 
-TestPlacesAgainstModel = PlacesMachine.TestCase
-TestPlacesAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexPoolsAgainstModel = IndexPoolMachine.TestCase
+TestIndexPoolsAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -13,9 +13,9 @@ from megatron_mamba_cache.policy import running_requests
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun
 
-FaultPlaces = dict[str, Callable[[EngineRun], tuple[Any, str]]]
+ErrorPoints = dict[str, Callable[[EngineRun], tuple[Any, str]]]
 
-FAULT_PLACES: FaultPlaces = {
+ERROR_POINTS: ErrorPoints = {
     "planning an admission": lambda run: (run.context.cache, "plan"),
     "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
     "scheduling a decode row": lambda run: (run.context.cache, "schedule_decode"),
@@ -39,7 +39,7 @@ FAULT_PLACES: FaultPlaces = {
 }
 """Where a step may fail: an engine's object and the name of its method, or a module and its function."""
 
-REPORT_FAULT_PLACES: FaultPlaces = {
+REPORT_ERROR_POINTS: ErrorPoints = {
     "the text of an alternative or a reply": lambda run: (run.engine.controller.tokenizer, "detokenize"),
     "marking what ends": lambda _run: (step_report_module.RecordMark, "of"),
     "before the report": lambda run: (run.engine, "_before_report"),
@@ -73,12 +73,12 @@ def raise_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: 
     return calls
 
 
-def raise_where(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_fault: Callable[..., bool]) -> None:
-    """Make `owner.name` raise whenever `is_fault` of its arguments is true."""
+def raise_where(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_error: Callable[..., bool]) -> None:
+    """Make `owner.name` raise whenever `is_error` of its arguments is true."""
     original = getattr(owner, name)
 
     def wrapper(*args: Any, **settings: Any) -> Any:
-        if is_fault(*args, **settings):
+        if is_error(*args, **settings):
             raise InjectedError(f"{name}, as always with these arguments")
         return original(*args, **settings)
 

@@ -12,7 +12,7 @@ from megatron_mamba_cache.step import step_graph
 from megatron_mamba_cache.step.decode_steps import DecodeStep
 from tests.mcore.engine_runs import EngineRun, add_fields, greedy, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_run_ahead import is_ahead, recapture, start
+from tests.mcore.test_overlapped_steps import is_ahead, recapture, start
 from tests.mcore.test_warmup import rehearse_engine
 
 pytestmark = pytest.mark.usefixtures("either_form")
@@ -63,12 +63,12 @@ def test_what_is_published_ahead_is_found_as_what_is_published_later(settings: d
 def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second row's own block is free from then on, when a step that reads it runs already."""
     run = start(1, 60)
-    told: list[bool] = []
+    reported: list[bool] = []
     send_next = step_graph.send_next
 
     def noted(*arguments: Any) -> DecodeStep:
         sent = send_next(*arguments)
-        told.append(sent.has_new_blocks)
+        reported.append(sent.has_new_blocks)
         return sent
 
     monkeypatch.setattr(step_graph, "send_next", noted)
@@ -80,10 +80,10 @@ def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pyt
         if is_ahead(run):
             alike = [row.block_ids for row in run.context.rows if row.request_id]
             shared = max(shared, sum(map(len, alike)) - len(set().union(*alike)))
-    print(f"{shared} references to blocks that another row holds, {sum(told)} of {len(told)} steps with new blocks")
+    print(f"{shared} references to blocks of other requests, {sum(reported)} of {len(reported)} steps with new blocks")
     assert shared >= 2 * 4
     assert run.tokens(1) == run.tokens(2) == run.tokens(3)
-    assert 3 < sum(told) < len(told) // 2
+    assert 3 < sum(reported) < len(reported) // 2
     run.assert_exact()
 
 
@@ -120,11 +120,11 @@ def test_what_was_reserved_for_a_row_that_ends_is_returned(length: int) -> None:
     plain = start(3, 60, run_ahead=False)
     plain.finish()
     ends = {
-        request_id: reply[place]
+        request_id: reply[index]
         for request_id in range(3)
         for reply in [plain.tokens(request_id)]
-        for place in range(BLOCK, 60)
-        if (len(plain.prompts[request_id]) + place + 1 - length) % BLOCK == 0 and reply[place] not in reply[:place]
+        for index in range(BLOCK, 60)
+        if (len(plain.prompts[request_id]) + index + 1 - length) % BLOCK == 0 and reply[index] not in reply[:index]
     }
     assert ends, "no token is new there; choose other seeds"
     run = start(3, 60, ends=ends)
@@ -154,7 +154,7 @@ def penalised() -> SamplingParams:
     return sampling
 
 
-def start_beside_penalised() -> EngineRun:
+def start_with_penalised() -> EngineRun:
     """Return an engine of two rows and one with penalties, so that states are copied when a step lands."""
     run = start(2, 60, decode_checkpoints="all")
     run.add(2, some_tokens(25, seed=7), penalised())
@@ -177,7 +177,7 @@ def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
 def test_states_are_copied_where_a_step_is_verified_late(
     request_id: int, disturb: Callable[[EngineRun], None] | None
 ) -> None:
-    run = start_beside_penalised()
+    run = start_with_penalised()
     boundary = step_until_reserved(run, request_id).computed + 1
     if disturb is not None:
         disturb(run)
@@ -201,7 +201,7 @@ def assert_nothing_is_copied_for(row: RunningRequest, run: EngineRun) -> None:
 
 def test_nothing_is_copied_for_a_row_that_leaves_before_its_step_is_verified() -> None:
     """Its slot may be another's by then."""
-    run = start_beside_penalised()
+    run = start_with_penalised()
     assert_nothing_is_copied_for(step_until_reserved(run, 0), run)
     run.finish()
     run.assert_matches_oracle([0, 1]).assert_few_stops()

@@ -2,7 +2,7 @@
 
 There are two times to launch it:
 
-- `may_run_ahead`: while this step's tokens are not read yet, or once they are. Only the tokens are unknown, and the GPU
+- `may_overlap`: while this step's tokens are not read yet, or once they are. Only the tokens are unknown, and the GPU
   feeds them to itself. Every request decodes one more token without drafts, and no request can join. A request whose
   token begins or completes a KV block gets the block, or the slot for its state there, before it is known whether the
   request continues. Where the host masks or changes a request's logits, usually because of its text, only the forward
@@ -23,13 +23,13 @@ from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from .early_step import CapturedStep, EarlyStep, GraphsByShape
+from .overlapped_step import CapturedStep, GraphsByShape, OverlappedStep
 from .shapes import StepShape
 from .shared_steps import StepSharing
 from .step import Step
 
 
-def may_run_ahead(
+def may_overlap(
     step: Step,
     graph: CapturedStep | None,
     num_running: int,
@@ -87,13 +87,13 @@ def may_launch_drafts(
 
     Args:
         running: Requests that run now, paused ones included.
-        is_wanted: See `may_run_ahead`.
+        is_wanted: See `may_overlap`.
     """
     most = 1 + planner.max_drafts
 
     def is_near_boundary(request: RunningRequest) -> bool:
-        place = request.computed % block_size
-        return place < request.cursor.accepted or place + most >= block_size
+        offset = request.computed % block_size
+        return offset < request.cursor.accepted or offset + most >= block_size
 
     return (
         is_wanted
@@ -106,7 +106,7 @@ def may_launch_drafts(
     )
 
 
-class EarlySteps:
+class OverlappedSteps:
     """Launches the next step early where that is allowed, and holds it until it lands.
 
     Args:
@@ -127,15 +127,15 @@ class EarlySteps:
         self._queue = queue
         self._sharing = sharing
         self._is_wanted = is_wanted
-        self._launched: EarlyStep | None = None
+        self._launched: OverlappedStep | None = None
 
     @property
-    def launched(self) -> EarlyStep | None:
+    def launched(self) -> OverlappedStep | None:
         """The launched step that has not landed, if there is one."""
         return self._launched
 
     def launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after a captured one, unless it is launched already or `may_run_ahead` forbids it.
+        """Launch the step after a captured one, unless it is launched already or `may_overlap` forbids it.
 
         Args:
             tokens: [requests] new tokens of the step; None until they are read.
@@ -143,7 +143,7 @@ class EarlySteps:
         if self._launched is not None:
             return
         graph, queue, requests, is_wanted = step.feeding_graph, self._queue, self._requests, self._is_wanted
-        wants = may_run_ahead(
+        wants = may_overlap(
             step, graph, len(requests), queue, self._planner, tokens, requests.cache, is_wanted=is_wanted
         )
         if self._sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
@@ -165,12 +165,12 @@ class EarlySteps:
     def launch_drafts(
         self, graphs: GraphsByShape, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
-        """Launch a step of scheduled requests, see `GraphsByShape`; `EarlyStep.schedule` schedules them again."""
+        """Launch a step of scheduled requests, see `GraphsByShape`; `OverlappedStep.schedule` schedules them again."""
         self._launched = graphs.launch(requests, draft_distributions)
         for request in requests:
             request.unschedule()
 
-    def take(self) -> EarlyStep | None:
+    def take(self) -> OverlappedStep | None:
         """Return the launched step, which now lands; None if there is none."""
         step, self._launched = self._launched, None
         return step

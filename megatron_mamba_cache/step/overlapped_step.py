@@ -14,7 +14,7 @@ from .batch import StepBatch
 from .buffers import stream_of
 from .decode_steps import RequestEnds
 from .logits import Draws
-from .model import WeightPlaces
+from .model import WeightAddresses
 from .shapes import StepShape
 
 
@@ -60,11 +60,11 @@ class CapturedStep(Protocol):
             tokens: [requests] the new tokens; None while they are unknown, so that requests which end are computed too.
         """
 
-    def launch_next(self, requests: Sequence[RunningRequest]) -> "EarlyStep":
+    def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
         """Launch that step, fed with the tokens on the device; return it, which has to land."""
 
 
-class EarlyState(Enum):
+class OverlapState(Enum):
     """How much of an early step is launched, and where its results are."""
 
     FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
@@ -74,8 +74,8 @@ class EarlyState(Enum):
     COPIED_OUTCOME = "both are computed and copied"
 
 
-class EarlyStep:
-    """A step that is launched before its requests reach it; it takes the place of the captured step that computes it.
+class OverlappedStep:
+    """A step that is launched before its requests reach it; it replaces the captured step that computes it.
 
     It lands like any other step: `schedule` and `lay_out` are given those of its requests that are left.
 
@@ -92,7 +92,7 @@ class EarlyStep:
         graph: CapturedStep,
         batch: StepBatch,
         ends: RequestEnds | None,
-        state: EarlyState,
+        state: OverlapState,
         draft_distributions: Sequence[Tensor | None] = (),
     ) -> None:
         self.state = state
@@ -126,21 +126,21 @@ class EarlyStep:
 
         The graph reads the buffers to verify: from now on the runner does that, from copies.
         """
-        if self.state is EarlyState.FORWARD:
+        if self.state is OverlapState.FORWARD:
             torch.cuda.synchronize()
             self._copy_results()
             self._batch = self._batch.with_own_verification()
-            self.state = EarlyState.COPIED_LOGITS
-        elif self.state is EarlyState.OUTCOME:
+            self.state = OverlapState.COPIED_LOGITS
+        elif self.state is OverlapState.OUTCOME:
             torch.cuda.synchronize()
-            self.state = EarlyState.COMPLETE
+            self.state = OverlapState.COMPLETE
 
     def leave_graph(self) -> None:
         """Wait, and copy the results before the graph is freed."""
         self.wait()
-        if self.state is EarlyState.COMPLETE:
+        if self.state is OverlapState.COMPLETE:
             self._copy_results()
-            self.state = EarlyState.COPIED_OUTCOME
+            self.state = OverlapState.COPIED_OUTCOME
 
     def _copy_results(self) -> None:
         self.logits, self.outcome = self.logits.clone(), self.outcome.clone()
@@ -156,7 +156,9 @@ class EarlyStep:
             if id(request) in left:
                 request.schedule(1 + len(drafts), drafts)
         return [
-            drawn for request, drawn in zip(launched, self._draft_distributions, strict=False) if id(request) in left
+            sampled
+            for request, sampled in zip(launched, self._draft_distributions, strict=False)
+            if id(request) in left
         ]
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
@@ -168,24 +170,24 @@ class EarlyStep:
         batch = self._batch
         if tuple(requests) == batch.requests:
             return batch
-        place_of = {id(request): place for request, place in zip(batch.requests, batch.places, strict=True)}
-        if any(id(request) not in place_of for request in requests):
+        row_of = {id(request): row for request, row in zip(batch.requests, batch.row_indices, strict=True)}
+        if any(id(request) not in row_of for request in requests):
             raise CacheIntegrityError("a request joined a step that runs already; admit requests by the engine")
-        places, starts = tuple(place_of[id(request)] for request in requests), batch.logits.starts
-        if self.state in (EarlyState.FORWARD, EarlyState.COPIED_LOGITS):
+        row_indices, starts = tuple(row_of[id(request)] for request in requests), batch.logits.starts
+        if self.state in (OverlapState.FORWARD, OverlapState.COPIED_LOGITS):
             self._wait_for_launch()
-            batch.forget_boundaries(set(batch.places).difference(places))
-        start_of = dict(zip(batch.places, starts, strict=False))
+            batch.forget_boundaries(set(batch.row_indices).difference(row_indices))
+        start_of = dict(zip(batch.row_indices, starts, strict=False))
         num_tokens = sum(request.scheduled for request in requests)
         return replace(
             batch,
             requests=tuple(requests),
             request_ids=tuple(request.request_id for request in requests),
-            places=places,
+            row_indices=row_indices,
             num_tokens=num_tokens,
             num_decode_requests=len(requests),
             num_decode_tokens=num_tokens,
-            logits=replace(batch.logits, starts=(*(start_of[place] for place in places), starts[-1])),
+            logits=replace(batch.logits, starts=(*(start_of[row] for row in row_indices), starts[-1])),
         )
 
     def forward(self) -> Tensor:
@@ -195,15 +197,15 @@ class EarlyStep:
 
     @property
     def can_verify(self) -> bool:
-        return self.state is not EarlyState.COPIED_LOGITS
+        return self.state is not OverlapState.COPIED_LOGITS
 
     def verify(self, draws: Draws) -> Tensor:
         """Return the outcome, which may still be computed."""
-        if self.state is EarlyState.COPIED_LOGITS:
+        if self.state is OverlapState.COPIED_LOGITS:
             raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
-        if self.state is EarlyState.FORWARD and self._graph is not None:
+        if self.state is OverlapState.FORWARD and self._graph is not None:
             self.outcome = self._graph.verify(draws)
-            self.state = EarlyState.OUTCOME
+            self.state = OverlapState.OUTCOME
         return self.outcome
 
     def adopt(self, outcome: Tensor) -> None:
@@ -214,7 +216,7 @@ class EarlyStep:
         """Return True if the graph can launch the next step; False once it is freed."""
         return self._graph is not None and self._graph.can_launch_next(requests, tokens)
 
-    def launch_next(self, requests: Sequence[RunningRequest]) -> "EarlyStep":
+    def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
         if self._graph is None:
             raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
         return self._graph.launch_next(requests)
@@ -237,7 +239,7 @@ class GraphsByShape(Protocol):
     """The captured steps over one memory and one set of weight addresses."""
 
     capture: Capture
-    weights: WeightPlaces
+    weights: WeightAddresses
 
     @property
     def shapes(self) -> Collection[StepShape]:
@@ -246,7 +248,9 @@ class GraphsByShape(Protocol):
     def hold(self, step: StepShape) -> bool:
         """Return whether there is a captured step for every step that another shape holds."""
 
-    def launch(self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
+    def launch(
+        self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+    ) -> OverlappedStep:
         """Send the scheduled requests of a step, see `hold`, and launch its forward; return it, which has to land.
 
         Args:

@@ -22,12 +22,12 @@ from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.policy.requests import Candidate
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.step import early_step
+from megatron_mamba_cache.step import overlapped_step
 from megatron_mamba_cache.step.step import Step
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.injected_errors import InjectedError, raise_once
 from tests.mcore.random_workloads import FLAVOURS, GATED_DELTA_MODELS, MODELS, make_workload, run_workload, undisturbed
 from tests.mcore.test_log_probs import TOLERANCE, oracle_log_probs
 from tests.mcore.test_warmup import rehearse_engine
@@ -73,7 +73,7 @@ def penalised(num_tokens: int) -> SamplingParams:
 
 
 def is_ahead(run: EngineRun) -> bool:
-    return run.context.early_step is not None
+    return run.context.overlapped_step is not None
 
 
 def step_until_ahead(run: EngineRun) -> None:
@@ -81,7 +81,7 @@ def step_until_ahead(run: EngineRun) -> None:
         run.step()
 
 
-def count_early_steps(run: EngineRun) -> int:
+def count_overlapped_steps(run: EngineRun) -> int:
     """Run all requests to their end and return how many steps ended with the next one launched."""
     num_early = 0
     while run.engine.has_unfinished_requests():
@@ -118,7 +118,7 @@ def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would(model: dict
 def test_every_step_but_the_first_is_launched_early() -> None:
     run = start(1, 30)
     assert run.context.block_size_tokens == 16  # 29 decode steps behind 20 tokens come to the boundaries at 32 and 48
-    assert count_early_steps(run) == 28
+    assert count_overlapped_steps(run) == 28
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_every_step_but_the_first_is_launched_early() -> None:
     ids=lambda settings: next(iter(settings)),
 )
 def test_steps_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> None:
-    assert count_early_steps(start(**settings)) == 0
+    assert count_overlapped_steps(start(**settings)) == 0
 
 
 SAMPLED = {
@@ -187,9 +187,9 @@ ASKED: dict[str, dict[str, Any]] = {
     ("asked", "are_others_sampled"),
     [
         pytest.param(
-            asked, others == "sampled", id=f"{name}-{others}", marks=() if place % 2 == at else pytest.mark.long
+            asked, others == "sampled", id=f"{name}-{others}", marks=() if point % 2 == at else pytest.mark.long
         )
-        for place, (name, asked) in enumerate(ASKED.items())
+        for point, (name, asked) in enumerate(ASKED.items())
         for at, others in enumerate(("greedy", "sampled"))
     ],
 )
@@ -244,7 +244,7 @@ def test_what_a_row_asks_for_changes_its_tokens() -> None:
 def test_an_empty_stop_word_ends_nothing() -> None:
     run = start(2, 20)
     run.add(2, some_tokens(20, seed=9), greedy(20, stop_words=["", ""]))
-    assert count_early_steps(run) > 15
+    assert count_overlapped_steps(run) > 15
     assert not run.counters.steps_aborted and len(run.tokens(2)) == 20
 
 
@@ -252,7 +252,7 @@ def test_steps_run_ahead_of_a_row_with_a_longer_stop_word() -> None:
     alone = start(1, 20)
     alone.run(2, some_tokens(20, seed=9), greedy(40))
     tokens = alone.tokens(2)
-    end = next(place for place in range(8, 40) if tuple(tokens[place - 1 : place + 1]) not in _pairs(tokens[:place]))
+    end = next(point for point in range(8, 40) if tuple(tokens[point - 1 : point + 1]) not in _pairs(tokens[:point]))
     run, num_ahead, num_steps = start(2, 40), 0, 0
     run.add(2, some_tokens(20, seed=9), greedy(40, stop_words=[f"{tokens[end - 1]} {tokens[end]}"]))
     while 2 not in run.engine.requests or not run.engine.get_request(2).generated_tokens:
@@ -298,7 +298,7 @@ def test_steps_run_ahead_of_rows_with_several_end_tokens() -> None:
     alone = EngineRun.start(subject)
     alone.run(0, some_tokens(20, seed=9), greedy(20))
     tokens = alone.tokens(0)
-    end = next(token for place, token in enumerate(tokens) if place > 6 and token not in tokens[:place])
+    end = next(token for point, token in enumerate(tokens) if point > 6 and token not in tokens[:point])
     others = [token for token in range(96) if token not in tokens]
     run = start(2, 40)
     run.add(2, some_tokens(20, seed=9), greedy(20, termination_id=others[0], stop_words=[str(others[1]), str(end)]))
@@ -409,8 +409,8 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(StepGraph, "__init__", capture)
-        patch.setattr(early_step.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
-        run.context.runner.early_steps.wait()
+        patch.setattr(overlapped_step.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
+        run.context.runner.overlapped_steps.wait()
         with run.context.runner.rehearsing():
             pass
         if not torch.cuda.is_available():  # where a capture begins by waiting
@@ -421,8 +421,8 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
     run.assert_exact()
 
 
-@pytest.mark.parametrize("place", ["append_tokens", "land", "launch_next"])
-def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("point", ["append_tokens", "land", "launch_next"])
+def test_a_fault_beside_a_step_that_runs_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_mamba_cache.mcore import engine as engine_module
     from megatron_mamba_cache.step import runner as runner_module
 
@@ -431,8 +431,8 @@ def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch:
     owner: Any = {
         "append_tokens": (engine_module, "append_tokens"),
         "land": (runner_module, "advance_one_token_requests"),
-        "launch_next": (run.context.runner.early_steps, "launch"),
-    }[place]
+        "launch_next": (run.context.runner.overlapped_steps, "launch"),
+    }[point]
     with monkeypatch.context() as patch:
         raise_once(patch, *owner)
         with pytest.raises(InjectedError):
@@ -468,27 +468,27 @@ def test_steps_are_timed_by_the_host_after_a_reset_too() -> None:
     assert isinstance(run.engine.step_end_event, WallClockEvent)
 
 
-EARLY_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
+OVERLAPPED_POINTS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "scheduling": lambda run: (run.engine, "schedule_waiting_requests"),
     "looking at the step": lambda run: (run.context, "is_decode_only"),
     "preparing the step": lambda run: (run.context.runner, "plan"),
-    "landing": lambda run: (run.context.early_step, "lay_out"),
+    "landing": lambda run: (run.context.overlapped_step, "lay_out"),
 }
 
 
-@pytest.mark.parametrize("place", EARLY_PLACES)
+@pytest.mark.parametrize("point", OVERLAPPED_POINTS)
 def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
     for _ in range(3):
         step_until_ahead(run)
         with monkeypatch.context() as patch:
-            raise_once(patch, *EARLY_PLACES[place](run))
+            raise_once(patch, *OVERLAPPED_POINTS[point](run))
             with pytest.raises(InjectedError):
                 run.step()
         run.context.check_integrity()
-        assert len(run.context.rows) == (0 if place == "landing" else 3)  # what is not begun has not failed
+        assert len(run.context.rows) == (0 if point == "landing" else 3)  # what is not begun has not failed
         run.step()
     run.finish()
     run.assert_exact()
@@ -532,11 +532,11 @@ def test_the_launched_step_is_waited_for_before_its_buffers_are_written(
 def test_every_launched_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     waits: list[None] = []
-    monkeypatch.setattr(early_step.torch.cuda, "synchronize", lambda: waits.append(None))
+    monkeypatch.setattr(overlapped_step.torch.cuda, "synchronize", lambda: waits.append(None))
     for count in range(1, 4):
         step_until_ahead(run)
         for _ in range(2):
-            run.context.runner.early_steps.wait()
+            run.context.runner.overlapped_steps.wait()
             assert len(waits) == count
         run.step()
     monkeypatch.undo()
@@ -587,7 +587,7 @@ def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: py
     step_until_ahead(run)
     context = run.context
     fed = [row.generated[-1] for row in context.rows]
-    batch = context.early_step.lay_out(context.rows, draws_ratios=False)
+    batch = context.overlapped_step.lay_out(context.rows, draws_ratios=False)
     monkeypatch.setattr(context.runner, "_step", Step(batch))
     with pytest.raises(CacheIntegrityError, match="other tokens"):
         context.runner.land(StepTokens([(token + 1,) for token in fed]))
@@ -607,8 +607,8 @@ def test_reports_of_early_steps_say_what_those_of_others_say() -> None:
             kept = [list(entry.record[-1].generated_tokens) for entry in entries.values()]
             assert tpots == [len(tokens) for tokens in kept]
             ended = [record.request_id for record in report["finished_request_records"]]
-            told = [report["active_request_ids"], ended, report["cuda_graph_request_count"], kept]
-            reports[-1].append(told)
+            reported = [report["active_request_ids"], ended, report["cuda_graph_request_count"], kept]
+            reports[-1].append(reported)
     assert reports[0] == reports[1] and reports[0][-1][2] is not None
 
 

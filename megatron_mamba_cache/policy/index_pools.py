@@ -6,14 +6,14 @@ from typing import Protocol
 from ..errors import CacheIntegrityError
 
 
-class Places(Protocol):
+class IndexPool(Protocol):
     """The places of one use, numbered from 0: KV blocks or state slots.
 
-    A place that is taken is fixed: it cannot be evicted. Its pool says when that changes.
+    A index that is taken is fixed: it cannot be evicted. Its pool says when that changes.
     """
 
     @property
-    def num_places(self) -> int:
+    def num_indices(self) -> int:
         """Numbers are below this."""
 
     @property
@@ -28,16 +28,16 @@ class Places(Protocol):
     def num_available(self) -> int:
         """What `take` can give once everything that is not fixed has been evicted."""
 
-    def take(self, num_places: int) -> list[int]:
+    def take(self, num_indices: int) -> list[int]:
         """Give free places, which are then fixed; there must be enough."""
 
-    def fix(self, *places: int) -> None:
+    def fix(self, *indices: int) -> None:
         """Note that taken places cannot be evicted any more."""
 
-    def unfix(self, *places: int) -> None:
+    def unfix(self, *indices: int) -> None:
         """Note that taken places can be evicted."""
 
-    def give_back(self, place: int) -> None:
+    def release(self, index: int) -> None:
         """Free a place that is not fixed."""
 
 
@@ -45,59 +45,59 @@ class CacheSpace(Protocol):
     """The memory that KV blocks and states have."""
 
     @property
-    def blocks(self) -> Places:
-        """Places of KV blocks."""
+    def blocks(self) -> IndexPool:
+        """IndexPool of KV blocks."""
 
     @property
-    def slots(self) -> Places:
-        """Places of states."""
+    def slots(self) -> IndexPool:
+        """IndexPool of states."""
 
     def fits(
-        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
+        self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
         """Return whether blocks and slots can be had together.
 
         Args:
-            beside_blocks, beside_slots: Distinct taken places, not fixed, that must stay.
+            kept_blocks, kept_slots: Distinct taken places, not fixed, that must stay.
         """
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless every count agrees with the places. O(n)."""
 
 
-class FixedPlaces:
-    """Places that one use has for itself."""
+class FixedIndexPool:
+    """IndexPool that one use has for itself."""
 
     is_shared = False
 
-    def __init__(self, num_places: int) -> None:
-        self.num_places = self.num_free = self.num_available = num_places
-        self._free = list(reversed(range(num_places)))  # a stack: lowest number on top
+    def __init__(self, num_indices: int) -> None:
+        self.num_indices = self.num_free = self.num_available = num_indices
+        self._free = list(reversed(range(num_indices)))  # a stack: lowest number on top
 
-    def take(self, num_places: int) -> list[int]:
-        self.num_free -= num_places
-        self.num_available -= num_places
+    def take(self, num_indices: int) -> list[int]:
+        self.num_free -= num_indices
+        self.num_available -= num_indices
         taken = self._free[self.num_free :]
         del self._free[self.num_free :]
         taken.reverse()
         return taken
 
-    def fix(self, *places: int) -> None:
-        self.num_available -= len(places)
+    def fix(self, *indices: int) -> None:
+        self.num_available -= len(indices)
 
-    def unfix(self, *places: int) -> None:
-        self.num_available += len(places)
+    def unfix(self, *indices: int) -> None:
+        self.num_available += len(indices)
 
-    def give_back(self, place: int) -> None:
+    def release(self, index: int) -> None:
         self.num_free += 1
-        self._free.append(place)
+        self._free.append(index)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless free places are distinct and the counts can be true. O(n)."""
         num_free = len(self._free)
-        is_ordered = num_free == self.num_free <= self.num_available <= self.num_places
+        is_ordered = num_free == self.num_free <= self.num_available <= self.num_indices
         if len(set(self._free)) != num_free or not is_ordered:
             raise CacheIntegrityError(
-                f"{self.num_places} places: free {sorted(self._free)}, {self.num_free} counted, and "
+                f"{self.num_indices} places: free {sorted(self._free)}, {self.num_free} counted, and "
                 f"{self.num_available} available"
             )

@@ -12,10 +12,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedError, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_boundaries_while_ahead import assert_nothing_is_copied_for
-from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
+from tests.mcore.injected_errors import InjectedError, raise_once
+from tests.mcore.test_overlapped_boundaries import assert_nothing_is_copied_for
+from tests.mcore.test_overlapped_steps import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
 
 NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
 FORMS = ("replay", pytest.param("window", marks=pytest.mark.long))
@@ -32,12 +32,12 @@ class MostlyRight:
     """Drafts the replies with a wrong token here and there, and sometimes nothing, as the place in the text says.
 
     Args:
-        is_drawn: Whether drafts come with distributions, of which each token is sure.
+        is_sampled: Whether drafts come with distributions, of which each token is sure.
     """
 
-    def __init__(self, replies: Sequence[Sequence[int]], *, is_drawn: bool = False) -> None:
+    def __init__(self, replies: Sequence[Sequence[int]], *, is_sampled: bool = False) -> None:
         self._replies = replies
-        self._is_drawn = is_drawn
+        self._is_sampled = is_sampled
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(request) for request in requests]
@@ -49,7 +49,7 @@ class MostlyRight:
         draw = random.Random(1000 * request_id + start)
         count = 0 if draw.random() < 0.1 else request.num_tokens
         tokens = [(token + (draw.random() < 0.1)) % VOCAB_SIZE for token in reply[start : start + count]]
-        if not tokens or not self._is_drawn:
+        if not tokens or not self._is_sampled:
             return Draft(tuple(tokens))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return Draft(
@@ -67,8 +67,8 @@ def replies() -> list[list[int]]:
     return [plain.tokens(request_id) for request_id in range(3)]
 
 
-def start_drafted(*, is_drawn: bool = False, **settings: Any) -> EngineRun:
-    drafter = MostlyRight(replies(), is_drawn=is_drawn)
+def start_drafted(*, is_sampled: bool = False, **settings: Any) -> EngineRun:
+    drafter = MostlyRight(replies(), is_sampled=is_sampled)
     return start(3, NUM_TOKENS, drafter=drafter, num_speculative_tokens=NUM_DRAFTS, **settings)
 
 
@@ -85,15 +85,15 @@ def finish(run: EngineRun) -> int:
     return num_early
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_steps_with_drafts_are_launched_early(form: str, is_drawn: bool) -> None:
-    run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
+def test_steps_with_drafts_are_launched_early(form: str, is_sampled: bool) -> None:
+    run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     assert finish(run) > 8 and run.counters.accepted_tokens > NUM_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "is_drawn"),
+    ("checkpoints", "is_sampled"),
     [
         ("rolling", True),
         ("all", False),
@@ -102,10 +102,14 @@ def test_steps_with_drafts_are_launched_early(form: str, is_drawn: bool) -> None
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_states_at_boundaries_of_early_steps_are_found(form: str, is_drawn: bool, checkpoints: str) -> None:
+def test_states_at_boundaries_of_early_steps_are_found(form: str, is_sampled: bool, checkpoints: str) -> None:
     runs = [
         start_drafted(
-            draft_states=form, is_drawn=is_drawn, run_ahead=run_ahead, decode_checkpoints=checkpoints, cached_states=80
+            draft_states=form,
+            is_sampled=is_sampled,
+            run_ahead=run_ahead,
+            decode_checkpoints=checkpoints,
+            cached_states=80,
         )
         for run_ahead in (True, False)
     ]
@@ -117,8 +121,8 @@ def test_states_at_boundaries_of_early_steps_are_found(form: str, is_drawn: bool
     for run in runs:
         finish(run)
         for request_id in range(3):
-            for number, place in enumerate((20, NUM_TOKENS)):
-                text = [*run.prompts[request_id], *run.tokens(request_id)[:place], *some_tokens(5)]
+            for number, point in enumerate((20, NUM_TOKENS)):
+                text = [*run.prompts[request_id], *run.tokens(request_id)[:point], *some_tokens(5)]
                 run.run(10 + 2 * request_id + number, text, 20)
         run.assert_exact()
     ahead, plain = ([run.engine.cached_tokens(10 + number) for number in range(6)] for run in runs)
@@ -145,15 +149,17 @@ def test_steps_with_drafts_wait_where_more_than_tokens_decides(settings: dict[st
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("name", "is_drawn"),
+    ("name", "is_sampled"),
     [
-        pytest.param(name, is_drawn, marks=() if place % 2 == at else pytest.mark.long)
-        for place, name in enumerate(WHILE_ONE_RUNS)
-        for at, is_drawn in enumerate((False, True))
+        pytest.param(name, is_sampled, marks=() if point % 2 == at else pytest.mark.long)
+        for point, name in enumerate(WHILE_ONE_RUNS)
+        for at, is_sampled in enumerate((False, True))
     ],
 )
-def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(name: str, form: str, is_drawn: bool) -> None:
-    run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
+def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(
+    name: str, form: str, is_sampled: bool
+) -> None:
+    run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     for _ in range(4):
         step_until_ahead(run)
         WHILE_ONE_RUNS[name](run)
@@ -163,11 +169,11 @@ def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(name: s
     finish(run)
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gone", [[0], [1], [0, 2]], ids=str)
-def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gone: list[int], is_drawn: bool) -> None:
-    run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
+def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gone: list[int], is_sampled: bool) -> None:
+    run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     step_until_ahead(run)
     for request_id in gone:
         assert run.engine.cancel_request(request_id)
@@ -216,15 +222,15 @@ def test_rows_that_are_looked_at_between_steps_get_what_they_get_without_early_s
     name: str, is_cancelled: bool
 ) -> None:
     found = []
-    for runs_ahead in (False, True):
-        run = start_drafted(block_size_tokens=64, run_ahead=runs_ahead)
+    for overlaps in (False, True):
+        run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
         run.add(3, some_tokens(20, seed=9), LOOKED_AT[name]())
         for _ in range(6):
             run.step()
         if is_cancelled:
-            assert is_ahead(run) is runs_ahead
+            assert is_ahead(run) is overlaps
             run.engine.cancel_request(0)
-        assert (finish_any(run) > 3) is runs_ahead
+        assert (finish_any(run) > 3) is overlaps
         request = run.finished[3]
         found.append((run.tokens(3), request.generated_log_probs, request.generated_top_n_logprobs))
     (tokens, log_probs, best), (tokens_ahead, log_probs_ahead, best_ahead) = found
@@ -248,25 +254,25 @@ def finish_any(run: EngineRun) -> int:
     return num_early
 
 
-FAULTS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
+ERRORS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "proposing": lambda run: (run.context.cache, "schedule_decode"),
     "sending": lambda run: (run.context.memory.step_buffers, "send"),
-    "launching": lambda run: (run.context.runner.early_steps, "launch_drafts"),
+    "launching": lambda run: (run.context.runner.overlapped_steps, "launch_drafts"),
     "landing": lambda run: (run.context.cache, "advance"),
-    "verifying": lambda run: (run.context.early_step, "verify"),
-    "taking": lambda run: (run.context.early_step, "lay_out"),
+    "verifying": lambda run: (run.context.overlapped_step, "verify"),
+    "taking": lambda run: (run.context.overlapped_step, "lay_out"),
     "scheduling": lambda run: (run.engine, "schedule_waiting_requests"),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", FAULTS)
-def test_a_fault_beside_an_early_step_loses_no_token(place: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("point", ERRORS)
+def test_a_fault_beside_an_early_step_loses_no_token(point: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_drafted(draft_states=form, block_size_tokens=64)
     for _ in range(3):
         step_until_ahead(run)
         with monkeypatch.context() as patch:
-            raise_once(patch, *FAULTS[place](run))
+            raise_once(patch, *ERRORS[point](run))
             with pytest.raises(InjectedError):
                 for _ in range(4):
                     run.step()
@@ -278,8 +284,8 @@ def test_a_fault_beside_an_early_step_loses_no_token(place: str, form: str, monk
 @in_either_form
 def test_reports_say_what_those_without_early_steps_say() -> None:
     reports = []
-    for runs_ahead in (False, True):
-        run = start_drafted(block_size_tokens=64, run_ahead=runs_ahead)
+    for overlaps in (False, True):
+        run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
         reports.append([])
         while run.engine.has_unfinished_requests():
             entries = dict(run.engine.requests)
@@ -296,10 +302,10 @@ def test_reports_say_what_those_without_early_steps_say() -> None:
 @pytest.mark.parametrize("only_last", [False, True])
 def test_log_probs_stay_those_of_their_rows_when_a_row_leaves_an_early_step(only_last: bool, gone: int) -> None:
     found = []
-    for runs_ahead in (False, True):
+    for overlaps in (False, True):
         subject = tiny_hybrid()
         config = cache_config(
-            subject.sizes, num_speculative_tokens=NUM_DRAFTS, block_size_tokens=64, run_ahead=runs_ahead
+            subject.sizes, num_speculative_tokens=NUM_DRAFTS, block_size_tokens=64, run_ahead=overlaps
         )
         config = replace(config, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
         drafter = MostlyRight(replies())
@@ -309,7 +315,7 @@ def test_log_probs_stay_those_of_their_rows_when_a_row_leaves_an_early_step(only
             run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), sampling)
         for _ in range(5):
             run.step()
-        assert is_ahead(run) is runs_ahead
+        assert is_ahead(run) is overlaps
         run.engine.cancel_request(gone)
         run.finish()
         found.append([run.finished[left].generated_log_probs for left in {0, 1, 2} - {gone}])
