@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CLEAN = (
     "examples",
+    "megatron_mamba_cache/grammars",
     "megatron_mamba_cache/kernels",
     "megatron_mamba_cache/models",
     "megatron_mamba_cache/recurrences",
@@ -25,6 +26,7 @@ CLEAN = (
     "megatron_mamba_cache/server",
     "megatron_mamba_cache/speculation",
     "megatron_mamba_cache/tiers",
+    "tests/grammars",
     "tests/planning",
     "tests/replicas",
     "tests/speculation",
