@@ -74,14 +74,14 @@ def state_figures(models: Iterable[str], cases: list[tuple[int, int]]) -> Iterat
     """Yield the state update of each (rows, drafts) and both convolutions."""
     peer = peer_function("selective_state_update", "selective_state_update")
     for layer in (layer for layer in state_kernels.LAYERS if layer.name in models):
-        yield from beside_peers(
+        yield from next_to_peers(
             state_kernels.measure_states(layer, cases, [state_kernels.state_verify_module.TILING], peer)
         )
         tilings = [state_kernels.causal_conv_module.TILING], [state_kernels.conv_verify_module.TILING]
-        yield from beside_peers(state_kernels.measure_convs(layer, *tilings))
+        yield from next_to_peers(state_kernels.measure_convs(layer, *tilings))
 
 
-def beside_peers(measured: Iterable[state_kernels.Figure]) -> Iterator[Figure]:
+def next_to_peers(measured: Iterable[state_kernels.Figure]) -> Iterator[Figure]:
     """Yield the kernels' figures, with those of the peers that ran the same case."""
     figures = list(measured)
     for figure in figures:

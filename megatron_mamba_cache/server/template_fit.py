@@ -171,7 +171,7 @@ class TemplateFit:
             reading = self._reading(found)
             if reading.is_usable:
                 if not reading.is_whole:
-                    note_ignored("the chat template does not render it", ["text of replies that also call tools"])
+                    note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
                 if reading.num_names < len(_named(conversation)):
                     note_ignored("the chat template does not read it", ["messages.name"])
                 return found

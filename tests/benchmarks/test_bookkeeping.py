@@ -52,7 +52,7 @@ def test_eviction_is_reported_with_its_block_and_state_shares(bookkeeping: Modul
         "acquire + release": 6.0,
     }
     before = {(name, 10): cost for name, cost in costs.items()}
-    beside = {
+    alongside = {
         "allocate(1) and slot, evicting, chains of 1, slabs": 6.0,
         "allocate(1) and slot, evicting, chains of 4": 4.0,
         "take_live, evicting, slabs": 6.0,
@@ -61,18 +61,20 @@ def test_eviction_is_reported_with_its_block_and_state_shares(bookkeeping: Modul
         "acquire + release, slabs": 6.0,
         "of today alone": None,
     }
-    assert {name: bookkeeping._cost_before(bookkeeping.Figure(name, 10, 1.0), before) for name in beside} == beside
+    assert {
+        name: bookkeeping._cost_before(bookkeeping.Figure(name, 10, 1.0), before) for name in alongside
+    } == alongside
     assert bookkeeping._row(bookkeeping.Figure("take_live, evicting", 10, 9.0), before).endswith("| 9.0 | 6.0 | 1.50 |")
     assert bookkeeping._row(bookkeeping.Figure("take_live, evicting", 20, 9.0), before).endswith("| 9.0 | - | - |")
 
 
 @pytest.mark.parametrize("text_len", [1, 4])
 def test_pools_of_two_commits_serve_the_same_requests(bookkeeping: ModuleType, text_len: int) -> None:
-    beside = import_module("bookkeeping_beside")
-    case = beside.Case(64, text_len, "cost")
-    split, slabs = beside.pools_now(case)
-    before = replace(beside.pools_now(case)[0], name="before")
-    medians = beside.measure([before, split, slabs], case)
+    alongside = import_module("bookkeeping_beside")
+    case = alongside.Case(64, text_len, "cost")
+    split, slabs = alongside.pools_now(case)
+    before = replace(alongside.pools_now(case)[0], name="before")
+    medians = alongside.measure([before, split, slabs], case)
     assert len(medians) == 9 and all(us > 0 for us in medians.values())
     assert before.slots.num_evicted == split.slots.num_evicted > case.num_requests - 2
     for side in (before, split, slabs):

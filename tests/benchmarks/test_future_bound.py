@@ -51,8 +51,8 @@ def test_cached_bytes_alongside_a_running_request_are_limited(bound: ModuleType)
 
 def test_text_is_kept_as_far_as_it_fits_next_to_another(bound: ModuleType) -> None:
     texts = [text(1, 2, 3, 4), text(8), text(1, 2, 3, 4), text(8)]
-    beside_short, beside_long = 12 - 6, 12 - 9
-    assert most(bound, texts, 12) == pytest.approx(40 * beside_short / 8 + 10 * beside_long / 5)
+    with_short, with_long = 12 - 6, 12 - 9
+    assert most(bound, texts, 12) == pytest.approx(40 * with_short / 8 + 10 * with_long / 5)
     assert most(bound, texts, 1000) == pytest.approx(50)
 
 

@@ -25,7 +25,7 @@ def memory() -> torch.Tensor:
 def counted_bytes(
     graph_timing: ModuleType, memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int]]:
-    """Take the place of the clock: launches run once and are said to take a microsecond a KiB that changed."""
+    """Replace the clock: launches run once and count a microsecond per KiB that changed."""
     measured = []
 
     def launch_us(launches: list, expected_us: float) -> float:

@@ -1,4 +1,4 @@
-"""The benchmark of the host tier runs with a tiny model: sessions come back, and rows decode beside them."""
+"""The host tier benchmark with a tiny model: sessions are restored while requests decode."""
 
 import json
 from importlib import import_module

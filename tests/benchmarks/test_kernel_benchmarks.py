@@ -1,4 +1,4 @@
-"""The parts of the kernel benchmarks that need no GPU: what is moved, how it is counted, how it is told."""
+"""Parts of the kernel benchmarks that need no GPU: copies, counts and reports."""
 
 from collections.abc import Iterator
 from importlib import import_module

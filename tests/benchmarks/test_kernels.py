@@ -1,4 +1,4 @@
-"""The parts of the benchmark of all kernels that need no GPU: floors, ratios, errors and how they are told."""
+"""Parts of the benchmark of all kernels that need no GPU: floors, ratios, errors and reports."""
 
 import json
 from importlib import import_module
@@ -95,7 +95,7 @@ def test_peers_are_listed_next_to_the_same_case(kernel_figures: ModuleType) -> N
         states.Figure("mamba-ssm", "8B", "64 rows", None, 8, 140.0, 63.0),
         states.Figure("state_verify", "8B", "8 rows", states.STATE_TILINGS[0], 8, 7.0, 6.3),
     ]
-    with_peer, without = kernel_figures.beside_peers(measured)
+    with_peer, without = kernel_figures.next_to_peers(measured)
     assert with_peer.peers == {"mamba-ssm": 140.0} and without.peers == {}
     lines = kernel_figures.table(
         [with_peer, without, kernel_figures.Figure("align_copy", "8B", "none", 2.0)]

@@ -1,4 +1,4 @@
-"""What a step of a model cannot avoid, counted layer by layer for a tiny model with experts."""
+"""Lower bounds of a step, counted layer by layer for a tiny model with experts."""
 
 from importlib import import_module
 from types import SimpleNamespace

@@ -63,17 +63,17 @@ def test_every_turn_arrives_on_time_with_the_real_history(serving: ModuleType, l
     turns = served.load.turns
     assert [turn.arrival for turn in turns] == sorted(turn.arrival for turn in turns)
     assert sorted((turn.conversation, turn.turn) for turn in turns) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
-    by_place = {(turn.conversation, turn.turn): turn for turn in turns}
-    for (index, number), turn in by_place.items():
-        said = sessions[index].turns[number]
-        before = by_place.get((index, number - 1))
+    by_turn = {(turn.conversation, turn.turn): turn for turn in turns}
+    for (index, number), turn in by_turn.items():
+        planned = sessions[index].turns[number]
+        before = by_turn.get((index, number - 1))
         if before is None:
             assert turn.arrival == sessions[index].arrival_s
-            assert turn.prompt == [*sessions[index].prefix, *said.new_tokens]
+            assert turn.prompt == [*sessions[index].prefix, *planned.new_tokens]
         else:
-            assert turn.arrival == before.token_moments[-1] + said.think_s
-            assert turn.prompt == [*before.prompt, *before.reply, *said.new_tokens]
-        assert len(turn.reply) == len(turn.token_moments) == said.num_reply
+            assert turn.arrival == before.token_moments[-1] + planned.think_s
+            assert turn.prompt == [*before.prompt, *before.reply, *planned.new_tokens]
+        assert len(turn.reply) == len(turn.token_moments) == planned.num_reply
         assert turn.arrival <= turn.admitted < turn.token_moments[0]
         assert turn.token_moments == sorted(turn.token_moments)
 

@@ -1,4 +1,4 @@
-"""The simulated server: times counted by hand, jumps that change nothing, and tiers that give everything back."""
+"""The simulated server: times counted by hand, exact jumps, and tiers that release everything."""
 
 import random
 
@@ -123,7 +123,7 @@ def test_host_restores_evicted_blocks_and_everything_is_released(seed: int) -> N
 
 
 def test_request_waits_only_for_its_own_copy() -> None:
-    """A session comes back after another has taken its place on the card."""
+    """A session returns after another has evicted it from the card."""
     first = [TimedRequest(text(1, 60 * BLOCK, 1), None, 0.0), TimedRequest(text(1, 61 * BLOCK, 1), 0, 60.0)]
     other = TimedRequest(text(1000, 60 * BLOCK, 1), None, 20.0)
     served, _, copies = served_with_host([*first, other], small_device(), SlabSpace(60, 4, 1))

@@ -1,4 +1,4 @@
-"""Copies on simulated time: how long each takes, alone and beside those of the other way."""
+"""Copies on simulated time, alone and concurrent with those of the other direction."""
 
 from collections.abc import Sequence
 

@@ -24,7 +24,7 @@ needs_installation = pytest.mark.skipif(
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a command left behind."""
+    """Result of a command."""
 
     status: int
     stdout: str

@@ -149,7 +149,7 @@ def test_sampling_flags_default_to_greedy_if_any_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         (["--block-size", "0"], "--block-size: block_size_tokens is 0"),
         (["--kv-gb=nan"], "--kv-gb: buffer_size_gb is nan"),
@@ -157,16 +157,16 @@ def test_sampling_flags_default_to_greedy_if_any_is_given() -> None:
         (["--cuda-graphs", "-4"], "--cuda-graphs: num_cuda_graphs is -4"),
         (["--max-model-len", "0"], "--max-model-len: max_sequence_length is 0"),
         (["--max-tokens-per-step", "0"], "--max-tokens-per-step: max_tokens is 0"),
-        # What is not given is sized from the model: a message cites no default in its place.
+        # Sizes that are not given come from the model: a message cites no default for them.
         (["--num-speculative-tokens", "9"], "num_speculative_tokens is 9; it must be an int from 0 to 8\n"),
         (["--block-size", "4", "--num-speculative-tokens", "4"], "below block_size_tokens=4\n"),
     ],
 )
 def test_error_names_the_typed_flag_and_the_values_in_use(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = run_here(capsys, *flags)
-    assert finished.status == 2 and told in finished.stderr and "--inference" not in finished.stderr
+    assert finished.status == 2 and expected in finished.stderr and "--inference" not in finished.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "plan"])  # plan names the flag in the other order

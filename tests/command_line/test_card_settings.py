@@ -70,9 +70,9 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     """Return the bytes of the pools that the settings buy."""
     config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
-    beside = shape.buffers_bytes(config) + shape.running_bytes(config)
+    other_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
     unit = shape.unit_bytes(config)
-    return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + beside
+    return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + other_bytes
 
 
 @given(
@@ -150,7 +150,7 @@ def test_draft_state_mode_is_the_one_that_memory_was_sized_for(
 def test_replayed_drafts_do_not_reduce_concurrent_requests(
     shape: HybridModelShape, state: str, free_gib: int, memory: dict[str, float]
 ) -> None:
-    """And the pools that they get have a place for each of them, in the same memory."""
+    """Their pools have a slot for each of them in the same memory."""
     found = []
     for num_drafts in (0, 3, 7):
         form = {"draft_states": "replay", "ssm_state_dtype": state, "num_speculative_tokens": num_drafts}
@@ -256,7 +256,7 @@ def test_experts_leave_room_for_the_outputs_of_their_gemms(
     assert expert_width(config) == 0
 
 
-def bytes_beside_scan(sizes: GatedDelta, hidden_size: int, num_rows: int, num_tokens: int) -> int:
+def other_scratch_bytes(sizes: GatedDelta, hidden_size: int, num_rows: int, num_tokens: int) -> int:
     """Return what is live in a Gated DeltaNet layer while it scans: inputs, projections, tile systems and outputs."""
     heads, keys, values = (
         sizes.num_value_heads,
@@ -304,7 +304,9 @@ def test_gated_delta_steps_have_room_for_scan_scratch(name: str, num_ranks: int,
     ((sizes,), hidden_size) = ([layers.recurrence for layers in shape.recurrent], architecture.hidden_size)
     assert isinstance(sizes, GatedDelta)
     graph_tokens = shape.resolved(CacheConfig(**given)).most_graph_tokens
-    needed = bytes_beside_scan(sizes, hidden_size, 256, 8192) + bytes_beside_scan(sizes, hidden_size, 32, graph_tokens)
+    needed = other_scratch_bytes(sizes, hidden_size, 256, 8192) + other_scratch_bytes(
+        sizes, hidden_size, 32, graph_tokens
+    )
     print(f"{needed / GIB:.2f} of {reserved / GIB:.2f} GiB, graphs of {graph_tokens} tokens")
     assert 0 < needed <= reserved + 2 * GIB / 20
 
@@ -333,7 +335,7 @@ def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 def test_quantization_fits_3_6_times_as_many_states(shape: HybridModelShape) -> None:
-    """Beside the live states of all requests, which either form has in use when the server is full."""
+    """Not counting the live states, which both forms hold when the server is full."""
     config = CacheConfig(max_requests=32, max_sequence_length=4096, cache_gb=40.0).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
         live = replace(config, ssm_state_dtype=dtype)
@@ -363,7 +365,7 @@ def test_ranks_with_different_layers_agree_on_request_length() -> None:
             assert values[0] >= least[0]
             return least
 
-    given = {"cache_gb": 2.0, "draft_states": "window"}  # a GPU's rings would lie beside
+    given = {"cache_gb": 2.0, "draft_states": "window"}  # a GPU's rings would come on top
     lengths = {
         settings_of_cards.card_settings(shape, 2**24, card, given, Ranks())["max_sequence_length"] for shape in shapes
     }

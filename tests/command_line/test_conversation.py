@@ -1,4 +1,4 @@
-"""A conversation with the model that ships: each turn's prompt is all that was said before, and something new."""
+"""A conversation with the shipped model: each turn's prompt extends the earlier ones."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,7 +28,7 @@ SAMPLINGS = {"greedy": {"top_k": 1}, "sampled": EDITING}
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and what each turn was given and skipped."""
+    """A conversation so far, with the prompt and skipped tokens of each turn."""
 
     sampling: dict[str, float]
     tokens: list[int] = field(default_factory=list)

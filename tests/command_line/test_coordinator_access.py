@@ -68,7 +68,7 @@ def test_torchrun_sets_the_number_of_local_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ((), "2 processes on several hosts need --coordinator-key-file FILE"),
         (("--coordinator-key-file", "no-file"), "--coordinator-key-file: key file no-file: No such file"),
@@ -77,13 +77,13 @@ def test_torchrun_sets_the_number_of_local_processes() -> None:
     ],
 )
 def test_serve_refuses_in_one_line_before_loading_a_model(
-    flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     assert main(["serve", "--random-model", "--port", "0", *flags]) == EXIT_USAGE
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 def test_key_file_readable_by_others_is_refused(key_file: Path) -> None:

@@ -128,18 +128,18 @@ def _lose(monkeypatch: pytest.MonkeyPatch, lost: str, found: str | None) -> None
 
 @needs_installation
 @pytest.mark.parametrize(
-    ("lost", "found", "told"),
+    ("lost", "found", "reported"),
     [
         ("tqdm", None, "it requires tqdm"),
         ("megatron-core", "0.16.0", "it requires megatron-core==0.16.1 (found 0.16.0)"),
     ],
 )
 def test_doctor_fails_if_the_base_install_is_incomplete(
-    lost: str, found: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lost: str, found: str | None, reported: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _lose(monkeypatch, lost, found)
     assert main(["doctor"]) == 1
-    assert f"this package       cannot be used: {told}\n" in capsys.readouterr().out
+    assert f"this package       cannot be used: {reported}\n" in capsys.readouterr().out
 
 
 @needs_installation
@@ -148,9 +148,9 @@ def test_doctor_reports_a_missing_extra_and_succeeds(
 ) -> None:
     _lose(monkeypatch, "pyzmq", None)
     assert main(["doctor"]) == 0
-    told = "missing pyzmq; for serve, and replicas behind a coordinator: pip install 'megatron-mamba-cache[server]'"
+    reported = "missing pyzmq; for serve, and replicas behind a coordinator: pip install 'megatron-mamba-cache[server]'"
     output = capsys.readouterr().out
-    assert f"  server             {told}\n" in output and "  hf                 present: " in output
+    assert f"  server             {reported}\n" in output and "  hf                 present: " in output
 
 
 @needs_installation
@@ -159,8 +159,8 @@ def test_serve_without_its_extra_names_the_install_command(
 ) -> None:
     _lose(monkeypatch, "fastapi", None)
     assert main(["serve"]) == 2
-    told = "serve needs fastapi, which is not installed: pip install 'megatron-mamba-cache[server]'"
-    assert capsys.readouterr().err == f"mamba-cache: error: {told}\n"
+    reported = "serve needs fastapi, which is not installed: pip install 'megatron-mamba-cache[server]'"
+    assert capsys.readouterr().err == f"mamba-cache: error: {reported}\n"
 
 
 @pytest.mark.parametrize("flag", ["--model", "--hf-model"])
@@ -175,9 +175,9 @@ def test_doctor_reads_only_the_configuration_of_a_larger_model(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-27B"]))
     assert main(["doctor", "--hf-model", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert f"{tmp_path}: layers {'M-M-M-*-' * 16}, 262,144 positions, " in told
-    assert "chunk of 64 tokens; 65,536 bytes of KV a token and 153,944,064 bytes a state" in told
+    reported = capsys.readouterr().out
+    assert f"{tmp_path}: layers {'M-M-M-*-' * 16}, 262,144 positions, " in reported
+    assert "chunk of 64 tokens; 65,536 bytes of KV a token and 153,944,064 bytes a state" in reported
 
 
 def test_doctor_fails_for_an_unsupported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_remaining_processes_are_replicas(found: Namespace, num_replicas: int) -
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         (sizes(3), "needs a multiple of 3 processes, found 8"),
         (sizes(4, 4), "torchrun --nproc-per-node 16"),
@@ -43,8 +43,8 @@ def test_remaining_processes_are_replicas(found: Namespace, num_replicas: int) -
         (sizes(pipeline=0), "--pipeline-model-parallel-size is 0; it must be at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(found: Namespace, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_sizes_that_do_not_fit_are_refused(found: Namespace, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Launch(0, 8).num_replicas(found)
 
 

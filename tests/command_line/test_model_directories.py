@@ -78,8 +78,8 @@ def test_budget_that_is_too_small_is_refused_before_loading(
     capfd.readouterr()  # NCCL may say something where a checkpoint is written
     for budget, word in (("1e-6", "set --cache-gb to"), ("1", "weights" if format_flag == "--load" else "safetensors")):
         status = main([command, *flags, "--cache-gb", budget])
-        told = capfd.readouterr().err
-        assert status == 2 and told.count("\n") == 1 and word in told, told
+        printed = capfd.readouterr().err
+        assert status == 2 and printed.count("\n") == 1 and word in printed, printed
 
 
 @pytest.mark.parametrize("draft_family", ["nemotron_h", "bamba"])
@@ -94,16 +94,16 @@ def test_refusal_names_a_budget_with_room_for_the_draft_model(
     flags += ["--drafter", "draft-model", "--draft-hf-model", str(tmp_path / "draft"), "--cache-gb"]
     prompts = ["--prompts", str(write_lines(tmp_path, LINES))]
     flags = [command, *(["--port", "0"] if command == "serve" else prompts), *flags]
-    capfd.readouterr()  # transformers tells how it writes
+    capfd.readouterr()  # transformers logs while it writes
     assert main([*flags, "1e-6"]) == 2
-    told = capfd.readouterr().err
-    named = re.search(r"set --cache-gb to (\S+) or more", told)
-    assert told.count("\n") == 1 and named is not None, told
-    assert ("drafter's own cache" in told) is not ("lower --max-model-len" in told), told
+    printed = capfd.readouterr().err
+    named = re.search(r"set --cache-gb to (\S+) or more", printed)
+    assert printed.count("\n") == 1 and named is not None, printed
+    assert ("drafter's own cache" in printed) is not ("lower --max-model-len" in printed), printed
     for budget, word in ((float(named[1]) * 0.99, "set --cache-gb to"), (float(named[1]), "safetensors")):
         assert main([*flags, str(budget)]) == 2
-        told = capfd.readouterr().err
-        assert told.count("\n") == 1 and word in told, told
+        printed = capfd.readouterr().err
+        assert printed.count("\n") == 1 and word in printed, printed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

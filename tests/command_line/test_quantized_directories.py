@@ -46,8 +46,8 @@ def test_generate_matches_the_dequantized_weights(
         finished = run_here(capsys, *flags)
         assert finished.status == 0, finished.stderr
         replies.append(json.loads(output.read_text())["requests"][0]["generated_tokens"])
-        said = ", fp32 from 10 quantized tensors (10 of FP8 in blocks of 128 x 128; "
-        assert (said in finished.stdout.splitlines()[0]) is (directory.name == "fp8")
+        reported = ", fp32 from 10 quantized tensors (10 of FP8 in blocks of 128 x 128; "
+        assert (reported in finished.stdout.splitlines()[0]) is (directory.name == "fp8")
     assert replies[0] == replies[1]
 
 
@@ -93,7 +93,7 @@ def test_fp8_qwen_model_calls_a_tool_and_reuses_the_first_turn(tmp_path: Path) -
 def test_doctor_reports_how_weights_are_quantized(
     directories: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "; weights in FP8 in blocks of 128 x 128, read as bf16\n"
+    reported = "; weights in FP8 in blocks of 128 x 128, read as bf16\n"
     for directory in directories:
         assert main(["doctor", "--model", str(directory)]) == 0
-        assert (said in capsys.readouterr().out) is (directory.name == "fp8")
+        assert (reported in capsys.readouterr().out) is (directory.name == "fp8")

@@ -1,4 +1,4 @@
-"""What the command keeps off the terminal, and what it leaves there."""
+"""Messages that the command hides, and those that it shows."""
 
 import faulthandler
 import logging

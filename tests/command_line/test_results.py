@@ -1,4 +1,4 @@
-"""What is printed of a run, without running one."""
+"""The printed report of a run, without running one."""
 
 from dataclasses import replace
 

@@ -51,9 +51,9 @@ def test_unusable_tier_flags_exit_2_before_allocation(
     flags, words = BAD[case]
     port = ["--port", "0"] if command == "serve" else []
     status = main([command, "--random-model", *port, *(flag.replace("DIR", str(tmp_path)) for flag in flags)])
-    told = capsys.readouterr().err
-    assert status == 2 and told.count("\n") == 1 and told.startswith("mamba-cache: error: "), told
-    assert words.replace("DIR", str(tmp_path)) in told
+    printed = capsys.readouterr().err
+    assert status == 2 and printed.count("\n") == 1 and printed.startswith("mamba-cache: error: "), printed
+    assert words.replace("DIR", str(tmp_path)) in printed
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -42,7 +42,7 @@ class Block:
 
     @property
     def serves(self) -> bool:
-        """Whether it is a server, which ends only when it is told to."""
+        """True for a server, which runs until it is stopped."""
         return "serves" in self.values
 
 
@@ -111,9 +111,9 @@ def matches(expected: str, printed: str, *, times_vary: bool) -> bool:
             runs.append([])
         else:
             runs[-1].append(_comparable(line, times_vary))
-    place, last = 0, len(runs) - 1
+    next_line, last = 0, len(runs) - 1
     for number, run in enumerate(runs):
-        starts = range(place, len(lines) - len(run) + 1)
+        starts = range(next_line, len(lines) - len(run) + 1)
         if number == 0:
             starts = range(0, min(1, len(starts)))
         if number == last and run:
@@ -121,8 +121,8 @@ def matches(expected: str, printed: str, *, times_vary: bool) -> bool:
         found = next((start for start in starts if lines[start : start + len(run)] == run), None)
         if found is None:
             return False
-        place = found + len(run)
-    return place == len(lines) or not runs[-1]
+        next_line = found + len(run)
+    return next_line == len(lines) or not runs[-1]
 
 
 def _comparable(line: str, times_vary: bool) -> str:

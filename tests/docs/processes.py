@@ -1,4 +1,4 @@
-"""The processes that blocks run in beside shells: a Python that executes blocks, and a server."""
+"""Processes of blocks in addition to shells: a Python that executes blocks, and a server."""
 
 import json
 import os

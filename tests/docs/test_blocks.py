@@ -21,7 +21,7 @@ def test_every_fence_has_a_marked_block(page: Path) -> None:
     blocks = blocks_of(page)
     num_fences = len(re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert num_fences == 2 * len(blocks), "a fence is not closed, is indented, or is not made of three backticks"
-    assert [fault for index in range(len(blocks)) if (fault := error_of(blocks, index))] == []
+    assert [error for index in range(len(blocks)) if (error := error_of(blocks, index))] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

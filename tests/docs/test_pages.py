@@ -130,11 +130,11 @@ def test_routing_settings_match_the_code() -> None:
 def test_picture_shows_the_measured_figures() -> None:
     table = (REPOSITORY / "benchmarks" / "results" / "turn_latency.md").read_text(encoding="utf-8")
     picture = (REPOSITORY / "docs" / "later_turn.svg").read_text(encoding="utf-8")
-    bars = re.findall(r'<rect x="210" y="\d+" width="([\d.]+)"', picture)
+    widths = re.findall(r'<rect x="210" y="\d+" width="([\d.]+)"', picture)
     labels = re.findall(r">([\d.]+)</text>", picture)
     measured = re.findall(r"^\| [a-z ]+ \| [\d,]+ \| ([\d.]+) \|", table, re.M)
     assert len(measured) == 3 and labels == measured
-    assert [float(bar) for bar in bars] == pytest.approx([2 * float(value) for value in measured], abs=0.1)
+    assert [float(width) for width in widths] == pytest.approx([2 * float(value) for value in measured], abs=0.1)
 
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
@@ -168,17 +168,17 @@ def test_files_named_on_the_maps_exist() -> None:
 def test_map_names_every_folder_of_the_package() -> None:
     folders = {f"{init.parent.relative_to(PACKAGE)}/" for init in PACKAGE.rglob("*/__init__.py")}
     assert folders <= paths_of(prose_of(ARCHITECTURE))
-    drawn = re.search(r"^## The picture\n\n((?:    .*\n)+)", ARCHITECTURE.read_text(encoding="utf-8"), re.M)
-    assert drawn is not None
+    picture_text = re.search(r"^## The picture\n\n((?:    .*\n)+)", ARCHITECTURE.read_text(encoding="utf-8"), re.M)
+    assert picture_text is not None
     top = {path.name + "/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     modules = {path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
-    assert set(re.findall(r"\b(\w+/|\w+\.py)", drawn[1])) == top | modules
+    assert set(re.findall(r"\b(\w+/|\w+\.py)", picture_text[1])) == top | modules
 
 
 def test_readme_tree_has_the_folders_of_the_package() -> None:
-    drawn = re.search(r"^    megatron_mamba_cache/\n((?:      .*\n)+)", README.read_text(encoding="utf-8"), re.M)
-    assert drawn is not None
-    assert set(re.findall(r"^      (\w+)/ ", drawn[1], re.M)) == {
+    picture_text = re.search(r"^    megatron_mamba_cache/\n((?:      .*\n)+)", README.read_text(encoding="utf-8"), re.M)
+    assert picture_text is not None
+    assert set(re.findall(r"^      (\w+)/ ", picture_text[1], re.M)) == {
         init.parent.name for init in PACKAGE.glob("*/__init__.py")
     }
 
@@ -220,9 +220,9 @@ def test_methods_of_a_step_are_called_in_order() -> None:
 
 
 def test_methods_make_the_calls_on_the_maps() -> None:
-    said = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of_the_maps())
-    assert len(said) > 1
-    assert [(caller, name) for caller, name in said if name not in calls_of(caller)] == []
+    stated_calls = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of_the_maps())
+    assert len(stated_calls) > 1
+    assert [(caller, name) for caller, name in stated_calls if name not in calls_of(caller)] == []
 
 
 def calls_of(method: str) -> list[str]:

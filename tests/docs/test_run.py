@@ -44,7 +44,7 @@ def runner(tmp_path: Path) -> Iterator[BlockRunner]:
 
 
 def asks_a_server(page: Path) -> bool:
-    """Whether blocks of a page need a server that another of its blocks starts."""
+    """Return True if blocks of a page need a server that another block starts."""
     return bool(served_by(page))
 
 

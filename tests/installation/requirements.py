@@ -1,4 +1,4 @@
-"""What each environment of the documentation runs, what that needs, and what pyproject.toml declares for it."""
+"""Environments of the documentation: their programs, imports and declared requirements."""
 
 import re
 import tomllib
@@ -23,7 +23,7 @@ THROUGH_MEGATRON = {
     "einops": "parallel_state.py",
     "psutil": "dist_checkpointing/strategies/filesystem_async.py",
 }
-"""What megatron-core imports in a file of what this package uses, fails without, and does not declare."""
+"""Undeclared packages that the used modules of megatron-core need."""
 
 BY_NAME = {"fastapi_offline": f"{PACKAGE}/server/endpoints.py"}
 """Packages of the server that a file finds by their name, without an import."""
@@ -51,10 +51,10 @@ Declared = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a reader of the documentation installs, and starts there.
+    """An installation from the documentation, and the programs started in it.
 
     Args:
-        extras: Beside the base install.
+        extras: In addition to the base install.
         entries: Modules where what is started begins.
         followed: Extras whose guarded imports are reached.
     """

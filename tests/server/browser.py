@@ -32,7 +32,7 @@ class Page:
         self._send, self._receive, self._buffer = send, receive, b""
         self._numbers = itertools.count(1)
         self.errors: list[str] = []
-        """What the page's script has thrown or logged as an error."""
+        """Errors that the page's script has thrown or logged."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -109,7 +109,7 @@ def chromium_page(profile: Path) -> Iterator[Page]:
     assert CHROMIUM is not None
     (to_read, send), (receive, to_write) = os.pipe(), os.pipe()
 
-    def place_pipes() -> None:  # Chromium reads descriptor 3 and writes descriptor 4
+    def connect_pipes() -> None:  # Chromium reads descriptor 3 and writes descriptor 4
         high = (os.dup2(to_read, 103), os.dup2(to_write, 104))
         os.dup2(high[0], 3)
         os.dup2(high[1], 4)
@@ -119,7 +119,7 @@ def chromium_page(profile: Path) -> Iterator[Page]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         close_fds=False,
-        preexec_fn=place_pipes,
+        preexec_fn=connect_pipes,
     )
     os.close(to_read)
     os.close(to_write)

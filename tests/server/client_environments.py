@@ -33,7 +33,7 @@ class Client:
 
     Args:
         environment: An extra, `NODE`, or "" for the Python of the tests.
-        is_scripted: Whether its server is that of `scripted_model_server`.
+        is_scripted: True if its server is that of `scripted_model_server`.
         module: That the environment must have, or the script is skipped.
     """
 

@@ -121,7 +121,7 @@ def scripted_server(
     Args:
         tokenizer: None: of bytes.
         access_log, load_record, traces: None: off.
-        describes_tokenizer: See `ServerSettings`.
+        describes_tokenizer: As in `ServerSettings`.
         limits: Of `ServerLimits`.
     """
     tokenizer = tokenizer or ByteTokenizer()
@@ -148,7 +148,7 @@ def front_end(**settings: Any) -> Iterator[FrontEnd]:
 
 
 def is_listening(url: str) -> bool:
-    """Whether a server answers."""
+    """Return True if a server answers."""
     try:
         return httpx.get(f"{url}/health", timeout=60).status_code in (200, 503)
     except httpx.TransportError:
@@ -169,15 +169,15 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def request_bytes(
-    body: dict[str, Any] | bytes, path: str = "/v1/completions", key: str = RED, told_size: int | None = None
+    body: dict[str, Any] | bytes, path: str = "/v1/completions", key: str = RED, declared_size: int | None = None
 ) -> bytes:
     """Return a POST request as it goes over the wire.
 
     Args:
-        told_size: The content-length, if it is not the body's.
+        declared_size: The content-length, if it is not the body's.
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    size = len(content) if told_size is None else told_size
+    size = len(content) if declared_size is None else declared_size
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {size}\r\n\r\n"
     return head.encode() + content

@@ -90,7 +90,7 @@ QWEN_3_8 = _template(
     _SWITCH,
     _EFFORT,
 )
-"""Qwen 3.8: keeps all reasoning, unless it is to go, and is told how hard to reason."""
+"""Qwen 3.8: keeps all reasoning unless asked to drop it, and has reasoning efforts."""
 QWEN_3_NEXT_THINKING = _template(
     _AS_JSON, _JSON_EXAMPLE, _THOUGHTS.replace("[KEEPS]", _AFTER_THE_QUESTION), "<think>\n"
 )

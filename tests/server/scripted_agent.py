@@ -1,4 +1,4 @@
-"""A front end whose model says what a test tells it to, with chat templates of families of models."""
+"""A front end with scripted replies and the chat templates of model families."""
 
 import shutil
 import threading
@@ -72,7 +72,7 @@ def agent_tokenizer(folder: Path, template: str) -> HuggingFaceTokenizer:
 
 
 class Agent:
-    """A client of a front end whose model says what a test tells it to, a few characters a token."""
+    """A client of a front end with scripted replies, a few characters per token."""
 
     def __init__(self, server: FrontEnd, tokenizer: Any) -> None:
         self.server = server

@@ -34,7 +34,7 @@ class ScriptedBackend:
         self._loop = asyncio.get_running_loop()
 
     def error_of(self, request: RequestSpec) -> str | None:
-        """Find no fault but that of length."""
+        """Check only the length."""
         total = len(request.prompt) + request.max_tokens
         return None if total <= self.max_sequence_length else f"{total} tokens are more than max_sequence_length"
 

@@ -36,7 +36,7 @@ class ScriptedModel:
         return getattr(self._backend, name)
 
     def submit(self, request: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
-        """See `Backend`."""
+        """Queue a request and deliver its scripted reply."""
         reply = scripted_reply(self._tokenizer.detokenize(request.prompt.tolist(), skip_special_tokens=False))
         if reply is not None:
             self._check(reply, request.sampling.grammar)

@@ -93,7 +93,7 @@ def test_departed_clients_request_is_logged_as_499(is_stream: bool) -> None:
 
 def test_missing_body_is_logged_as_499() -> None:
     with logged() as (server, lines):
-        server.connection(request_bytes(b"{", told_size=500)).close()
+        server.connection(request_bytes(b"{", declared_size=500)).close()
         line = only(lines)
         assert line["status"] == 499 and line["key"] == "red-team"
 
@@ -108,8 +108,8 @@ def test_refused_requests_are_logged_with_the_reason_without_keys() -> None:
         assert line["error"] and re.fullmatch("key-[0-9a-f]{8}", line["key"])
         assert http.get("/nothing").status_code == 404
         only(lines)
-        told = json.dumps([refused, line])
-        assert "sk-1" not in told and BLUE not in told
+        text_of_log = json.dumps([refused, line])
+        assert "sk-1" not in text_of_log and BLUE not in text_of_log
 
 
 def test_probes_are_logged_only_if_their_key_is_refused() -> None:

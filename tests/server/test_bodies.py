@@ -11,7 +11,7 @@ TWO_BODIES = {"max_body_bytes": 64 * KIB, "max_buffered_bytes": 2 * 2 * 64 * KIB
 
 def unfinished(size: int, path: str = "/v1/completions", key: str = RED) -> bytes:
     """Return a request all of whose body but ten bytes is there."""
-    return request_bytes(b"x" * (size - 10), path, key, told_size=size)
+    return request_bytes(b"x" * (size - 10), path, key, declared_size=size)
 
 
 def bytes_of(server: FrontEnd, key: str) -> int:

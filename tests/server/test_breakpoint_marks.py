@@ -1,4 +1,4 @@
-"""Wherever a client's API lets it put a mark, the prompt has a breakpoint right behind what is marked."""
+"""Each mark that an API allows becomes a breakpoint right after the marked text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ FUNCTION = TOOL["function"]
 ASKED = {"role": "user", "content": "Weather?"}
 END = "<|im_end|>"
 CALLED = '"arguments": {"city": "Oslo"}}\n</tool_call>'
-BEHIND_TOOLS = ("}\n", "<|im_start|>", 0)
+AFTER_TOOLS = ("}\n", "<|im_start|>", 0)
 NEAR = 3  # characters: a token may span the end of what is marked, and what follows may begin alike
 
 
@@ -45,15 +45,15 @@ def part(text: str, mark: dict[str, Any], kind: str = "text") -> dict[str, Any]:
 
 
 DONE = {"role": "tool", "tool_call_id": "a", "content": "5 degrees"}
-TOLD = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
+CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": '{"city": "Oslo"}'}
 LETTERS = ["one", "two", "three", "four", "five", "six"]
-# A request, and what is before and behind each of its breakpoints, with the seconds that they are kept.
+# A request, and the texts before and after each of its breakpoints, with their TTLs in seconds.
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
-    "tool": (CHAT, {"messages": [ASKED], "tools": [TOOL | MARK]}, [BEHIND_TOOLS]),
+    "tool": (CHAT, {"messages": [ASKED], "tools": [TOOL | MARK]}, [AFTER_TOOLS]),
     "function": (
         CHAT,
         {"messages": [ASKED], "tools": [TOOL | {"function": FUNCTION | HOUR}]},
-        [(*BEHIND_TOOLS[:2], 3600)],
+        [(*AFTER_TOOLS[:2], 3600)],
     ),
     "message": (CHAT, {"messages": [ASKED | MARK, calling({}), DONE]}, [("Weather?", END, 0)]),
     "result": (CHAT, {"messages": [ASKED, calling({}), DONE | HOUR]}, [("5 degrees", END, 3600)]),
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
     "tool of a response": (
         RESPONSES,
         {"input": "x", "tools": [{"type": "function", **FUNCTION, **MARK}]},
-        [BEHIND_TOOLS],
+        [AFTER_TOOLS],
     ),
     "input": (
         RESPONSES,
@@ -82,7 +82,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, int]]]] = {
     ),
     "output": (
         RESPONSES,
-        {"input": [TOLD, {"type": "function_call_output", "call_id": "a", "output": [part("5 degrees", HALF_HOUR)]}]},
+        {
+            "input": [
+                CALL_ITEM,
+                {"type": "function_call_output", "call_id": "a", "output": [part("5 degrees", HALF_HOUR)]},
+            ]
+        },
         [("5 degrees", END, 1800)],
     ),
     "tool_use": (MESSAGES, {"messages": [ASKED, using(MARK, {}), result("5")]}, [(CALLED, "<tool_call>", 0)]),
@@ -118,8 +123,8 @@ def test_breakpoint_is_right_after_the_mark(agent: Agent, name: str) -> None:
     asked = agent.server.backend.asked[-1]
     prompt = agent.tokenizer.detokenize(asked.prompt.tolist(), skip_special_tokens=False)
     assert len(asked.breakpoints) == len(wanted)
-    for place, (before, behind, keep_s) in zip(asked.breakpoints, wanted, strict=True):
-        marked = prompt.index(before + behind) + len(before)
-        found = len(agent.tokenizer.detokenize(asked.prompt[: place.position].tolist(), skip_special_tokens=False))
+    for found_mark, (before, after, keep_s) in zip(asked.breakpoints, wanted, strict=True):
+        marked = prompt.index(before + after) + len(before)
+        found = len(agent.tokenizer.detokenize(asked.prompt[: found_mark.position].tolist(), skip_special_tokens=False))
         assert abs(found - marked) <= NEAR, prompt[:found]
-        assert place.keep_s == keep_s
+        assert found_mark.keep_s == keep_s

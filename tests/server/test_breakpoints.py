@@ -88,18 +88,18 @@ def test_session_with_other_instructions_skips_marked_tools(server: RunningServe
 
 
 @pytest.mark.parametrize("template", ["hermes", "tools first"])
-@pytest.mark.parametrize("place", [Breakpoint(keep_s=9), Breakpoint(0, 12, 9), Breakpoint(0, 3), Breakpoint(1, 2)])
-def test_mark_after_tools_or_instructions_is_after_both(template: str, place: Breakpoint, tmp_path: Any) -> None:
+@pytest.mark.parametrize("position", [Breakpoint(keep_s=9), Breakpoint(0, 12, 9), Breakpoint(0, 3), Breakpoint(1, 2)])
+def test_mark_after_tools_or_instructions_is_after_both(template: str, position: Breakpoint, tmp_path: Any) -> None:
     source = (
         TEMPLATES["hermes"] if template == "hermes" else "{% for t in tools %}{{ t | tojson }}\n{% endfor %}" + TURNS
     )
     tokenizer = agent_tokenizer(tmp_path / "model", source)
     tool = {"type": "function", "function": {"name": "f"}}
     messages = [{"role": "system", "content": "import os\nxy"}, {"role": "user", "content": "def f"}]
-    conversation = Conversation(messages, [tool], breakpoints=(place,))
+    conversation = Conversation(messages, [tool], breakpoints=(position,))
     prompt = PromptReader(tokenizer, Transcripts(0), 4096).read_chat(Tenant(), conversation)
     own, *both = prompt.breakpoints
-    if place in (Breakpoint(0, 3), Breakpoint(1, 2)):
+    if position in (Breakpoint(0, 3), Breakpoint(1, 2)):
         assert not both
         return
     last = max(prompt.breakpoints)
@@ -112,10 +112,10 @@ def test_tokens_up_to_a_breakpoint_are_common_to_two_texts(tmp_path: Any) -> Non
     tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
     reader = PromptReader(tokenizer, Transcripts(0), 4096)
     tool = {"type": "function", "function": {"name": "f"}}
-    places = (Breakpoint(), Breakpoint(0, 6), Breakpoint(0, 12), Breakpoint(1, 0))
+    positions = (Breakpoint(), Breakpoint(0, 6), Breakpoint(0, 12), Breakpoint(1, 0))
     messages = [{"role": "system", "content": "import os\nx"}, {"role": "user", "content": "def f"}]
-    prompt = reader.read_chat(Tenant(), Conversation(messages, [tool], breakpoints=places))
-    ends = [place.position for place in prompt.breakpoints]
+    prompt = reader.read_chat(Tenant(), Conversation(messages, [tool], breakpoints=positions))
+    ends = [point.position for point in prompt.breakpoints]
     texts = [tokenizer.detokenize(prompt.token_ids[:end], skip_special_tokens=False) for end in ends]
     assert texts[0].rstrip().endswith('"name": "f"}}') and prompt.text.startswith(texts[0])
     assert texts[1].endswith("import") and texts[2].endswith("import os\nx")
@@ -239,11 +239,11 @@ def test_openais_apis_report_newly_cached_tokens(server: RunningServer) -> None:
         first, second = (client.completions.create(model=MODEL, prompt=prompt, max_tokens=1) for prompt in prompts)
         assert first.usage is not None and first.usage.prompt_tokens_details is not None
         last = first.usage.prompt_tokens // BLOCK * BLOCK
-        told = first.usage.prompt_tokens_details
-        assert (told.cached_tokens, told.cache_write_tokens) == (0, last)
+        details = first.usage.prompt_tokens_details
+        assert (details.cached_tokens, details.cache_write_tokens) == (0, last)
         assert second.usage is not None and second.usage.prompt_tokens_details is not None
-        told = second.usage.prompt_tokens_details
-        assert (told.cached_tokens, told.cache_write_tokens) == (last, 0)
+        details = second.usage.prompt_tokens_details
+        assert (details.cached_tokens, details.cache_write_tokens) == (last, 0)
     response = client.responses.create(model=MODEL, input="d = 4\n" * 60, max_output_tokens=1)
     assert response.usage is not None
     written = response.usage.input_tokens_details.cache_write_tokens

@@ -18,9 +18,9 @@ CACHE = CacheSnapshot(CacheCounters(), {}, {}).as_dict()
 
 
 def states(*versions: str) -> bytes:
-    """Return what a coordinator tells of one replica for each version of the weights."""
-    told = {"cache": CACHE, "num_running": 0, "num_waiting": 0}
-    return msgpack.packb([STATES, {str(n): told | {"weights_version": name} for n, name in enumerate(versions)}])
+    """Return a coordinator's report with one replica for each version of the weights."""
+    reported = {"cache": CACHE, "num_running": 0, "num_waiting": 0}
+    return msgpack.packb([STATES, {str(n): reported | {"weights_version": name} for n, name in enumerate(versions)}])
 
 
 def test_flush_reports_the_new_version_until_replicas_do() -> None:
@@ -35,7 +35,7 @@ def test_flush_reports_the_new_version_until_replicas_do() -> None:
         identity, _ = await coordinator.recv_multipart()
 
         async def version_after(*versions: str) -> str:
-            """Return the version that is told."""
+            """Return the reported version."""
             before = backend.state
             await coordinator.send_multipart([identity, states(*versions)])
             while backend.state is before:
@@ -44,9 +44,9 @@ def test_flush_reports_the_new_version_until_replicas_do() -> None:
 
         assert await version_after("1", "1") == "1"
         await backend.flush("2")
-        told: list[Any] = [backend.state.weights_version]
-        told += [await version_after(*versions) for versions in (("1", "1"), ("2", "1"), ("2", "2"))]
-        assert told == ["2"] * 4
+        reported: list[Any] = [backend.state.weights_version]
+        reported += [await version_after(*versions) for versions in (("1", "1"), ("2", "1"), ("2", "2"))]
+        assert reported == ["2"] * 4
         assert await version_after("3", "3") == "3"  # another front end has flushed
         backend._task.cancel()
 

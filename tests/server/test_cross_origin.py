@@ -41,15 +41,15 @@ def test_no_origin_is_allowed_by_default() -> None:
         assert reply.status_code == 200 and ALLOWED not in reply.headers
 
 
-@pytest.mark.parametrize(("origins", "told"), [((CHAT, "http://localhost:3000"), CHAT), (("*",), "*")])
-def test_allowed_origin_can_preflight_and_read_replies_and_errors(origins: tuple[str], told: str) -> None:
+@pytest.mark.parametrize(("origins", "allowed"), [((CHAT, "http://localhost:3000"), CHAT), (("*",), "*")])
+def test_allowed_origin_can_preflight_and_read_replies_and_errors(origins: tuple[str], allowed: str) -> None:
     with server(*origins) as url:
         asked = preflight(url, "/v1/chat/completions")
-        assert asked.status_code == 200 and asked.headers[ALLOWED] == told
+        assert asked.status_code == 200 and asked.headers[ALLOWED] == allowed
         assert "authorization" in asked.headers["access-control-allow-headers"]
         for headers, status in ((bearer(), 200), ({}, 401)):
             reply = httpx.get(f"{url}/v1/models", headers=headers | {"Origin": CHAT})
-            assert (reply.status_code, reply.headers[ALLOWED]) == (status, told)
+            assert (reply.status_code, reply.headers[ALLOWED]) == (status, allowed)
             assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
 
 

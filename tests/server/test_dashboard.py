@@ -44,7 +44,7 @@ def numbers(page: Page, table: str) -> dict[str, int]:
 
 
 def load(server: RunningServer, stop: threading.Event) -> None:
-    """Make requests until told to stop."""
+    """Make requests until stopped."""
     with httpx.Client(base_url=server.url, headers=bearer(), timeout=60) as http:
         number = 0
         while not stop.is_set():
@@ -154,9 +154,9 @@ def test_tiers_are_shown_if_used_and_fit_a_phone(monkeypatch: pytest.MonkeyPatch
             "states cached": 1,
             "free": 2,
         }
-        told = numbers(page, "tiers")
-        assert told["prompt tokens back from the host"] == 10 and not any("disk" in name for name in told)
-        assert told["copies failed, or of no use at their end"] == 3 and told["copies under way now"] == 3
+        figures = numbers(page, "tiers")
+        assert figures["prompt tokens back from the host"] == 10 and not any("disk" in name for name in figures)
+        assert figures["copies failed, or of no use at their end"] == 3 and figures["copies under way now"] == 3
         server.backend.state = tiers(7000, {"entries": 5 * 2**30})
         page.wait_for("document.getElementById('tiers').innerText.includes('GiB on disk now')")
         assert numbers(page, "tiers")["GiB on disk now"] == 5

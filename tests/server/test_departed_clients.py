@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Statuses:
-    """The statuses of ended requests, as each of the three places reports them."""
+    """Statuses of ended requests, as log, metrics and dashboard report them."""
 
     def __init__(self, server: FrontEnd, lines: list[Any]) -> None:
         self._server, self._lines = server, lines
@@ -175,7 +175,7 @@ def test_reading_megabytes_to_the_end_is_a_200(long_replies: tuple[FrontEnd, lis
 
 def test_leaving_before_the_body_is_complete_is_a_499(server: FrontEnd, statuses: Statuses) -> None:
     for leave in LEAVING.values():
-        connection = server.connection(request_bytes(b"{", told_size=500))
+        connection = server.connection(request_bytes(b"{", declared_size=500))
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
         leave(connection)
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 0)

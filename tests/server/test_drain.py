@@ -222,10 +222,10 @@ def test_idle_server_ends_within_a_second_with_a_summary() -> None:
             assert http.post("/v1/completions", json=body).status_code == 200  # its connection stays open
             seconds = seconds_to_the_end(process)
             assert process.stdout is not None
-            said = process.stdout.read()
-        assert said.count(" POST /v1/completions 200 ") == 1, said
-        assert re.search("^stopped after .* s: 1 requests served, 0 refused", said, re.MULTILINE), said
-        assert said.splitlines()[-1].startswith("stopped after"), said
+            output = process.stdout.read()
+        assert output.count(" POST /v1/completions 200 ") == 1, output
+        assert re.search("^stopped after .* s: 1 requests served, 0 refused", output, re.MULTILINE), output
+        assert output.splitlines()[-1].startswith("stopped after"), output
         if seconds < 1 or attempt == 2:
             assert seconds < 1
             return
@@ -246,10 +246,10 @@ def test_streams_end_within_two_seconds_of_the_drain_limit() -> None:
             seconds = seconds_to_the_end(process)
             events = list(lines)
         assert process.stdout is not None
-        said = process.stdout.read()
+        output = process.stdout.read()
     assert 1 <= seconds < 3
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
-    assert "stopping: 2 requests may continue for 1 s" in said and ", 2 cut off" in said
+    assert "stopping: 2 requests may continue for 1 s" in output and ", 2 cut off" in output
 
 
 def test_default_drain_fits_a_grace_period_of_30_seconds() -> None:
@@ -323,7 +323,7 @@ def test_signal_is_handled_once_the_address_is_printed(
 
 def test_incomplete_body_does_not_delay_shutdown() -> None:
     with front_end() as server:
-        connection = server.connection(request_bytes(b"{", told_size=500))
+        connection = server.connection(request_bytes(b"{", declared_size=500))
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
         server.listening.drain()
         connection.settimeout(5)

@@ -1,4 +1,4 @@
-"""A completion's prompt given back, with its log-probs: what evaluation clients score by, whole and streamed."""
+"""Echoed prompts with log-probs, as evaluation clients use them, whole and streamed."""
 
 import json
 from typing import Any

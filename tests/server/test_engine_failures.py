@@ -1,4 +1,4 @@
-"""Steps that fail under a server: one is tried again, a broken cache ends the service, and every client is told."""
+"""Steps that fail under a server: retries, and an error for each client once the cache is broken."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

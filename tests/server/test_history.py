@@ -73,11 +73,11 @@ def test_history_is_bounded_and_returns_new_samples(history: History) -> None:
 
 
 def test_quantiles_are_within_five_percent() -> None:
-    drawn = random.Random(5)
-    times = sorted(drawn.lognormvariate(-4, 2) for _ in range(5000))
+    rng = random.Random(5)
+    times = sorted(rng.lognormvariate(-4, 2) for _ in range(5000))
     parts = [Durations(), Durations()]
     for one in times:
-        parts[drawn.randrange(2)].add(one)
+        parts[rng.randrange(2)].add(one)
     whole = Durations.together(parts)
     for share in (0.5, 0.95, 0.99, 1.0):
         assert whole.quantile(share) == pytest.approx(times[int(share * 5000) - 1], rel=0.05)

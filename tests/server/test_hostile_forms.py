@@ -58,8 +58,8 @@ def test_hostile_grammars_change_no_other_stream(server: RunningServer) -> None:
     with server.client() as http, concurrent.futures.ThreadPoolExecutor(8) as threads:
         alone = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["token_ids"]
         hostile = {name: threads.submit(asked, http, form) for name, form in FORMS.items()}
-        beside = [threads.submit(http.post, "/v1/completions", json=PLAIN) for _ in range(4)]
-        assert [reply.result().json()["choices"][0]["token_ids"] for reply in beside] == [alone] * 4
+        concurrent_replies = [threads.submit(http.post, "/v1/completions", json=PLAIN) for _ in range(4)]
+        assert [reply.result().json()["choices"][0]["token_ids"] for reply in concurrent_replies] == [alone] * 4
         for name, found in hostile.items():
             reply, seconds = found.result()
             print(f"{name}: {reply.status_code} after {seconds:.2f} s {reply.text[:90]}")

@@ -90,8 +90,8 @@ BODIES: tuple[Callable[[random.Random], bytes], ...] = (mutated, mutated, mutate
 
 def cut_off(url: str, rng: random.Random) -> None:
     """Send a request that ends in its middle, or is no HTTP at all."""
-    place = urlsplit(url)
-    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {RED}\r\ncontent-length: 500\r\n\r\n"
         message = rng.choice(
             (head.encode(), head.encode() + b'{"prompt": "x', rng.randbytes(50), b"GET / HTTP/9\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What `/metrics` tells: every metric in a sentence, times of queueing and between tokens, the process, the model."""
+"""Metrics of `/metrics`: help texts, times of queueing and tokens, process and model."""
 
 import re
 import time

@@ -112,7 +112,7 @@ def test_next_turn_keeps_the_exact_tokens_of_the_reply(client: openai.OpenAI, se
     tokenizer = server.server.settings.tokenizer
     splits_otherwise = False
     messages: list[Any] = [{"role": "user", "content": "# file: bridge.py\nimport time\n\n\nclass Bridge"}]
-    said: list[int] = []
+    earlier: list[int] = []
     for turn in range(3):
         reply = client.chat.completions.create(
             model=MODEL,
@@ -123,8 +123,8 @@ def test_next_turn_keeps_the_exact_tokens_of_the_reply(client: openai.OpenAI, se
             extra_body={"return_token_ids": True},
         )
         choice: Any = reply.choices[0]
-        assert choice.prompt_token_ids[: len(said)] == said
-        said = choice.prompt_token_ids + choice.token_ids
+        assert choice.prompt_token_ids[: len(earlier)] == earlier
+        earlier = choice.prompt_token_ids + choice.token_ids
         text = choice.message.content
         splits_otherwise |= tokenizer.tokenize(text) != choice.token_ids
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "\n\n\ndef "}]
@@ -137,11 +137,11 @@ def test_cached_tokens_are_those_that_the_engine_skips(client: openai.OpenAI, se
 
     before = skipped()
     replies = [client.completions.create(model=MODEL, prompt=PROMPTS[3], max_tokens=2) for _ in range(3)]
-    told = [reply.usage.prompt_tokens_details.cached_tokens for reply in replies]
-    assert told[0] == 0 < told[1] == told[2] and skipped() - before == sum(told)
+    cached_counts = [reply.usage.prompt_tokens_details.cached_tokens for reply in replies]
+    assert cached_counts[0] == 0 < cached_counts[1] == cached_counts[2] and skipped() - before == sum(cached_counts)
     several = client.completions.create(model=MODEL, prompt=[PROMPTS[3]] * 2, max_tokens=2, n=3).usage
     assert several.prompt_tokens == 2 * replies[0].usage.prompt_tokens
-    assert several.prompt_tokens_details.cached_tokens == 2 * told[1]  # not of every choice
+    assert several.prompt_tokens_details.cached_tokens == 2 * cached_counts[1]  # not of every choice
 
 
 def test_finish_reason_is_correct(client: openai.OpenAI) -> None:

@@ -305,19 +305,21 @@ def test_model_without_reasoning_calls_tools(instruct: TagAgent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ({"add_generation_prompt": False, "continue_final_message": True}, ("", "It is fine.")),
         ({"add_generation_prompt": True}, ("Hm.", "It is fine.")),
     ],
 )
-def test_continued_reply_is_past_its_reasoning(qwen: TagAgent, fields: dict[str, Any], told: tuple[str, str]) -> None:
+def test_continued_reply_is_past_its_reasoning(
+    qwen: TagAgent, fields: dict[str, Any], expected: tuple[str, str]
+) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "It"}]
     is_continued = "continue_final_message" in fields
     reply = [" is fine."] if is_continued else ["Hm.", Tag("</think>"), "It is fine."]
     message = qwen.ask(reply, messages=messages, tools=openai.omit, extra_body=fields).message
     begun = "It" if is_continued else ""
-    assert (getattr(message, "reasoning_content", ""), begun + message.content) == told
+    assert (getattr(message, "reasoning_content", ""), begun + message.content) == expected
 
 
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -1,4 +1,4 @@
-"""What is refused and what is passed over, and that a foreign page cannot administrate."""
+"""Refused and ignored fields, and admin routes that cross-site pages cannot use."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -156,6 +156,6 @@ def test_zero_top_log_probs_returns_none(server: FrontEnd) -> None:
 @pytest.mark.parametrize("token", [-1, 100, 2**31, 2**63, -(2**63) - 1, 2**70, 1.5])
 def test_out_of_vocabulary_token_is_named(token: Any) -> None:
     rules = RequestRules(CacheConfig(), vocab_size=100, num_blocks=100)
-    fault = rules.error_of(RequestSpec(0, np.array([5, token, 6], dtype=object), 7, SamplingSettings()))
-    assert fault is not None and fault.startswith(f"token {token} in the prompt is outside the vocabulary of 100")
+    refusal = rules.error_of(RequestSpec(0, np.array([5, token, 6], dtype=object), 7, SamplingSettings()))
+    assert refusal is not None and refusal.startswith(f"token {token} in the prompt is outside the vocabulary of 100")
     assert rules.error_of(RequestSpec(0, np.array([0, 99]), 6, SamplingSettings())) is None

@@ -1,4 +1,4 @@
-"""serve under torchrun: replicas behind a coordinator, and the same front end before them."""
+"""serve under torchrun: replicas of a coordinator with one front end."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def asked(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def ranks_of(entry: dict[str, Any] | None) -> dict[str, int]:
-    return {} if entry is None else {token: told["rank"] for token, told in entry.items()}
+    return {} if entry is None else {token: details["rank"] for token, details in entry.items()}
 
 
 def cached(http: httpx.Client) -> int:
@@ -165,7 +165,7 @@ def test_replicas_report_tokens_restored_from_a_shared_directory(tmp_path: Path)
                 usage = streamed(http, prompt=turn, max_tokens=2, **options)[-1]["usage"]
             else:
                 usage = asked(http, prompt=turn)["usage"]
-            told = usage["prompt_tokens_details"]
-            assert told["cached_tokens_from_disk"] == told["cached_tokens"] > len(PROMPT) / 2
-            assert told["cached_tokens_from_host"] == 0
+            details = usage["prompt_tokens_details"]
+            assert details["cached_tokens_from_disk"] == details["cached_tokens"] > len(PROMPT) / 2
+            assert details["cached_tokens_from_host"] == 0
             wait_until(lambda: metric(http, "prompt_tokens_from_disk_total") > 0, 60)

@@ -18,7 +18,7 @@ from tests.server.scripted_agent import TEMPLATES, TOOL, WRITTEN, Agent, agent_o
 
 TOOLS: Any = [{"type": "function", **TOOL["function"]}]
 REPLY = "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN["hermes"] % "Oslo"
-SAID = "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nI look.\n"
+REPLIED = "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nI look.\n"
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +93,19 @@ def test_reasoning_is_returned_as_a_summary_on_request(agent: Agent, summary: st
 
 @pytest.mark.parametrize("remembers", [False, True])
 def test_each_turn_starts_with_the_tokens_of_earlier_turns(agent: Agent, remembers: bool) -> None:
-    told: list[Any] = [{"role": "user", "content": f"Remembers {remembers}."}]
+    history: list[Any] = [{"role": "user", "content": f"Remembers {remembers}."}]
     previous: dict[str, Any] = {}
     for number in range(5):
         reply = "<think>\nHm.\n</think>\n\n" + WRITTEN["hermes"] % f"city {number}"
-        response = asked(agent, reply, input=told, instructions="Be brief.", store=remembers, **previous)
+        response = asked(agent, reply, input=history, instructions="Be brief.", store=remembers, **previous)
         exact = [*agent.prompts()[-1], *agent.tokens(reply)]
         result = {"type": "function_call_output", "call_id": response.output[-1].call_id, "output": f"{number} degrees"}
         new = [result, {"role": "user", "content": [{"type": "input_text", "text": "And?"}]}]
         if remembers:
-            told, previous = new, {"previous_response_id": response.id}
+            history, previous = new, {"previous_response_id": response.id}
         else:
-            told = [*told, *(item.model_dump(exclude_none=True) for item in response.output), *new]
-        asked(agent, "Done.", input=told, instructions="Be brief.", store=False, **previous)
+            history = [*history, *(item.model_dump(exclude_none=True) for item in response.output), *new]
+        asked(agent, "Done.", input=history, instructions="Be brief.", store=False, **previous)
         assert list(agent.prompts()[-1][: len(exact)]) == exact
     text = agent.tokenizer.detokenize(agent.prompts()[-1])
     assert text.count("Be brief.") == 1 and text.count("degrees") == text.count("And?") == 5

@@ -1,4 +1,4 @@
-"""Fields that change which tokens are drawn, over HTTP: what they ask for is what the engine does."""
+"""Fields of sampling take effect over HTTP."""
 
 from typing import Any
 

@@ -148,12 +148,12 @@ def test_added_end_token_is_never_inside_a_text(tmp_path: Path) -> None:
 
 
 def test_breakpoints_of_a_chat_are_token_positions(saved: Saved) -> None:
-    places = (Breakpoint(0, 3), Breakpoint(1, 4))
+    positions = (Breakpoint(0, 3), Breakpoint(1, 4))
     messages = [{"role": "system", "content": "The lazy dog"}, {"role": "user", "content": "quick brown"}]
     for add in (False, True):
-        conversation = Conversation(messages, breakpoints=places)
+        conversation = Conversation(messages, breakpoints=positions)
         prompt = reader_of(saved.ours).read_chat(TENANT, conversation, add_special_tokens=add)
-        ends = [place.position for place in prompt.breakpoints]
+        ends = [point.position for point in prompt.breakpoints]
         texts = [saved.ours.detokenize(prompt.token_ids[:end], skip_special_tokens=False) for end in ends]
         assert len(texts) == 2 and "system" in texts[0] and "lazy" not in texts[0]
         assert "lazy dog" in texts[1] and "brown" not in texts[1] and ends[0] < ends[1]

@@ -17,7 +17,7 @@ from tests.server.scripted_agent import TOOL, agent_tokenizer
 IDS = ("call_4f1d9b7c", "toolu_01A9")
 
 
-def said(role: str, text: str, **fields: Any) -> dict[str, Any]:
+def spoken(role: str, text: str, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": text} | fields
 
 
@@ -27,15 +27,19 @@ def calling(text: str, *cities: str) -> dict[str, Any]:
         {"id": call_id, "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}}
         for call_id, city in zip(IDS, cities, strict=False)
     ]
-    return said("assistant", text, tool_calls=calls)
+    return spoken("assistant", text, tool_calls=calls)
 
 
 def result(text: str, number: int = 0) -> dict[str, Any]:
-    return said("tool", text, tool_call_id=IDS[number])
+    return spoken("tool", text, tool_call_id=IDS[number])
 
 
-BRIEF, KIND, RULE = said("system", "Be brief."), said("system", "Be kind."), said("developer", "Write no code.")
-ASKED, AGAIN, HELLO = said("user", "Weather in Oslo?"), said("user", "And in Rome?"), said("assistant", "Hello there.")
+BRIEF, KIND, RULE = spoken("system", "Be brief."), spoken("system", "Be kind."), spoken("developer", "Write no code.")
+ASKED, AGAIN, HELLO = (
+    spoken("user", "Weather in Oslo?"),
+    spoken("user", "And in Rome?"),
+    spoken("assistant", "Hello there."),
+)
 
 TALKS: dict[str, list[dict[str, Any]]] = {
     "instructions first": [BRIEF, ASKED],
@@ -47,15 +51,15 @@ TALKS: dict[str, list[dict[str, Any]]] = {
     "instructions last": [BRIEF, ASKED, KIND],
     "instructions after a reply, last": [ASKED, HELLO, KIND],
     "instructions alone": [BRIEF],
-    "two users": [ASKED, AGAIN, HELLO, said("user", "One."), said("user", "Two.")],
-    "two replies": [ASKED, HELLO, said("assistant", "How are you?"), AGAIN],
+    "two users": [ASKED, AGAIN, HELLO, spoken("user", "One."), spoken("user", "Two.")],
+    "two replies": [ASKED, HELLO, spoken("assistant", "How are you?"), AGAIN],
 }
 CALLING_TALKS: dict[str, list[dict[str, Any]]] = {
     "a call": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees")],
     "a call and its answer": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), HELLO, AGAIN],
     "text after a result": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), AGAIN],
     "two calls": [ASKED, calling("", "Oslo", "Rome"), result("5 degrees"), result("20 degrees", 1), HELLO, AGAIN],
-    "a reply and a call": [ASKED, HELLO, calling("", "Oslo"), result("5 degrees"), said("assistant", "Cold."), AGAIN],
+    "a reply and a call": [ASKED, HELLO, calling("", "Oslo"), result("5 degrees"), spoken("assistant", "Cold."), AGAIN],
     "instructions before a result": [ASKED, calling("", "Oslo"), KIND, result("5 degrees")],
     "instructions after a result": [BRIEF, ASKED, calling("", "Oslo"), result("5 degrees"), KIND, AGAIN],
 }
@@ -109,7 +113,7 @@ def test_messages_stay_in_order(readers: dict[str, PromptReader], family: str) -
 
 def test_template_that_reads_all_messages_gets_them_unchanged(readers: dict[str, PromptReader]) -> None:
     for talk in ("instructions in between", "two users", "two replies", "instructions last"):
-        talked = [said("system", "Be kind.") if message is RULE else message for message in TALKS[talk]]
+        talked = [spoken("system", "Be kind.") if message is RULE else message for message in TALKS[talk]]
         if talk == "instructions in between":
             talked.pop(4)
         roles = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in talked]
@@ -121,12 +125,12 @@ LONG = [
     *TALKS["instructions of both"],
     HELLO,
     KIND,
-    said("user", "One."),
+    spoken("user", "One."),
     calling("", "Oslo"),
     result("5 degrees"),
-    said("user", "<note>"),
-    said("assistant", "Cold."),
-    said("user", "Two."),
+    spoken("user", "<note>"),
+    spoken("assistant", "Cold."),
+    spoken("user", "Two."),
 ]
 
 
@@ -154,11 +158,11 @@ def marked(text: str) -> list[dict[str, Any]]:
 
 
 MARKED: dict[str, list[dict[str, Any]]] = {
-    "instructions": [said("system", marked("Be brief.")), ASKED],  # type: ignore[arg-type]
-    "instructions of the developer": [BRIEF, said("developer", marked("Be kind.")), ASKED],  # type: ignore[arg-type]
-    "instructions in between": [BRIEF, ASKED, HELLO, said("system", marked("Be kind.")), AGAIN],  # type: ignore[arg-type]
-    "the second of two users": [ASKED, said("user", marked("And in Rome?"))],  # type: ignore[arg-type]
-    "the first of two users": [said("user", marked("And in Rome?")), ASKED],  # type: ignore[arg-type]
+    "instructions": [spoken("system", marked("Be brief.")), ASKED],  # type: ignore[arg-type]
+    "instructions of the developer": [BRIEF, spoken("developer", marked("Be kind.")), ASKED],  # type: ignore[arg-type]
+    "instructions in between": [BRIEF, ASKED, HELLO, spoken("system", marked("Be kind.")), AGAIN],  # type: ignore[arg-type]
+    "the second of two users": [ASKED, spoken("user", marked("And in Rome?"))],  # type: ignore[arg-type]
+    "the first of two users": [spoken("user", marked("And in Rome?")), ASKED],  # type: ignore[arg-type]
 }
 
 
@@ -167,11 +171,11 @@ MARKED: dict[str, list[dict[str, Any]]] = {
 def test_breakpoints_move_with_their_messages(readers: dict[str, PromptReader], family: str, talk: str) -> None:
     prompt = prompt_of(readers[family], MARKED[talk])
     (words,) = (m["content"][0]["text"] for m in MARKED[talk] if isinstance(m["content"], list))
-    (place,) = prompt.breakpoints
+    (point,) = prompt.breakpoints
     assert prompt.text is not None
     end = prompt.text.index(words) + len(words)
     tokenizer = readers[family]._tokenizer
-    found = tokenizer.detokenize(prompt.token_ids[: place.position], skip_special_tokens=False)
+    found = tokenizer.detokenize(prompt.token_ids[: point.position], skip_special_tokens=False)
     assert abs(len(found) - end) <= 3, found  # a token may span the end
 
 
@@ -189,9 +193,9 @@ def test_breakpoints_around_calls_move_too(
 ) -> None:
     prompt = prompt_of(readers[family], messages, tools=[TOOL])
     assert prompt.text is not None
-    (place,) = prompt.breakpoints
+    (point,) = prompt.breakpoints
     end = prompt.text.index(words) + len(words)
-    found = readers[family]._tokenizer.detokenize(prompt.token_ids[: place.position], skip_special_tokens=False)
+    found = readers[family]._tokenizer.detokenize(prompt.token_ids[: point.position], skip_special_tokens=False)
     assert abs(len(found) - end) <= 3, found
 
 
@@ -292,7 +296,7 @@ def test_conversation_that_no_rewrite_shows_is_refused(
 
 
 def test_template_may_drop_earlier_reasoning(readers: dict[str, PromptReader]) -> None:
-    reply = said("assistant", "Hello there.", reasoning_content="Hm, well.")
+    reply = spoken("assistant", "Hello there.", reasoning_content="Hm, well.")
     for family in FAMILIES:
         text = prompt_of(readers[family], [ASKED, reply, AGAIN]).text or ""
         assert "Hello there." in text and ("Hm, well." in text) is (family == "qwen 3.8"), family

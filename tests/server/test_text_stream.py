@@ -232,7 +232,7 @@ def test_complete_character_is_sent_at_once() -> None:
 
 @given(TEXTS, st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5), max_size=60))
 def test_text_ends_at_the_first_stop_string_however_it_is_split(text: str, stops: list[str], sizes: list[int]) -> None:
-    ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    ends = [(position + len(stop), position) for stop in stops if (position := text.find(stop)) >= 0]
     matcher, given_out, start = StopStrings(stops), "", 0
     for size in [*sizes, len(text)]:
         given_out += matcher.push(text[start : start + size])

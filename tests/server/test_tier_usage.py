@@ -1,4 +1,4 @@
-"""Usage tells which cached tokens came back from the host and the disk, in every API, and clients accept it."""
+"""Usage reports the tokens restored from host and disk in every API, and clients accept it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,34 +40,34 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
 @pytest.mark.parametrize("path", BODIES)
 def test_every_api_reports_restored_tokens(scripted: FrontEnd, path: str) -> None:
     body, details = BODIES[path]
-    told = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
+    progress = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
     with scripted.client() as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, path, json=body)
         wait_until(lambda: scripted.backend.running)
-        scripted.backend.deliver(told)
+        scripted.backend.deliver(progress)
         usage = answer.result(60).json()["usage"]
     found = usage[details] if details else usage
     assert [found[name] for name in TIERS] == [3, 2]
 
 
 def test_anthropics_client_accepts_tier_usage(scripted: FrontEnd) -> None:
-    told = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
+    progress = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, cached_tokens_from_disk=2, end="length")
     client = anthropic.Anthropic(base_url=scripted.listening.url, api_key="none", max_retries=0)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.messages.create, **BODIES["/v1/messages"][0])
         wait_until(lambda: scripted.backend.running)
-        scripted.backend.deliver(told)
+        scripted.backend.deliver(progress)
         usage = answer.result(60).usage
     assert (usage.cache_read_input_tokens, *(getattr(usage, name) for name in TIERS)) == (6, 3, 2)
 
 
 def test_prompt_of_several_choices_counts_once(scripted: FrontEnd) -> None:
-    told = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, end="length")
+    progress = Progress((97,), cached_tokens=6, cached_tokens_from_host=3, end="length")
     with scripted.client() as http, ThreadPoolExecutor(1) as pool:
         body = {"prompt": ["abcdefgh", "ijklmnop"], "n": 3, "max_tokens": 9}
         answer = pool.submit(http.post, "/v1/completions", json=body)
         wait_until(lambda: len(scripted.backend.running) == 6)
-        scripted.backend.deliver(told)
+        scripted.backend.deliver(progress)
         found = answer.result(60).json()["usage"]["prompt_tokens_details"]
     assert (found["cached_tokens"], *(found[name] for name in TIERS)) == (12, 6, 0)
 
@@ -87,7 +87,7 @@ def served(directory: Path) -> Any:
 
 
 def completed(server: RunningServer, prompt: str = PROMPT) -> Any:
-    """Return what OpenAI's client tells of a prompt's tokens."""
+    """Return the prompt token counts of OpenAI's client."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     reply = client.completions.create(model="random", prompt=prompt, max_tokens=2, temperature=0)
     return reply.usage.prompt_tokens_details  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Prompts are read behind the gate, by threads that API keys share in turns, and not at all if they are too long."""
+"""Prompts are tokenized after the gate, in threads that are fair to API keys."""
 
 import asyncio
 import threading

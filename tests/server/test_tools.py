@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: a model's text becomes calls, and its own tokens when the next turn brings it back."""
+"""Tools and reasoning over HTTP: texts become calls, and the next turn keeps their tokens."""
 
 import json
 from collections.abc import Iterator
@@ -145,8 +145,8 @@ def test_cut_off_call_has_a_finish_reason_and_the_chat_continues(
     assert choice.finish_reason == finish and "Oslo" in written and not written.endswith("}")
     deltas, streamed = agent.ask_streamed(begun, **cut)
     assert streamed == finish and accumulated(deltas) == [("get_weather", written)]
-    said = choice.message.model_dump(exclude_none=True)
-    agent.ask("Done.", messages=[*ASKED, said, {"role": "tool", "tool_call_id": "a", "content": "cut off"}])
+    reply_message = choice.message.model_dump(exclude_none=True)
+    agent.ask("Done.", messages=[*ASKED, reply_message, {"role": "tool", "tool_call_id": "a", "content": "cut off"}])
     text = agent.tokenizer.detokenize(agent.prompts()[-1])
     assert "malformed_input" in text and "cut off" in text
 
@@ -154,8 +154,10 @@ def test_cut_off_call_has_a_finish_reason_and_the_chat_continues(
 @pytest.mark.parametrize("written", ["", " ", "{}"])
 def test_earlier_call_may_have_no_arguments(agents: dict[str, Agent], written: str) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": written}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    agents["hermes"].ask("Done.", messages=[*ASKED, said, {"role": "tool", "tool_call_id": "a", "content": "5"}])
+    reply_message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    agents["hermes"].ask(
+        "Done.", messages=[*ASKED, reply_message, {"role": "tool", "tool_call_id": "a", "content": "5"}]
+    )
     text = agents["hermes"].tokenizer.detokenize(agents["hermes"].prompts()[-1])
     assert '"arguments": {}}' in text
 
@@ -170,11 +172,11 @@ def test_developer_message_becomes_system_if_unknown(tmp_path: Path, knows: str,
 
 def test_omitted_reasoning_is_counted(agents: dict[str, Agent]) -> None:
     reply = "<think>\nHm, well.\n</think>\n\nYes."
-    told = agents["hermes"].answered(reply)
+    answer = agents["hermes"].answered(reply)
     hidden = agents["hermes"].answered(reply, extra_body={"include_reasoning": False})
-    assert told.choices[0].message.reasoning_content == "Hm, well." and told.choices[0].message.content == "Yes."
+    assert answer.choices[0].message.reasoning_content == "Hm, well." and answer.choices[0].message.content == "Yes."
     assert not hasattr(hidden.choices[0].message, "reasoning_content") and hidden.choices[0].message.content == "Yes."
-    assert told.usage.completion_tokens_details.reasoning_tokens > 5
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 5
     assert hidden.usage.completion_tokens_details.reasoning_tokens > 5
 
 

@@ -1,4 +1,4 @@
-"""What the client scripts share: arguments, the server's replies without any client, and checks, which are printed.
+"""Shared code of the client scripts: arguments, replies without a client, printed checks.
 
 The scripts run alone too, against any server: python with_litellm.py http://127.0.0.1:5000 [KEY [MODEL_DIRECTORY]].
 Those with `replies` need that of tests/server/scripted_model.py.

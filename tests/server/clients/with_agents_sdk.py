@@ -31,7 +31,7 @@ def weather(city: Literal["Bodø", "Oslo", "Rome"], days: int = 1) -> dict:
 
     Args:
         city: Its name.
-        days: How far to look ahead.
+        days: Days of the forecast.
     """
     seen.append((city, days))
     return {"city": city, "degrees": len(city)}

@@ -46,7 +46,7 @@ def turn(history: list[dict[str, Any]], **fields: Any) -> tuple[list[dict[str, A
     return items, response["usage"]
 
 
-def said(role: str, text: str) -> dict[str, Any]:
+def message(role: str, text: str) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
@@ -61,7 +61,7 @@ script = replies(
     thought("I read one.") + call("exec_command", cmd="cat a.py"),
     "There is one list a line.",
 )
-history = [*CODEX["input"][:-1], said("user", script)]
+history = [*CODEX["input"][:-1], message("user", script)]
 kinds, usages = [], []
 for output in ("a.py b.py", LINES, ""):
     items, usage = turn(history)
@@ -77,7 +77,7 @@ check(
 )
 check("usage adds up", [u["total_tokens"] - u["input_tokens"] - u["output_tokens"] for u in usages], [0, 0, 0])
 
-later = [*history, *LATER[:-1], said("user", replies("All kinds of items were read."))]
+later = [*history, *LATER[:-1], message("user", replies("All kinds of items were read."))]
 items, _ = turn(later)
 check("a later turn", items[0]["content"][0]["text"], "All kinds of items were read.")
 
@@ -85,14 +85,14 @@ long = [*later[:-1]]
 for number in range(6):
     one = {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "cat a.py"}', "call_id": f"l{number}"}
     long += [one, *results([one], LINES)]
-summing = said("user", "Sum up what was done so that another can go on.\n" + replies("Two files were read."))
+summing = message("user", "Sum up what was done so that another can go on.\n" + replies("Two files were read."))
 items, usage = turn([*long, summing], tools=[], parallel_tool_calls=False)
 check(
     "a summary of a long history",
     (items[0]["content"][0]["text"], usage["input_tokens"] > 10_000),
     ("Two files were read.", True),
 )
-compact = [*CODEX["input"][:2], said("user", "Summary: Two files were read."), said("user", replies("I go on."))]
+compact = [*CODEX["input"][:2], message("user", "Summary: Two files were read."), message("user", replies("I go on."))]
 items, _ = turn(compact)
 check("a turn after it", items[0]["content"][0]["text"], "I go on.")
 

@@ -10,8 +10,8 @@ litellm.suppress_debug_info = True
 logging.getLogger("LiteLLM").setLevel(logging.ERROR)
 served = Served.of_arguments()
 MODEL, TEXT, CHAT = served.model, served.text(), served.chat()
-PLACE = {"api_base": f"{served.url}/v1", "api_key": served.key}
-ASKED = {"messages": MESSAGES, **GREEDY, **PLACE}
+ADDRESS = {"api_base": f"{served.url}/v1", "api_key": served.key}
+ASKED = {"messages": MESSAGES, **GREEDY, **ADDRESS}
 
 
 def joined(stream):
@@ -34,9 +34,9 @@ for provider in ("openai", "hosted_vllm"):
     check(f"a streamed chat ({provider})", joined(litellm.completion(model=model, stream=True, **ASKED)), CHAT)
 for provider in ("openai", "text-completion-openai", "hosted_vllm"):
     model = f"{provider}/{MODEL}"
-    reply = litellm.text_completion(model=model, prompt=PROMPT, **GREEDY, **PLACE)
+    reply = litellm.text_completion(model=model, prompt=PROMPT, **GREEDY, **ADDRESS)
     check(f"a text ({provider})", reply.choices[0].text, TEXT)
-    chunks = litellm.text_completion(model=model, prompt=PROMPT, stream=True, **GREEDY, **PLACE)
+    chunks = litellm.text_completion(model=model, prompt=PROMPT, stream=True, **GREEDY, **ADDRESS)
     check(f"a streamed text ({provider})", "".join(chunk.choices[0].text or "" for chunk in chunks), TEXT)
 
 MODEL = f"openai/{MODEL}"

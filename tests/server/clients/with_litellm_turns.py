@@ -11,7 +11,7 @@ from checking import Served, call, check, replies, thought
 litellm.suppress_debug_info = True
 logging.getLogger("LiteLLM").setLevel(logging.ERROR)
 served = Served.of_arguments()
-PLACES = {
+ADDRESSES = {
     "openai": f"{served.url}/v1",
     "hosted_vllm": f"{served.url}/v1",
     "anthropic": served.url,
@@ -45,8 +45,8 @@ def error_of(**asked):
     return None
 
 
-for provider, place in PLACES.items():
-    common = {"model": f"{provider}/{served.model}", "api_base": place, "api_key": served.key, "max_tokens": 400}
+for provider, address in ADDRESSES.items():
+    common = {"model": f"{provider}/{served.model}", "api_base": address, "api_key": served.key, "max_tokens": 400}
     for ask in (whole, streamed):
         name = f"{provider}, {ask.__name__}"
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SCRIPT}]
@@ -74,14 +74,14 @@ for provider, place in PLACES.items():
 
 
 async def asynchronous():
-    place = {"model": f"openai/{served.model}", "api_base": PLACES["openai"], "api_key": served.key}
-    answer = await litellm.aresponses(input=replies("Yes."), instructions="Be brief.", store=True, **place)
-    then = await litellm.aresponses(input=replies("No."), previous_response_id=answer.id, **place)
-    stream = await litellm.aresponses(input=replies("Maybe."), stream=True, **place)
+    address = {"model": f"openai/{served.model}", "api_base": ADDRESSES["openai"], "api_key": served.key}
+    answer = await litellm.aresponses(input=replies("Yes."), instructions="Be brief.", store=True, **address)
+    then = await litellm.aresponses(input=replies("No."), previous_response_id=answer.id, **address)
+    stream = await litellm.aresponses(input=replies("Maybe."), stream=True, **address)
     pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-    place = {"model": f"anthropic/{served.model}", "api_base": PLACES["anthropic"], "api_key": served.key}
+    address = {"model": f"anthropic/{served.model}", "api_base": ADDRESSES["anthropic"], "api_key": served.key}
     asked = {"messages": [{"role": "user", "content": replies("Here.")}], "max_tokens": 50}
-    message = await litellm.anthropic.messages.acreate(**asked, **place)
+    message = await litellm.anthropic.messages.acreate(**asked, **address)
     return [
         answer.output[0].content[0].text,
         then.output[0].content[0].text,

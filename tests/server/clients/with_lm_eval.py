@@ -47,9 +47,9 @@ def write_task(folder: Path, name: str, documents: list[dict[str, Any]], setting
 
 def run(folder: Path, tasks: list[str], model: str, *flags: str, path: str, **settings: Any) -> list[list[Any]]:
     """Return of each task what lm_eval notes of its documents."""
-    told = {"base_url": served.url + path, "model": served.model, **settings}
+    arguments_of_model = {"base_url": served.url + path, "model": served.model, **settings}
     command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--include_path", str(folder)]
-    command += ["--model_args", ",".join(f"{name}={value}" for name, value in told.items()), *flags]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments_of_model.items()), *flags]
     out = folder / model
     environment = os.environ | {"OPENAI_API_KEY": served.key, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     command += ["--tasks", ",".join(tasks), "--log_samples", "--output_path", str(out)]

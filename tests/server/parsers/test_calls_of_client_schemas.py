@@ -39,10 +39,12 @@ def error_and_grammar(family: str, tool: CallableTool, grammars: Grammars) -> tu
 
 def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
     """Check that 3 calls have arguments of a schema, or that it is refused by name; return whether it is held."""
-    fault, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
-    if fault is not None:
-        assert any(reason in fault for reason in REASONS) and not any(word in fault for word in LIBRARY_WORDS), fault
-        assert "save_all" in fault, fault
+    refusal, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
+    if refusal is not None:
+        assert any(reason in refusal for reason in REASONS) and not any(word in refusal for word in LIBRARY_WORDS), (
+            refusal
+        )
+        assert "save_all" in refusal, refusal
         return False
     validator = jsonschema_rs.validator_for(schema)
     for number in range(3):
@@ -85,8 +87,8 @@ WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("word", WHOLE_OBJECTS)
 def test_constraints_on_all_parameters_are_refused_if_each_is_written_alone(word: str, grammars: Grammars) -> None:
     schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
-    fault, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
-    assert fault == f"the parameters of save_all: {word} cannot be held to; leave it out"
+    refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    assert refusal == f"the parameters of save_all: {word} cannot be held to; leave it out"
 
 
 def test_empty_constraints_on_all_parameters_are_accepted(grammars: Grammars) -> None:
@@ -133,15 +135,15 @@ DEAD_ENDS: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsatisfiable_parameters_are_refused_before_the_call(name: str, grammars: Grammars) -> None:
     parameter, words = DEAD_ENDS[name]
     schema = {"type": "object", "properties": {"a": parameter}, "required": ["a"]}
-    fault, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
-    assert fault is not None and words in fault and "a" in fault.split(":")[0] and "\n" not in fault, fault
+    refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    assert refusal is not None and words in refusal and "a" in refusal.split(":")[0] and "\n" not in refusal, refusal
 
 
 @pytest.mark.parametrize("words", [{"unevaluatedProperties": False}, {"propertyNames": {"pattern": "^[b-z]$"}}])
 def test_illegal_names_are_refused(words: dict[str, Any], grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"b": TEXT}, "required": ["a"], **words}
-    fault, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
-    assert fault is not None and fault.startswith("the parameters of save_all: "), fault
+    refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
+    assert refusal is not None and refusal.startswith("the parameters of save_all: "), refusal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,13 +151,13 @@ def test_numbers_beyond_float64_stay_numbers(family: str, grammars: Grammars) ->
     """A number may have any number of digits in a grammar."""
     number, texts = {"type": "number"}, ["1e999", "-1E+400", "9" * 400, "1e2", "9" * 5000]
     schema = {"type": "object", "properties": {"x": {"type": "array", "items": number}}, "required": ["x"]}
-    fault, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
+    refusal, grammar = error_and_grammar(family, CallableTool("save_all", schema), grammars)
     written = f"[{','.join(texts)}]"
     reply = f'<tool_call>\n{{"name": "save_all", "arguments": {{"x":{written}}}}}\n</tool_call>'
     if family == "qwen3_coder":
         parameter = f"<parameter=x>\n{written}\n</parameter>\n"
         reply = f"<tool_call>\n<function=save_all>\n{parameter}</function>\n</tool_call>"
-    assert fault is None and grammars.matcher(grammar).try_consume_tokens([*reply.encode()]) == len(reply)
+    assert refusal is None and grammars.matcher(grammar).try_consume_tokens([*reply.encode()]) == len(reply)
     parser = ReplySyntax(family).parser({"save_all": schema}, is_held=True)
     (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
     largest = sys.float_info.max

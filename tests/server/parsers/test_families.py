@@ -83,8 +83,8 @@ def random_reply(rng: random.Random) -> str:
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
-    places = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
-    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def check_readable(reply: ParsedReply) -> None:
@@ -296,7 +296,7 @@ def test_parameters_have_the_type_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "written", "told"),
+    ("form", "written", "expected"),
     [
         ("hermes", '{"a": NaN, "b": [-Infinity, 1e999]}', '{"a": "NaN", "b": ["-Infinity", "1e999"]}'),
         ("hermes", '"{\\"a\\": NaN}"', '{"a": "NaN"}'),
@@ -306,12 +306,12 @@ def test_parameters_have_the_type_of_the_schema() -> None:
         ("qwen3_coder", '["\\ud800\\ud83d\\ude00"]', '{"anything": ["\ufffd\U0001f600"]}'),
     ],
 )
-def test_values_that_are_not_json_become_text(form: str, written: str, told: str) -> None:
+def test_values_that_are_not_json_become_text(form: str, written: str, expected: str) -> None:
     reply = f'<tool_call>{{"name": "\\udc00", "arguments": {written}}}</tool_call>'
     if form == "qwen3_coder":
         reply = f"<function=get_weather><parameter=anything>{written}</parameter></function>"
     (call,) = assembled(parsed(ReplySyntax(form), [reply])).calls
-    assert call == ToolCall("\ufffd" if form == "hermes" else "get_weather", told)
+    assert call == ToolCall("\ufffd" if form == "hermes" else "get_weather", expected)
 
 
 REFERRING = {"anyOf": [{"$ref": "#/properties/x"}] * 99}
@@ -564,7 +564,7 @@ def test_strict_tools_are_constrained_if_calls_are_optional(form: str) -> None:
 
 @pytest.mark.parametrize("form", MARKED_CALLS)
 def test_random_replies_call_strict_tools_by_their_schema(form: str) -> None:
-    """Tokens are drawn at random of those allowed, after a marker now and then."""
+    """Tokens are sampled from the allowed ones, at times after a marker."""
     grammar = text_and_calls_grammar(form, TOOLS[:1], TOKENIZER.id_of)
     assert grammar is not None
     rng, num_calls = random.Random(form), 0
