@@ -119,12 +119,12 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
         if case.changed is None or index < case.changed:
             sampling.add_attributes({SPEC: case.attributes})
         engine.add_request(first_id + index, prompt, sampling, seed=index)
-    while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
+    while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.running_requests):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()
-    if len(engine.context.rows) != len(prompts):
-        raise RuntimeError(f"{len(engine.context.rows)} of {len(prompts)} rows decode; raise --kv-gb")
+    if len(engine.context.running_requests) != len(prompts):
+        raise RuntimeError(f"{len(engine.context.running_requests)} of {len(prompts)} rows decode; raise --kv-gb")
     steps = [(engine.context.overlapped_step is not None, timed_step(engine)) for _ in range(NUM_STEPS)]
     while engine.has_unfinished_requests():
         engine.step_modern()

@@ -77,7 +77,7 @@ def mixed_steps(
             times[length].append(1e3 * seconds)
             in_graphs[length] += in_graph
             engine.step_modern()
-            if len(engine.context.rows) != rows:
+            if len(engine.context.running_requests) != rows:
                 raise RuntimeError(f"prompts of {length} tokens took more than one step, or a row ended")
         while engine.has_unfinished_requests():
             engine.step_modern()

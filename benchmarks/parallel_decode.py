@@ -90,8 +90,8 @@ def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int)
     counters = engine.context.counters
     graphs_before = counters.graph_steps
     times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
-    if len(engine.context.rows) != num_rows:
-        raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
+    if len(engine.context.running_requests) != num_rows:
+        raise RuntimeError(f"{len(engine.context.running_requests)} of {num_rows} rows decode; raise --kv-gb")
     graph_share = (counters.graph_steps - graphs_before) / (NUM_WARMING + NUM_STEPS)
     while engine.has_unfinished_requests():
         engine.step_modern()

@@ -151,12 +151,14 @@ def step_cost(
     for index in range(num_rows + num_waiting):
         more = index % PERIOD if spread is None else rng.randrange(spread + 1)
         send(engine, 1000 * num_rows + index, some_tokens(rng, shape, num_prompt + more), num_tokens)
-    while len(engine.waiting_request_ids) > num_waiting or any(row.is_prefilling for row in engine.context.rows):
+    while len(engine.waiting_request_ids) > num_waiting or any(
+        row.is_prefilling for row in engine.context.running_requests
+    ):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()
-    if len(engine.context.rows) != num_rows:
-        raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
+    if len(engine.context.running_requests) != num_rows:
+        raise RuntimeError(f"{len(engine.context.running_requests)} of {num_rows} rows decode; raise --kv-gb")
     with noted_waits() as waits:
         times = [timed_step(engine) for _ in range(NUM_STEPS)]
     cost = StepCost(num_rows, 1e3 * (mean_of_periods(times) if spread is None else fmean(times)))
@@ -182,7 +184,7 @@ def gpu_times(engine: Any) -> dict[str, float | None]:
         pass
     kernels_ms = 1e3 * timer.result().busy_s / NUM_STEPS
     context = engine.context
-    graph = context.graphs.fitting(context.rows) if context.graphs is not None else None
+    graph = context.graphs.fitting(context.running_requests) if context.graphs is not None else None
     if graph is None:
         return {"kernels_ms": kernels_ms}
     seconds = gpu_seconds(lambda: (graph.forward(), graph.verify(Draws.BEST)), NUM_STEPS)

@@ -485,7 +485,10 @@ PLANTED = {
     ),
     "web_package_in_command_line": ({"command_line/serve": "import uvicorn"}, "outside of the server"),
     "mcore_without_megatron": ({"mcore/sizes": "import torch"}, "imports nothing of megatron"),
-    "attribute_set_from_outside": ({"step/run": "def f(context):\n    context.rows = ()"}, "sets context.rows"),
+    "attribute_set_from_outside": (
+        {"step/run": "def f(context):\n    context.running_requests = ()"},
+        "sets context.running_requests",
+    ),
     "attribute_of_a_part_set": ({"step/run": "def f(a):\n    a.runner.counts += 1"}, "sets a.runner.counts"),
     "attribute_set_by_name": (
         {"step/run": "def f(runner):\n    setattr(runner, 'rows', ())"},
@@ -499,8 +502,14 @@ PLANTED = {
         {"step/run": "def f(context, x):\n    context.runner.memory.slots = x"},
         "sets context.runner.memory.slots",
     ),
-    "item_of_an_attribute_set": ({"step/run": "def f(context, x):\n    context.rows[0] = x"}, "sets context.rows[0]"),
-    "item_of_an_attribute_deleted": ({"step/run": "def f(a):\n    del a.context.rows[0]"}, "sets a.context.rows[0]"),
+    "item_of_an_attribute_set": (
+        {"step/run": "def f(context, x):\n    context.running_requests[0] = x"},
+        "sets context.running_requests[0]",
+    ),
+    "item_of_an_attribute_deleted": (
+        {"step/run": "def f(a):\n    del a.context.running_requests[0]"},
+        "sets a.context.running_requests[0]",
+    ),
     "private_attribute_called": (
         {"step/run": "def f(runner):\n    runner._graphs.drop()"},
         "reads runner._graphs",

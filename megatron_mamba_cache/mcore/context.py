@@ -55,10 +55,10 @@ _OVERFLOWS = {
 
 
 class LiveSlots:
-    """Row index → live slot, under the name Megatron's metadata has."""
+    """Request index → live slot, under the name Megatron's metadata has."""
 
-    def __init__(self, rows: Sequence[RunningRequest]) -> None:
-        self.request_to_mamba_state_idx = [row.cursor.live_slot for row in rows]
+    def __init__(self, requests: Sequence[RunningRequest]) -> None:
+        self.request_to_mamba_state_idx = [request.cursor.live_slot for request in requests]
 
 
 class MambaCacheContext(DynamicInferenceContext):
@@ -216,7 +216,7 @@ class MambaCacheContext(DynamicInferenceContext):
         return StepCounts() if self._runner is None else self._runner.step_requests.counts
 
     @property
-    def rows(self) -> Sequence[RunningRequest]:
+    def running_requests(self) -> Sequence[RunningRequest]:
         """Admitted requests, oldest admission first, paused ones included; none while the engine is suspended."""
         return () if self._runner is None else self._runner.requests.oldest_first
 
@@ -278,9 +278,11 @@ class MambaCacheContext(DynamicInferenceContext):
         return self.runner.step_requests.admit(candidate, budget)
 
     def drop_requests(self, request_ids: Container[int]) -> None:
-        """Drop rows between steps; what they published stays findable. A suspended engine has none."""
+        """Drop requests between steps; what they published stays findable. A suspended engine has none."""
         if self._runner is not None:
-            self._runner.step_requests.drop([row for row in self.rows if row.request_id in request_ids])
+            self._runner.step_requests.drop(
+                [request for request in self.running_requests if request.request_id in request_ids]
+            )
 
     def note_arrival(self) -> None:
         """Note that a request has come, which may join the next step unless there are as many as there can be."""
@@ -297,10 +299,10 @@ class MambaCacheContext(DynamicInferenceContext):
         return self.runner.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
+        """Raise `CacheIntegrityError` unless requests, blocks and slots agree."""
         self.runner.requests.check_integrity()
 
-    # Megatron's calls, for callers without an engine: one request at a time, one token a row.
+    # Megatron's calls, for callers without an engine: one request at a time, one token a request.
 
     @override
     def add_request(self, req: Any, chunk_length: int | None = None) -> None:
@@ -312,7 +314,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
-        if any(row.request_id == req.request_id for row in self.rows):
+        if any(request.request_id == req.request_id for request in self.running_requests):
             raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
         budget = self.runner.requests.prompt_budget if chunk_length is None else chunk_length
         scores = not self.materialize_only_last_token_logits  # only the engine scores prompts apart from steps
@@ -323,26 +325,26 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
-        """Return whether there are a row, tokens in the step and KV blocks for a Megatron request."""
+        """Return whether there are a request, tokens in the step and KV blocks for a Megatron request."""
         plan = self.cache.plan(Candidate(spec_of(req)), self.runner.requests.prompt_budget)
-        has_row = len(self.rows) < self.max_requests and not self.paused_request_count
-        return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
+        has_room = len(self.running_requests) < self.max_requests and not self.paused_request_count
+        return has_room, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
 
     @override
     def update_requests(self, active_requests_mask: Tensor | Sequence[int], new_tokens: Tensor | Sequence[int]) -> Any:
-        """Land a step of one token a row; see `StepRunner.land`.
+        """Land a step of one token a request; see `StepRunner.land`.
 
         Args:
-            active_requests_mask: [rows] 0 where the request ends with its new token.
-            new_tokens: [rows] sampled tokens; that of a row in mid-prefill is ignored.
+            active_requests_mask: [requests] 0 where the request ends with its new token.
+            new_tokens: [requests] sampled tokens; that of a request in mid-prefill is ignored.
 
         Returns:
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
         entries = zip(self.step.requests, _ints(active_requests_mask), _ints(new_tokens), strict=True)
         kept = [
-            KeptTokens((token,), ends=not continues) if row.samples_this_step else KeptTokens()
-            for row, continues, token in entries
+            KeptTokens((token,), ends=not continues) if request.samples_this_step else KeptTokens()
+            for request, continues, token in entries
         ]
         held_back = self.runner.land(StepTokens.of(kept))
         return {"newly_paused_request_ids": ids_of(held_back.paused), "evict_request_ids": ids_of(held_back.evicted)}
@@ -351,9 +353,9 @@ class MambaCacheContext(DynamicInferenceContext):
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
-        """Return each row's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
+        """Return each request's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
         tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
-        kept = [(token,) if row.samples_this_step else () for row, token in tokens]
+        kept = [(token,) if request.samples_this_step else () for request, token in tokens]
         places = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
         log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
         return selected_log_probs(places, log_probs), log_probs
@@ -362,7 +364,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
-        """Schedule the decode rows and their drafts, and lay the step out."""
+        """Schedule the decode requests and their drafts, and lay the step out."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
         self.runner.plan()
@@ -465,31 +467,31 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def mamba_metadata(self) -> LiveSlots:
-        """The live slot of each row of `rows`; between steps, draft windows are settled into it first.
+        """Live slot of each request; between steps, draft windows are resolved into it first.
 
         Raises:
-            CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their rows.
+            CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their requests.
         """
         if self.overlapped_step is not None:
             raise CacheIntegrityError(
                 "the next step has moved live states on; set CacheConfig(run_ahead=False) to read them"
             )
-        self.memory.resolve([row for row in self.rows if not row.scheduled])
-        return LiveSlots(self.rows)
+        self.memory.resolve([request for request in self.running_requests if not request.scheduled])
+        return LiveSlots(self.running_requests)
 
     @property
     def request_to_kv_block_ids(self) -> list[list[int]]:
-        """The KV blocks of each row of `rows`."""
-        return [list(row.block_ids) for row in self.rows]
+        """KV blocks of each request."""
+        return [list(request.block_ids) for request in self.running_requests]
 
 
 def _no_memory() -> TensorStateDeallocatedError:
     return TensorStateDeallocatedError(None, "the engine is suspended, resume it first; or it is closed, build another")
 
 
-def ids_of(rows: Sequence[RunningRequest]) -> Tensor | None:
-    """Return the request ids of rows, [rows] int64; None if there are none."""
-    return torch.tensor([row.request_id for row in rows], dtype=torch.int64) if rows else None
+def ids_of(requests: Sequence[RunningRequest]) -> Tensor | None:
+    """Return the ids of requests, [requests] int64; None if there are none."""
+    return torch.tensor([request.request_id for request in requests], dtype=torch.int64) if requests else None
 
 
 def _ints(values: Tensor | Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ class MambaCacheController(TextGenerationController):
 
     @override
     def _init_dynamic_sampling_tensors(self) -> None:
-        # Rows live on the host, so the copies from the device that Megatron's version prepares are not needed.
+        # Requests live on the host, so the copies from the device that Megatron's version prepares are not needed.
         self._get_stop_word_finished_ids_callback = None
         self._sampling_backend = "torch"
         self._request_metadata: dict[str, Tensor] = {}
@@ -38,8 +38,8 @@ class MambaCacheController(TextGenerationController):
         """Run one step; see `StepRunner.run`.
 
         Returns:
-            None if there is nothing to compute; else Megatron's dict with `kept_tokens`, each row's new tokens, the
-            last of which is in `sample`, and `draft_counts`, each row's verified and kept drafts.
+            None if there is nothing to compute; else Megatron's dict with `kept_tokens`, each request's new tokens, the
+            last of which is in `sample`, and `draft_counts`, each request's verified and kept drafts.
         """
         context = self.context
         if context.active_token_count == 0:
@@ -90,5 +90,5 @@ def _landing_result(outcome: StepOutcome) -> dict[str, Any]:
 def _draft_counts(outcome: StepOutcome) -> list[DraftCounts]:
     if not any(outcome.num_drafts):
         return [_NO_DRAFTS] * len(outcome.kept.tokens)
-    rows = zip(outcome.num_drafts, outcome.kept.tokens, strict=True)
-    return [DraftCounts(drafted, len(new) - 1) if drafted else _NO_DRAFTS for drafted, new in rows]
+    requests = zip(outcome.num_drafts, outcome.kept.tokens, strict=True)
+    return [DraftCounts(drafted, len(new) - 1) if drafted else _NO_DRAFTS for drafted, new in requests]

@@ -53,7 +53,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._hint = HitRateHint(context.cache_config)
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
         context.grammars.read(controller.tokenizer)
-        # Rows know their stop words, so a stop word ends its request in the step that completes it.
+        # Requests know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
 
     @override
@@ -165,7 +165,7 @@ class MambaCacheEngine(SuspendableEngine):
     @property
     def has_idle_copies(self) -> bool:
         """Whether copies between tiers are under way, which nobody lands while no request runs or waits."""
-        is_idle = not (self.context.rows or self.waiting_request_ids)
+        is_idle = not (self.context.running_requests or self.waiting_request_ids)
         return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
 
     def land_idle_copies(self) -> None:
@@ -231,10 +231,10 @@ class MambaCacheEngine(SuspendableEngine):
         scheduled = runner.step_requests.schedule(self.scheduler, self._candidates(self._admissible()))
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
         runner.queue.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
-        for row in scheduled.admitted:
-            self._states[row.request_id].admit(row)
-            self.waiting_request_ids.remove(row.request_id)
-            self.get_request(row.request_id).add_event_add()
+        for request in scheduled.admitted:
+            self._states[request.request_id].admit(request)
+            self.waiting_request_ids.remove(request.request_id)
+            self.get_request(request.request_id).add_event_add()
         if scheduled.admitted:
             self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
@@ -288,7 +288,7 @@ class MambaCacheEngine(SuspendableEngine):
             for record in step.ended(None if self.use_coordinator else self.controller.tokenizer.detokenize):
                 self._unreported.append(record)
                 self._forget(record.request_id)
-            step.take_back(self.context.rows, self.failed_request_ids)
+            step.take_back(self.context.running_requests, self.failed_request_ids)
             self._recover(error)
             raise
         report["finished_request_records"][:0] = self._unreported
@@ -325,9 +325,13 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _refuse_failed_grammars(self) -> None:
         """Fail the requests whose grammar cannot go on; their last token is of no grammar."""
-        failures, ranks, rows = self.context.grammars.take_failures(), self.context.ranks, self.context.rows
+        failures, ranks, requests = (
+            self.context.grammars.take_failures(),
+            self.context.ranks,
+            self.context.running_requests,
+        )
         if ranks.num_stages > 1:  # only the last stage makes masks
-            with_grammar = {row.request_id for row in rows if row.spec.sampling.grammar}
+            with_grammar = {request.request_id for request in requests if request.spec.sampling.grammar}
             found = {request_id: reason for request_id, reason in failures.items() if request_id in with_grammar}
             failures = known_to_any(found, ranks) if with_grammar else {}
         for request_id, reason in failures.items():
@@ -351,7 +355,9 @@ class MambaCacheEngine(SuspendableEngine):
         isolated = self._failed_steps.next_isolated()
         if isolated is None:
             return self.waiting_request_ids
-        self._send_back([row.request_id for row in self.context.rows if row.request_id != isolated])
+        self._send_back(
+            [request.request_id for request in self.context.running_requests if request.request_id != isolated]
+        )
         return [isolated] if isolated in self.waiting_request_ids else []
 
     def _before_report(self, step_result: Any) -> None:
@@ -365,16 +371,16 @@ class MambaCacheEngine(SuspendableEngine):
             complete_failed_step(self.controller.inference_wrapped_model, runner)
 
     def _recover(self, error: BaseException) -> None:
-        """After a failed step, send back requests whose row is gone or whose record lacks what the row has."""
+        """After a failed step, send back requests that the context lost or whose record is incomplete."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
         suspended = self.resume_request_ids if self.is_suspended else ()
         elsewhere = {*self.waiting_request_ids, *self.failed_request_ids, *suspended}
-        rows = {row.request_id: row for row in self.context.rows}
+        requests = {request.request_id: request for request in self.context.running_requests}
         astray = [
             request_id
             for request_id, entry in self.requests.items()
             if request_id not in elsewhere
-            and not (request_id in rows and is_reported(rows[request_id], entry.record[-1]))
+            and not (request_id in requests and is_reported(requests[request_id], entry.record[-1]))
         ]
         self._send_back(astray)
         in_hand = self.scheduler.take_in_hand()
@@ -388,7 +394,7 @@ class MambaCacheEngine(SuspendableEngine):
             self._refuse(self.get_request(request_id), refusal_reason(error))
 
     def _send_back(self, request_ids: Sequence[int]) -> None:
-        """Drop the rows of admitted requests and put these requests at the head of the queue, oldest first."""
+        """Stop admitted requests and put them at the head of the queue, oldest first."""
         self.context.drop_requests(request_ids)
         self._queue_again(sorted(request_ids, key=self._age_of))
 

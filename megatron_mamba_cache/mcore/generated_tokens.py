@@ -65,7 +65,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class RecordMark:
-    """What a request had before the report of the step in which it leaves its row."""
+    """What a request had before the report of the step in which it ends."""
 
     entry: Any  # Megatron's
     request: Any  # the newest of its record
@@ -143,13 +143,13 @@ def additions_of(
     return found
 
 
-def is_reported(row: RunningRequest, request: Any) -> bool:
-    """Return whether a request's record has all that its row computed: tokens, times, log-probs, alternatives."""
-    num_tokens, settings = len(row.generated), row.spec.log_probs
+def is_reported(running: RunningRequest, request: Any) -> bool:
+    """Return whether a request's record has all that was computed: tokens, times, log-probs, alternatives."""
+    num_tokens, settings = len(running.generated), running.spec.log_probs
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
-    pending = 0 if num_tokens else len(row.scored)  # a prompt's scores come with the first token
-    num_indices = num_tokens if settings.skip_prompt else row.computed - pending
+    pending = 0 if num_tokens else len(running.scored)  # a prompt's scores come with the first token
+    num_indices = num_tokens if settings.skip_prompt else running.computed - pending
     wanted = [names for names, is_wanted in ((_LOG_PROBS, settings.wanted), (_TOP_N, settings.top_n)) if is_wanted]
     return all(sum(len(getattr(request, name) or ()) for name in names) == num_indices for names in wanted)
 

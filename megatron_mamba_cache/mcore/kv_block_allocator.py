@@ -46,15 +46,19 @@ class KVBlockAllocator(BlockAllocator):
 
     @override
     def get_active_used(self) -> int:
-        """Return the distinct blocks of running rows."""
-        if not any(row.is_paused for row in self.context.rows):
+        """Return the distinct blocks of running requests."""
+        if not any(request.is_paused for request in self.context.running_requests):
             return self.pool.num_referenced - sum(count > 0 for count in self._lent.values())
-        return len({block for row in self.context.rows if not row.is_paused for block in row.block_ids})
+        return len(
+            {block for request in self.context.running_requests if not request.is_paused for block in request.block_ids}
+        )
 
     @override
     def get_paused_used(self) -> int:
-        """Return the distinct blocks of paused rows."""
-        return len({block for row in self.context.rows if row.is_paused for block in row.block_ids})
+        """Return the distinct blocks of paused requests."""
+        return len(
+            {block for request in self.context.running_requests if request.is_paused for block in request.block_ids}
+        )
 
     def utilization(self) -> dict[str, float]:
         """Return the counts and shares of blocks in use, under the names Megatron logs them by."""
@@ -86,6 +90,6 @@ class KVBlockAllocator(BlockAllocator):
 
     @override
     def reset(self) -> None:
-        """Take back what the tensor methods handed out; what the context's rows hold and what is cached stays."""
+        """Take back what the tensor methods handed out; what the context's requests hold and what is cached stays."""
         self.pool.release([block for block, count in self._lent.items() for _ in range(count)])
         self._lent.clear()

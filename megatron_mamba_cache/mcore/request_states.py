@@ -41,27 +41,27 @@ class RequestState:
     tiers: TierTokens = TierTokens()  # of these
     draft_counts: DraftCounts = DraftCounts()  # over its whole life, evictions included
     admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
-    row: RunningRequest | None = None  # the newest one, which may have left
+    running: RunningRequest | None = None  # the newest one, which may have left
     num_written_before: int = 0  # prompt tokens that the rows before it wrote to the cache
 
-    def admit(self, row: RunningRequest) -> None:
+    def admit(self, running: RunningRequest) -> None:
         """Note an admission; only the first one's cached tokens count."""
         if self.cached_tokens is None:
-            self.cached_tokens = row.computed
-            self.tiers = TierTokens(row.from_host, row.from_disk)
+            self.cached_tokens = running.computed
+            self.tiers = TierTokens(running.from_host, running.from_disk)
             self.admitted_at = time.monotonic()
         self.num_written_before = self.num_written
-        self.row = row
+        self.running = running
 
     @property
     def age(self) -> int | None:
         """Order of its first admission; None before that."""
-        return None if self.row is None else self.row.age
+        return None if self.running is None else self.running.age
 
     @property
     def num_written(self) -> int:
         """Tokens of its prompt that were newly written to the cache."""
-        return self.num_written_before + (0 if self.row is None else self.row.num_written)
+        return self.num_written_before + (0 if self.running is None else self.running.num_written)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,17 +74,19 @@ class StepReport:
                 entry.future.set_result(entry.record)
         return [entry.record for entry in entries]
 
-    def take_back(self, rows: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
+    def take_back(self, requests: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
         """Take back what each request was given, unless it got all of the step and continues.
 
         Args:
-            rows: Rows that are left after the step.
+            requests: Requests that are left after the step.
             failed_ids: Requests that fail and are not part of the step.
         """
         for request_id in self._leaving.keys() & self._entries.keys() - set(failed_ids):
             self._leaving[request_id].take_back()
-        continuing = {row.request_id: row for row in rows}
-        whole = {request_id for request_id, row in continuing.items() if is_reported(row, self._newest(request_id))}
+        continuing = {request.request_id: request for request in requests}
+        whole = {
+            request_id for request_id, request in continuing.items() if is_reported(request, self._newest(request_id))
+        }
         for request_id, tokens in self._new_tokens():
             if request_id in continuing and request_id not in whole:
                 take_back(self._newest(request_id), len(continuing[request_id].generated) - len(tokens))

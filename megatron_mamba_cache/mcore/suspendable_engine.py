@@ -90,13 +90,15 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @override
     def suspend(self) -> None:
-        """Drop the rows of running requests, and the context's memory unless `resident_pools` keeps it.
+        """Drop the running requests, and the context's memory unless `resident_pools` keeps it.
 
         The requests start again after `resume`, oldest first, and lose no token. Meanwhile weights may change.
         """
         if self.is_suspended:
             return
-        running = [row.request_id for row in sorted(self.context.rows, key=lambda row: row.age)]
+        running = [
+            request.request_id for request in sorted(self.context.running_requests, key=lambda request: request.age)
+        ]
         waiting = list(self.waiting_request_ids)
         super().suspend()
         for request_id in self.requests.keys() - set(waiting):

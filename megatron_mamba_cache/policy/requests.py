@@ -293,6 +293,6 @@ class RunningRequest:
         return (*map(int, known), *new)[-count:]
 
 
-def num_decoding(rows: Sequence[RunningRequest]) -> int:
-    """Return how many of a step's rows decode; they come before those that prefill."""
-    return bisect_left(rows, True, key=lambda row: row.is_prefilling)
+def num_decoding(requests: Sequence[RunningRequest]) -> int:
+    """Return how many of a step's requests decode; they come before those that prefill."""
+    return bisect_left(requests, True, key=lambda request: request.is_prefilling)

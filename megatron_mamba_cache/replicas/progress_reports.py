@@ -42,7 +42,7 @@ class ProgressReports:
         if now - self._state_at < _STATE_INTERVAL_S or not engine.context.is_tensor_state_allocated:
             return
         self._state_at = now
-        running = len(engine.context.rows)
+        running = len(engine.context.running_requests)
         state = {
             "cache": engine.context.snapshot().as_dict(),
             "num_running": running,

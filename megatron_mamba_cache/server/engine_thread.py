@@ -244,7 +244,7 @@ class EngineThread:
         if is_ready is None and not is_final and now - self._state_at < _STATE_INTERVAL_S:
             return
         engine, self._state_at = self._engine, now
-        running = len(engine.context.rows)
+        running = len(engine.context.running_requests)
         self._state = replace(
             self._state,
             is_ready=True,

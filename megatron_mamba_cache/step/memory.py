@@ -131,7 +131,7 @@ class CacheMemory:
     def prepare(self, prefilling: Sequence[RunningRequest]) -> None:
         """Prepare memory for the forward of the laid out step: clear stale blocks and restore quantized states."""
         self.clear_stale_blocks()
-        if any(row.source_block is not None for row in prefilling):
+        if any(request.source_block is not None for request in prefilling):
             self.restore_states(len(prefilling))
 
     def restore_states(self, num_requests: int) -> None:
@@ -145,10 +145,10 @@ class CacheMemory:
             sources, targets = (self.step_buffers.device(name)[:num_requests] for name in names)
             self.state_pool.cached.restore(sources, targets)
 
-    def close(self, rows: Iterable[RunningRequest]) -> None:
-        """Keep below what rows have published, and wait for all copies: the memory is about to be freed."""
-        for row in rows:
-            self.prefix_cache.keep_below(row)
+    def close(self, requests: Iterable[RunningRequest]) -> None:
+        """Keep below what requests have published, and wait for all copies: the memory is about to be freed."""
+        for request in requests:
+            self.prefix_cache.keep_below(request)
         self.below.close()
 
     def clear_stale_blocks(self) -> None:
@@ -156,22 +156,22 @@ class CacheMemory:
         for blocks in self._space.take_stale_blocks():
             self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 
-    def resolve(self, rows: Sequence[RunningRequest]) -> None:
-        """Bring the state of all computed tokens of each row into its live slot, and take back what kept it before."""
-        unresolved = [(row, state) for row in rows if (state := self._live_state(row)).is_unresolved]
+    def resolve(self, requests: Sequence[RunningRequest]) -> None:
+        """Move each request's current state into its live slot, and release its draft states."""
+        unresolved = [(request, state) for request in requests if (state := self._live_state(request)).is_unresolved]
         self.state_pool.drafts.resolve([state for _, state in unresolved])
-        for row, _ in unresolved:
-            self.prefix_cache.close_draft_states(row)
+        for request, _ in unresolved:
+            self.prefix_cache.close_draft_states(request)
 
-    def _live_state(self, row: RunningRequest) -> LiveState:
-        fold_len, at = self.step_buffers.limits.fold_len, row.cursor
-        folded = row.computed if not fold_len or row.is_prefilling else num_folded(row, fold_len)
-        return LiveState(at.live_slot, at.state_slot, at.accepted, at.draft_buffer or 0, folded, row.computed)
+    def _live_state(self, request: RunningRequest) -> LiveState:
+        fold_len, at = self.step_buffers.limits.fold_len, request.cursor
+        folded = request.computed if not fold_len or request.is_prefilling else num_folded(request, fold_len)
+        return LiveState(at.live_slot, at.state_slot, at.accepted, at.draft_buffer or 0, folded, request.computed)
 
-    def pause(self, rows: Sequence[RunningRequest]) -> None:
+    def pause(self, requests: Sequence[RunningRequest]) -> None:
         """Take back the draft slots of requests that pause. Draft buffers stay: they cost the same."""
         if not self.step_buffers.limits.fold_len:
-            self.resolve(rows)
+            self.resolve(requests)
 
 
 @contextmanager

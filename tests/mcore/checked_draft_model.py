@@ -24,7 +24,7 @@ class CheckedDraftModel(DraftModelDrafter):
         settings = {"num_speculative_tokens": 1, "num_cuda_graphs": cls.num_cuda_graphs} | settings
         return cls(subject.model, config or cache_config(subject.sizes, **settings))
 
-    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return next to nothing: a tiny model drafts here for one that is as small, which would not pay."""
         return 1e-9
 
@@ -52,7 +52,7 @@ class CheckedDraftModel(DraftModelDrafter):
 
     def assert_nothing_held(self) -> None:
         """Assert that no request is known and no block or slot is in use."""
-        assert not self.context.rows and not self._rows._held and not self._rows._waits_since
+        assert not self.context.running_requests and not self._requests._held and not self._requests._waits_since
         snapshot = self.snapshot()
         assert snapshot.state_slots["live"] == snapshot.state_slots["draft"] == snapshot.state_slots["reserved"] == 0
         assert snapshot.kv_blocks["in_use"] == 0

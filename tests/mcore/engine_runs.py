@@ -331,7 +331,7 @@ class EngineRun:
 
     def assert_nothing_held(self) -> None:
         """Assert that an engine without requests holds no live or reserved slot, no pin and no block reference."""
-        assert not self.engine.requests and not self.engine.waiting_request_ids and not self.context.rows
+        assert not self.engine.requests and not self.engine.waiting_request_ids and not self.context.running_requests
         self.end_copies()
         self.context.check_integrity()
         snapshot = self.context.snapshot()

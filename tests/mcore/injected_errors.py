@@ -18,7 +18,7 @@ ErrorPoints = dict[str, Callable[[EngineRun], tuple[Any, str]]]
 ERROR_POINTS: ErrorPoints = {
     "planning an admission": lambda run: (run.context.cache, "plan"),
     "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
-    "scheduling a decode row": lambda run: (run.context.cache, "schedule_decode"),
+    "scheduling a decode request": lambda run: (run.context.cache, "schedule_decode"),
     "laying out the step": lambda run: (run.context.runner, "lay_out"),
     "the first layer": lambda run: (run.subject.model.decoder.layers[0], "forward"),
     "attention": lambda run: (_modules(run, CachingSelfAttention)[0], "forward"),
@@ -31,10 +31,10 @@ ERROR_POINTS: ErrorPoints = {
     "sampling": lambda _run: (runner_module, "verify_step"),
     "copying states": lambda _run: (runner_module, "copy_reached_boundaries"),
     "before updating requests": lambda run: (run.context.runner, "land"),
-    "advancing a row": lambda run: (run.context.cache, "advance"),
+    "advancing a request": lambda run: (run.context.cache, "advance"),
     "growing requests": lambda run: (running_requests, "grow_requests"),
-    "releasing a finished row's blocks": lambda run: (run.context.cache.kv, "release"),
-    "releasing a finished row's live slot": lambda run: (run.context.cache.slots, "release_live"),
+    "releasing a finished request's blocks": lambda run: (run.context.cache.kv, "release"),
+    "releasing a finished request's live slot": lambda run: (run.context.cache.slots, "release_live"),
     "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),
 }
 """Where a step may fail: an engine's object and the name of its method, or a module and its function."""

@@ -557,22 +557,33 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
             run.engine.cancel_request(NEIGHBOUR)
             continue
         add_due(work, run, pending)
-        before, windows = _prefilling(run), {row.request_id: row.cursor.accepted for row in run.context.rows}
+        before, windows = (
+            _prefilling(run),
+            {request.request_id: request.cursor.accepted for request in run.context.running_requests},
+        )
         if run.context.overlapped_step is not None:
             seen["early steps"] += 1
-            seen["early steps that are scored"] += any_scored(run.context.rows)
-            seen["early steps that need the host"] += any_masked(run.context.rows) or any_changed(run.context.rows)
+            seen["early steps that are scored"] += any_scored(run.context.running_requests)
+            seen["early steps that need the host"] += any_masked(run.context.running_requests) or any_changed(
+                run.context.running_requests
+            )
         if rng.random() < work.disturbed_share:
             disturbed_step(rng, run, seen, work.error_points(rng), work.disturbances)
         else:
             run.step()
         run.finished.pop(NEIGHBOUR, None)
-        assert all(is_reported(row, run.engine.get_request(row.request_id)) for row in run.context.rows)
+        assert all(
+            is_reported(request, run.engine.get_request(request.request_id)) for request in run.context.running_requests
+        )
         for request_id, computed in _prefilling(run).items():
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
             seen["short_chunks"] += computed - before.get(request_id, 0) <= window_len
-        after = {row.request_id: row.cursor.accepted for row in run.context.rows if not row.is_prefilling}
+        after = {
+            request.request_id: request.cursor.accepted
+            for request in run.context.running_requests
+            if not request.is_prefilling
+        }
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
@@ -601,7 +612,7 @@ def add_due(work: Workload, run: EngineRun, pending: dict[int, Arrival]) -> None
 
 def _prefilling(run: EngineRun) -> dict[int, int]:
     """Return the computed tokens of each request in mid-prefill."""
-    return {row.request_id: row.computed for row in run.context.rows if row.is_prefilling}
+    return {request.request_id: request.computed for request in run.context.running_requests if request.is_prefilling}
 
 
 def disturbed_step(
@@ -642,16 +653,23 @@ def _cancel_or_add_neighbour(rng: random.Random, run: EngineRun) -> bool:
 
 
 def _grow_requests_and_evict(
-    rows: list[RunningRequest], cache: PrefixCache, paused_capacity: int, release: Callable[[RunningRequest], object]
+    requests: list[RunningRequest],
+    cache: PrefixCache,
+    paused_capacity: int,
+    release: Callable[[RunningRequest], object],
 ) -> GrowthOutcome:
-    """Grow rows, and evict the youngest that decodes though there may be room for it."""
-    outcome = grow_requests(rows, cache, paused_capacity, release)
-    left = [row for row in rows if not row.is_prefilling and all(row is not other for other in outcome.evicted)]
+    """Grow requests, and evict the youngest that decodes though there may be room for it."""
+    outcome = grow_requests(requests, cache, paused_capacity, release)
+    left = [
+        request
+        for request in requests
+        if not request.is_prefilling and all(request is not other for other in outcome.evicted)
+    ]
     if not left:
         return outcome
-    youngest = max(left, key=lambda row: row.age)
+    youngest = max(left, key=lambda request: request.age)
     release(youngest)
-    paused = tuple(row for row in outcome.paused if row is not youngest)
+    paused = tuple(request for request in outcome.paused if request is not youngest)
     return GrowthOutcome(paused, (*outcome.evicted, youngest))
 
 

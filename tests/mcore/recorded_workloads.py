@@ -5,9 +5,9 @@ A redesign that changes no behaviour changes no line. Run it in both checkouts o
     python -m tests.mcore.recorded_workloads --output before.jsonl
     python -m tests.mcore.recorded_workloads --output after.jsonl --compare before.jsonl
 
-Each line is a workload: a digest of the rows, pools and counters after each step, whether the next step was launched
-early, and the tokens. Workloads have drafts, CUDA graphs (their stand-ins where CUDA is absent), pauses, evictions,
-flushes, suspends, cancelled requests and failing steps.
+Each line is a workload: a digest of the requests, pools and counters after each step, whether the next step was
+launched early, and the tokens. Workloads have drafts, CUDA graphs (their stand-ins where CUDA is absent), pauses,
+evictions, flushes, suspends, cancelled requests and failing steps.
 """
 
 import argparse
@@ -93,26 +93,26 @@ def is_early(run: EngineRun) -> bool:
 
 def _digest(run: EngineRun) -> str:
     cache, counters = run.context.cache, asdict(run.context.counters)
-    rows = [
+    requests = [
         (
-            row.request_id,
-            row.age,
-            row.computed,
-            row.scheduled,
-            row.is_paused,
-            row.cursor.accepted,
-            row.cursor.live_slot,
-            tuple(row.cursor.draft_slots),
-            tuple(row.block_ids),
-            row.num_published_blocks,
-            row.checkpoint,
-            tuple(row.generated),
+            request.request_id,
+            request.age,
+            request.computed,
+            request.scheduled,
+            request.is_paused,
+            request.cursor.accepted,
+            request.cursor.live_slot,
+            tuple(request.cursor.draft_slots),
+            tuple(request.block_ids),
+            request.num_published_blocks,
+            request.checkpoint,
+            tuple(request.generated),
         )
-        for row in run.context.rows
+        for request in run.context.running_requests
     ]
     pools = cache.kv.num_evicted, cache.slots.num_evicted, cache.kv.num_available, cache.slots.count_by_owner()
     waiting = list(run.engine.waiting_request_ids)
-    text = repr((rows, pools, sorted(counters.items()), waiting, cache.epoch))
+    text = repr((requests, pools, sorted(counters.items()), waiting, cache.epoch))
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

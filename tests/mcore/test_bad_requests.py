@@ -229,7 +229,7 @@ def test_bad_request_is_refused_by_the_context_too_and_changes_nothing(name: str
         run.context.add_request(megatron_request(7, prompt, params))
     if name != "fewer tokens in all than in the prompt":  # a number in all is the engine's to resolve
         assert all(word in str(error.value) for word in words), error.value
-    assert run.context.snapshot() == before and not run.context.rows
+    assert run.context.snapshot() == before and not run.context.running_requests
 
 
 def test_request_added_to_the_context_twice_is_refused() -> None:
@@ -237,7 +237,7 @@ def test_request_added_to_the_context_twice_is_refused() -> None:
     run.context.add_request(megatron_request(7, some_tokens(5), greedy(4)))
     with pytest.raises(ValueError, match="request id 7 is in use"):
         run.context.add_request(megatron_request(7, some_tokens(5), greedy(4)))
-    assert [row.request_id for row in run.context.rows] == [7]
+    assert [request.request_id for request in run.context.running_requests] == [7]
 
 
 # Engines that cannot be built.

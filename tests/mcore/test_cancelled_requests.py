@@ -26,7 +26,7 @@ def cancel(run: EngineRun, request_id: int) -> None:
     assert run.engine.cancel_request(request_id)
     run.context.check_integrity()
     assert future.cancelled() and request_id not in run.engine.requests
-    assert all(row.request_id != request_id for row in run.context.rows)
+    assert all(request.request_id != request_id for request in run.context.running_requests)
     assert request_id not in run.engine.waiting_request_ids
 
 
@@ -48,7 +48,7 @@ def test_a_paused_row_goes_on_when_the_others_are_gone(how: str, monkeypatch: py
     run = start_run(kv_blocks=4, paused_blocks=2, max_sequence_length=64, prefix_caching=False)
     run.add(0, some_tokens(33, seed=0), 14)  # three blocks, in which it stays
     run.add(1, some_tokens(10, seed=1), 20)  # one, and needs a second
-    while not any(row.is_paused for row in run.context.rows):
+    while not any(request.is_paused for request in run.context.running_requests):
         run.step()
     if how == "cancelled":
         cancel(run, 0)
@@ -56,7 +56,7 @@ def test_a_paused_row_goes_on_when_the_others_are_gone(how: str, monkeypatch: py
         raise_once(monkeypatch, run.context.runner, "_sample")
         with pytest.raises(InjectedError):
             run.step()
-    assert [(row.request_id, row.is_paused) for row in run.context.rows] == [(1, False)]
+    assert [(request.request_id, request.is_paused) for request in run.context.running_requests] == [(1, False)]
     run.add(2, some_tokens(5, seed=2), 3)
     run.finish()
     run.assert_exact()

@@ -155,8 +155,8 @@ def test_graphs_may_have_more_rows_than_requests_can_run(
         return run_workload(work, make_drafter(random.Random(seed), work) if num_drafts else None)
 
     monkeypatch.setattr(graphs, "StepGraph", NotedGraph)
-    totals.run_batch("rows too many", SHORT, run, ("graph_steps",), enough=ENOUGH)
-    print(f"{requests_too_many.count(1)} of {len(requests_too_many)} graphs had a row more than requests can run")
+    totals.run_batch("requests too many", SHORT, run, ("graph_steps",), enough=ENOUGH)
+    print(f"{requests_too_many.count(1)} of {len(requests_too_many)} graphs had a request more than requests can run")
     assert max(requests_too_many) == 1
 
 
@@ -172,7 +172,7 @@ def test_every_step_that_a_shape_holds_replays_a_graph() -> None:
         run.step()
         run.step()
     run.finish()
-    # Prompts of 30 tokens fit, the later two behind one and two rows that decode.
+    # Prompts of 30 tokens fit, the later two behind one and two requests that decode.
     assert run.counters.steps - run.counters.graph_steps == 1
     run.assert_exact()
 
@@ -182,9 +182,9 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
     laid_out = []
 
     class NotedGraph(StepGraph):
-        def lay_out(self, rows: Any, **arguments: Any) -> Any:
-            laid_out.append((sum(row.is_prefilling for row in rows), self.shape.num_prefill_requests))
-            return super().lay_out(rows, **arguments)
+        def lay_out(self, requests: Any, **arguments: Any) -> Any:
+            laid_out.append((sum(request.is_prefilling for request in requests), self.shape.num_prefill_requests))
+            return super().lay_out(requests, **arguments)
 
     monkeypatch.setattr(graphs, "StepGraph", NotedGraph)
     subject = tiny_hybrid(**models[0])
@@ -211,7 +211,7 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
 
 @pytest.mark.parametrize("beside", [10, 60])
 def test_rows_beside_a_prompt_draft_only_where_no_graph_is_lost(beside: int) -> None:
-    """Graphs hold up to 40 prompt tokens beside rows, and none of their drafts: only longer prompts have drafts too."""
+    """Graphs hold up to 40 prompt tokens and no drafts: only longer prompts run with drafts."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject, cache_config(subject.sizes))
     plain.add(0, some_tokens(20), greedy(40))

@@ -32,7 +32,7 @@ def test_drafts_that_are_always_right_save_as_many_steps_as_are_counted() -> Non
     run = start(accuracy=1.0)
     assert counts(run) == [DraftCounts()] * NUM_REQUESTS
     run.finish()
-    # One token comes from the prefill and one from each decode row; all others were drafted.
+    # One token comes from the prefill and one from each decode request; all others were drafted.
     assert all(found.drafted == found.accepted for found in counts(run))
     assert sum(found.accepted for found in counts(run)) == NUM_REQUESTS * (NUM_TOKENS - 1) - run.counters.decode_rows
 

@@ -78,13 +78,15 @@ def test_a_closed_engine_ends_the_step_that_is_computed() -> None:
     run = start_run()
     run.step()
     step_while(run, lambda run: run.engine.close())
-    assert not run.context.is_computing and not run.context.rows
+    assert not run.context.is_computing and not run.context.running_requests
 
 
 def test_a_closed_engine_refuses_the_requests_that_are_left_one_after_another() -> None:
     run = start_run(max_requests=1)
     run.step()
-    assert [row.request_id for row in run.context.rows] == [1] and list(run.engine.waiting_request_ids) == [2]
+    assert [row.request_id for row in run.context.running_requests] == [1] and list(run.engine.waiting_request_ids) == [
+        2
+    ]
     run.engine.close()
     for num_failed in range(2 * FAILURES_BEFORE_REFUSAL):
         assert len(run.engine.failed_request_ids) == num_failed // FAILURES_BEFORE_REFUSAL
@@ -158,9 +160,9 @@ def test_rows_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypa
     raise_once(monkeypatch, context.runner.requests, "grow")
     with pytest.raises(InjectedError):
         context.update_requests([1, 1], best)
-    assert [row.scheduled for row in context.rows] == [0, 0]
+    assert [row.scheduled for row in context.running_requests] == [0, 0]
     context.runner.drop_failed_step()
-    assert not context.rows and not context.is_computing
+    assert not context.running_requests and not context.is_computing
     context.check_integrity()
 
 

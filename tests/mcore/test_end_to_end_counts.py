@@ -90,7 +90,7 @@ def test_skip_ends_at_the_deepest_state_however_much_kv_is_cached() -> None:
     run = start_run(32, boundary_stride=1)
     run.add(0, prompt)
     run.step()
-    blocks = run.context.rows[0].block_ids[:3]
+    blocks = run.context.running_requests[0].block_ids[:3]
     run.finish()
     allocator = run.context.mamba_slot_allocator
     assert [allocator.has_state(block) for block in blocks] == [True, True, True]
@@ -117,7 +117,7 @@ def test_carry_across_prefill_chunks_changes_nothing(carry: int, align: bool) ->
     run.add(0, distinct_tokens(64 - carry, 0))
     run.add(1, distinct_tokens(101, 1))
     run.step()
-    assert [row.computed for row in run.context.rows] == ([64 - carry, carry] if carry else [64])
+    assert [request.computed for request in run.context.running_requests] == ([64 - carry, carry] if carry else [64])
     run.finish()
     run.assert_exact()
 
@@ -128,9 +128,9 @@ def test_ten_identical_prompts_hold_one_copy_of_their_blocks(monkeypatch: pytest
     for index in range(10):
         run.add(index, prompt)
     run.step()
-    assert [row.request_id for row in run.context.rows] == [0]
+    assert [request.request_id for request in run.context.running_requests] == [0]
     kv, after_first = run.context.cache.kv, run.context.snapshot().kv_blocks
-    shared = run.context.rows[0].block_ids[:3]
+    shared = run.context.running_requests[0].block_ids[:3]
     plan = run.context.runner.plan
     seen = []
 
@@ -155,9 +155,9 @@ def test_chunked_prompt_captures_its_last_boundary(align: bool) -> None:
     ends = []
     while not ends or ends[-1] < 800:
         run.step()
-        ends.append(run.context.rows[0].computed)
+        ends.append(run.context.running_requests[0].computed)
     assert ends == ([256, 512, 800] if align else [300, 600, 800])
-    assert run.context.mamba_slot_allocator.has_state(run.context.rows[0].block_ids[2])
+    assert run.context.mamba_slot_allocator.has_state(run.context.running_requests[0].block_ids[2])
     run.finish()
     assert run.run(1, prompt) == 800 - 768
     run.assert_exact()

@@ -32,7 +32,7 @@ def step_until_error(run: EngineRun) -> None:
 
 
 def assert_nothing_reserved(run: EngineRun) -> None:
-    """Assert that rows, blocks and slots agree and no slot is reserved or pinned."""
+    """Assert that requests, blocks and slots agree and no slot is reserved or pinned."""
     run.context.check_integrity()
     slots = run.context.cache.slots
     assert slots.num_reserved == 0

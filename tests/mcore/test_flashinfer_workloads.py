@@ -81,8 +81,8 @@ class Plans:
             self._counts = Counter() if part._planned is None else self.num_replayed
             plan_again(part, rows)
 
-        def counted_reads(graph: StepGraph, rows: Sequence[RunningRequest]) -> bool:
-            reads = reads_blocks(graph, rows)
+        def counted_reads(graph: StepGraph, requests: Sequence[RunningRequest]) -> bool:
+            reads = reads_blocks(graph, requests)
             self.num_left_out += not reads
             return reads
 
@@ -199,5 +199,5 @@ def test_a_graph_is_left_out_if_any_prompt_has_a_block_that_it_does_not_read(
     blocks: list[list[int]], reads: bool
 ) -> None:
     graph = SimpleNamespace(_attention=SimpleNamespace(last_block=3))
-    rows = [Prompt([9], is_prefilling=False), *map(Prompt, blocks)]
-    assert StepGraph.reads_blocks_of(graph, rows) is reads  # type: ignore[arg-type]
+    requests = [Prompt([9], is_prefilling=False), *map(Prompt, blocks)]
+    assert StepGraph.reads_blocks_of(graph, requests) is reads  # type: ignore[arg-type]

@@ -82,8 +82,8 @@ def test_checkpoints_name_the_parts_of_projection_and_convolution_as_megatron_do
     found = {part.key: part for part in nested_values(state)}
     prefix = "decoder.layers.0.mixer."
     sizes = {"query": 32, "key": 32, "value": 96, "z": 96, "beta": 4, "alpha": 4}
-    for name, rows in sizes.items():
-        assert tuple(found[f"{prefix}in_proj.weight.{name}"].global_shape) == (rows, 32)
+    for name, requests in sizes.items():
+        assert tuple(found[f"{prefix}in_proj.weight.{name}"].global_shape) == (requests, 32)
     convolved = {key.rpartition(".")[2] for key in found if key.startswith(f"{prefix}conv1d.weight.")}
     assert convolved == {"query", "key", "value"}
     whole = torch.cat([found[f"{prefix}in_proj.weight.{name}"].data for name in sizes])

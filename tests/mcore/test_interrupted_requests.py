@@ -63,7 +63,7 @@ def isolate_a_neighbour(run: EngineRun) -> None:
     run.engine._failed_steps.count([NEIGHBOUR])
     run.engine._failed_steps.count([NEIGHBOUR])
     run.step()
-    assert [row.request_id for row in run.context.rows] == [NEIGHBOUR]
+    assert [request.request_id for request in run.context.running_requests] == [NEIGHBOUR]
 
 
 def cancel_a_neighbour(run: EngineRun) -> None:
@@ -123,8 +123,8 @@ def step_until_generated(run: EngineRun, num_tokens: int) -> None:
         run.step()
 
 
-def spec_of_row(run: EngineRun) -> RequestSpec:
-    return next(row.spec for row in run.context.rows if row.request_id == ASKED)
+def spec_of_running(run: EngineRun) -> RequestSpec:
+    return next(request.spec for request in run.context.running_requests if request.request_id == ASKED)
 
 
 def differences(spec: Any, other: Any, prefix: str = "") -> set[str]:
@@ -158,7 +158,7 @@ def test_all_that_was_asked_for_stays_the_same(name: str, times: int, grammar: s
     run = start_run()
     run.add(ASKED, some_tokens(SHARED + 10), everything(grammar), seed=77, tenant="one")
     step_until_generated(run, 1)
-    asked = spec_of_row(run)
+    asked = spec_of_running(run)
     # A field that is new and has its default here is not tested: give it a value in `everything`.
     unused = {"sampling.logits.min_tokens"} if grammar else {"sampling.grammar"}
     assert defaults_in(asked) == unused | {"num_replayed", "log_probs.skip_prompt"}
@@ -167,7 +167,7 @@ def test_all_that_was_asked_for_stays_the_same(name: str, times: int, grammar: s
         while run.engine.requests.keys() - {ASKED}:
             run.step()
         step_until_generated(run, 2 + count)
-        spec = spec_of_row(run)
+        spec = spec_of_running(run)
         assert differences(spec, asked) <= {"log_probs.skip_prompt"}
         assert spec.num_replayed == 0 if name in UNINTERRUPTED else spec.num_replayed > count
         assert list(spec.prompt[: asked.prompt_len]) == list(asked.prompt)

@@ -19,13 +19,13 @@ from tests.policy.split_space import SplitSpace
 TOTAL = 10
 
 
-def row(*blocks: int, paused: bool = False) -> SimpleNamespace:
+def request(*blocks: int, paused: bool = False) -> SimpleNamespace:
     return SimpleNamespace(block_ids=[BlockId(block) for block in blocks], is_paused=paused)
 
 
-def allocator(total: int = TOTAL, paused: int = 2, rows: tuple[SimpleNamespace, ...] = ()) -> KVBlockAllocator:
+def allocator(total: int = TOTAL, paused: int = 2, requests: tuple[SimpleNamespace, ...] = ()) -> KVBlockAllocator:
     return KVBlockAllocator(
-        SimpleNamespace(rows=list(rows)), total, paused, KVBlockPool(max(total - 1, 0), SlotPool(0))
+        SimpleNamespace(running_requests=list(requests)), total, paused, KVBlockPool(max(total - 1, 0), SlotPool(0))
     )
 
 
@@ -121,7 +121,7 @@ def cached_block(own: KVBlockAllocator, slots: SlotPool) -> BlockId:
 
 def with_states() -> tuple[KVBlockAllocator, SlotPool]:
     pools = CachePools.over(SplitSpace(TOTAL - 1, 4), LeastRecentlyUsed(), block_size=1)
-    return KVBlockAllocator(SimpleNamespace(rows=[]), TOTAL, 2, pools.kv), pools.slots
+    return KVBlockAllocator(SimpleNamespace(running_requests=[]), TOTAL, 2, pools.kv), pools.slots
 
 
 def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
@@ -135,24 +135,24 @@ def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
 
 def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
     own, slots = with_states()
-    rows, cached = own.pool.allocate(2), cached_block(own, slots)
+    requests, cached = own.pool.allocate(2), cached_block(own, slots)
     own.release_memory_blocks(take(own, 3)[:1])
     own.reset()
     assert own.pool.count_by_kind() == {"free": 6, "cached": 1, "in_use": 2}
     own.reset()
-    own.pool.release(rows)
+    own.pool.release(requests)
     assert own.pool.find(BlockKey(5)) == cached
 
 
 def test_blocks_that_rows_share_are_counted_once() -> None:
-    rows = (row(0, 1, 2), row(0, 1, 3), row(4, 5, paused=True), row(4, 6, paused=True))
-    own = allocator(rows=rows)
+    requests = (request(0, 1, 2), request(0, 1, 3), request(4, 5, paused=True), request(4, 6, paused=True))
+    own = allocator(requests=requests)
     assert (own.get_active_used(), own.get_paused_used()) == (4, 3)
     assert (own.get_active_avail(), own.get_paused_avail()) == (3, -1)
 
 
 def test_description_names_what_is_used() -> None:
-    own = allocator(rows=(row(0, 1), row(2, paused=True)))
+    own = allocator(requests=(request(0, 1), request(2, paused=True)))
     take(own, 3)
     assert str(own) == "using: total 3/9; active 2/7; paused 1/2"
 

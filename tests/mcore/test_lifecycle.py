@@ -121,7 +121,7 @@ def test_suspended_requests_go_on_where_they_were(steps_before: int) -> None:
     for _ in range(steps_before):
         run.step()
     run.engine.suspend()
-    assert not run.context.rows
+    assert not run.context.running_requests
     run.engine.resume()
     run.finish()
     assert [len(run.tokens(request_id)) for request_id in range(3)] == [3, 12, 9]

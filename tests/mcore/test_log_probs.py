@@ -128,7 +128,7 @@ def test_top_n_log_probs_are_the_oracles(skip_prompt: bool, interrupt: Callable[
 
 def _assert_top_n(found: Sequence[dict[str, float]], log_probs: torch.Tensor) -> None:
     assert len(found) == len(log_probs)
-    for named, row in zip(found, log_probs, strict=True):
-        best = row.topk(3)
+    for named, request in zip(found, log_probs, strict=True):
+        best = request.topk(3)
         assert [int(token) for token in named] == best.indices.tolist()
         assert list(named.values()) == pytest.approx(best.values.tolist(), abs=TOLERANCE)

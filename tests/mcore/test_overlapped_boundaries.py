@@ -61,7 +61,7 @@ def test_what_is_published_ahead_is_found_as_what_is_published_later(settings: d
 
 
 def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second row's own block is free from then on, when a step that reads it runs already."""
+    """The second request's own block is free from then on, when a step that reads it runs already."""
     run = start(1, 60)
     reported: list[bool] = []
     send_next = step_graph.send_next
@@ -78,7 +78,7 @@ def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pyt
     while run.engine.has_unfinished_requests():
         run.step()
         if is_ahead(run):
-            alike = [row.block_ids for row in run.context.rows if row.request_id]
+            alike = [request.block_ids for request in run.context.running_requests if request.request_id]
             shared = max(shared, sum(map(len, alike)) - len(set().union(*alike)))
     print(f"{shared} references to blocks of other requests, {sum(reported)} of {len(reported)} steps with new blocks")
     assert shared >= 2 * 4
@@ -88,7 +88,7 @@ def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pyt
 
 
 def test_no_step_runs_ahead_into_a_block_that_is_not_there() -> None:
-    """Three rows come to hold 15 blocks of 12: some wait, and each reply is complete all the same."""
+    """Three requests come to hold 15 blocks of 12: some wait, and each reply is complete all the same."""
     run = start(3, 60, kv_blocks=12)
     num_steps, num_ahead = finish(run)
     counters = run.counters
@@ -97,7 +97,7 @@ def test_no_step_runs_ahead_into_a_block_that_is_not_there() -> None:
     run.assert_exact()
 
 
-@pytest.mark.parametrize("limit", [{"max_requests": 3}, {"kv_blocks": 12}], ids=["a row", "memory"])
+@pytest.mark.parametrize("limit", [{"max_requests": 3}, {"kv_blocks": 12}], ids=["a request", "memory"])
 def test_rows_come_to_boundaries_ahead_of_a_request_that_waits_for_a_row(limit: dict[str, int]) -> None:
     """What is published there might make room for one that waits for memory, which would join a step later."""
     run = start(3, 60, **limit)
@@ -107,7 +107,7 @@ def test_rows_come_to_boundaries_ahead_of_a_request_that_waits_for_a_row(limit: 
         run.step()
         if is_ahead(run) and run.engine.waiting_request_ids:
             num_ahead += 1
-            num_at_edges += any((row.computed + 1) % BLOCK < 2 for row in run.context.rows)
+            num_at_edges += any((request.computed + 1) % BLOCK < 2 for request in run.context.running_requests)
     assert num_ahead > 10
     assert num_at_edges > 5 if "max_requests" in limit else not num_at_edges
     run.finish()
@@ -137,7 +137,7 @@ def test_what_was_reserved_for_a_row_that_ends_is_returned(length: int) -> None:
 
 def test_states_that_are_reserved_ahead_of_a_flush_are_not_published() -> None:
     run = start(2, 60)
-    while not any(row.reserved for row in run.context.rows):
+    while not any(request.reserved for request in run.context.running_requests):
         run.step()
     assert is_ahead(run)
     before = run.counters.states_published
@@ -155,7 +155,7 @@ def penalised() -> SamplingParams:
 
 
 def start_with_penalised() -> EngineRun:
-    """Return an engine of two rows and one with penalties, so that states are copied when a step lands."""
+    """Return an engine of two requests and one with penalties, so that states are copied when a step lands."""
     run = start(2, 60, decode_checkpoints="all")
     run.add(2, some_tokens(25, seed=7), penalised())
     while not run.engine.get_request(2).generated_tokens:
@@ -164,12 +164,12 @@ def start_with_penalised() -> EngineRun:
 
 
 def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
-    """Step until the step that runs already takes the row of a request to a boundary; return the row."""
+    """Step until the step that runs already takes the request of a request to a boundary; return the request."""
     while True:
         run.step()
-        row = next(row for row in run.context.rows if row.request_id == request_id)
-        if is_ahead(run) and row.reserved:
-            return row
+        request = next(request for request in run.context.running_requests if request.request_id == request_id)
+        if is_ahead(run) and request.reserved:
+            return request
 
 
 @pytest.mark.parametrize("disturb", [None, rehearse_engine, recapture], ids=["nothing", "rehearsal", "capture"])
@@ -189,10 +189,10 @@ def test_states_are_copied_where_a_step_is_verified_late(
     run.assert_nothing_held()
 
 
-def assert_nothing_is_copied_for(row: RunningRequest, run: EngineRun) -> None:
-    """Send a row back whose step at a boundary runs already, and assert that its slot stays as it is in that step."""
-    slot = row.reserved[0].slot
-    run.engine._send_back([row.request_id])
+def assert_nothing_is_copied_for(request: RunningRequest, run: EngineRun) -> None:
+    """Send back a request whose boundary step runs already; assert that the step leaves its slot alone."""
+    slot = request.reserved[0].slot
+    run.engine._send_back([request.request_id])
     states = run.context.memory.state_pool.tensor("ssm")[:, slot]
     states.fill_(7.0)
     run.step()

@@ -116,7 +116,7 @@ def test_states_at_boundaries_of_early_steps_are_found(form: str, is_sampled: bo
     num_reached = 0
     while runs[0].engine.has_unfinished_requests():
         runs[0].step()
-        num_reached += is_ahead(runs[0]) and any(row.reserved for row in runs[0].context.rows)
+        num_reached += is_ahead(runs[0]) and any(request.reserved for request in runs[0].context.running_requests)
     assert num_reached >= 6
     for run in runs:
         finish(run)
@@ -134,9 +134,9 @@ def test_states_at_boundaries_of_early_steps_are_found(form: str, is_sampled: bo
 def test_nothing_is_copied_for_a_drafting_row_that_leaves_before_its_step_is_verified(form: str) -> None:
     """Its slot may be another's by then."""
     run = start_drafted(draft_states=form, decode_checkpoints="all", cached_states=80)
-    while not (is_ahead(run) and run.context.rows[0].reserved):
+    while not (is_ahead(run) and run.context.running_requests[0].reserved):
         run.step()
-    assert_nothing_is_copied_for(run.context.rows[0], run)
+    assert_nothing_is_copied_for(run.context.running_requests[0], run)
     run.finish()
     run.assert_matches_oracle([1, 2]).assert_few_stops()
 
@@ -189,9 +189,9 @@ def test_a_request_that_arrives_joins_after_the_launched_step() -> None:
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
     run.step()
-    assert len(run.context.rows) == 3 and not is_ahead(run)
+    assert len(run.context.running_requests) == 3 and not is_ahead(run)
     run.step()
-    assert len(run.context.rows) == 4
+    assert len(run.context.running_requests) == 4
     finish(run)
 
 
@@ -202,7 +202,7 @@ def test_no_step_is_launched_early_for_a_request_that_ended_while_another_was_pa
     run.add(1, some_tokens(23, seed=1), 30)  # it needs a third block while the first request has three of the five
     was_paused = False
     while 0 in run.engine.requests:
-        was_paused = any(row.is_paused for row in run.context.rows)
+        was_paused = any(request.is_paused for request in run.context.running_requests)
         run.step()
     assert was_paused and not is_ahead(run)
     finish(run)
@@ -235,7 +235,7 @@ def test_rows_that_are_looked_at_between_steps_get_what_they_get_without_early_s
         found.append((run.tokens(3), request.generated_log_probs, request.generated_top_n_logprobs))
     (tokens, log_probs, best), (tokens_ahead, log_probs_ahead, best_ahead) = found
     assert tokens == tokens_ahead
-    # A cancelled request leaves at another step, and on a GPU a product's bits depend on how many rows it has.
+    # A cancelled request leaves at another step, and on a GPU a product's bits depend on how many requests it has.
     rel = 1e-5 if is_cancelled and torch.cuda.is_available() else 1e-6
     assert log_probs == pytest.approx(log_probs_ahead, rel=rel) if log_probs else not log_probs_ahead
     assert [*map(set, best or ())] == [*map(set, best_ahead or ())]

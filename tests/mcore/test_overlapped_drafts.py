@@ -1,4 +1,4 @@
-"""Steps run ahead while the drafts of all rows rest, and drafts are the same as where no step does."""
+"""Steps run ahead while the drafts of all requests rest, and drafts are the same as where no step does."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -61,7 +61,7 @@ def test_no_row_loses_drafts_because_others_rest(order: int) -> None:
     for overlaps in (False, True):
         drafter = RightOrNothing(replies)
         run = start(2, 80, num_speculative_tokens=2, drafter=drafter, run_ahead=overlaps)
-        run.context.rows[:] = run.context.rows[::order]
+        run.context.running_requests[:] = run.context.running_requests[::order]
         run.finish()
         drafts.append([run.engine.draft_counts(request_id) for request_id in range(2)])
     assert drafts[0] == drafts[1] and drafts[0][1].accepted > 10

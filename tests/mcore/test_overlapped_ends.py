@@ -1,4 +1,4 @@
-"""Steps are launched before the tokens of the one before are read: rows that these end have been computed on."""
+"""Steps are launched before the tokens of the one before are read: requests that these end have been computed on."""
 
 import pytest
 import torch
@@ -69,13 +69,13 @@ def test_a_row_ends_with_a_token_while_the_next_step_computes_it_on(
     found = launched_before_read(run, monkeypatch)
     num_computed_on = 0
     while run.engine.has_unfinished_requests():
-        before = len(run.context.rows)
+        before = len(run.context.running_requests)
         finished = run.step()
         run.context.check_integrity()
-        num_left = before - len(run.context.rows)
+        num_left = before - len(run.context.running_requests)
         assert len(finished) == num_left
         num_computed_on += num_left > 0 and found[-1]
-        assert is_ahead(run) <= bool(run.context.rows)
+        assert is_ahead(run) <= bool(run.context.running_requests)
     assert num_computed_on
     for request_id, reply in replies.items():
         assert run.tokens(request_id) == reply[: last.get(request_id, NUM_TOKENS) + 1]
@@ -102,9 +102,9 @@ def test_a_request_that_waits_for_a_row_to_end_joins_once_what_runs_then_has_lan
     assert is_ahead(run) is ends_by_token
     if ends_by_token:
         run.step()
-        assert {row.request_id for row in run.context.rows} == {0, 2} and not is_ahead(run)
+        assert {request.request_id for request in run.context.running_requests} == {0, 2} and not is_ahead(run)
     run.step()
-    assert 3 in {row.request_id for row in run.context.rows}
+    assert 3 in {request.request_id for request in run.context.running_requests}
     run.finish()
     assert run.tokens(1) == replies[1][: last + 1] and run.tokens(0) == replies[0]
     run.assert_nothing_held()

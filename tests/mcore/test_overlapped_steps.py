@@ -60,7 +60,7 @@ def start(
     for request_id in range(num_requests):
         sampling = greedy(num_tokens, termination_id=(ends or {}).get(request_id, -1))
         run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), sampling)
-    while not run.context.rows or any(row.is_prefilling for row in run.context.rows):
+    while not run.context.running_requests or any(request.is_prefilling for request in run.context.running_requests):
         run.step()
     return run
 
@@ -97,10 +97,10 @@ def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would(model: dict
     run, num_ahead = start(model=model), 0
     num_steps = run.counters.steps
     while run.engine.has_unfinished_requests():
-        before = {row.request_id: row.computed for row in run.context.rows}
+        before = {request.request_id: request.computed for request in run.context.running_requests}
         was_ahead = is_ahead(run)
         run.step()
-        after = {row.request_id: row.computed for row in run.context.rows}
+        after = {request.request_id: request.computed for request in run.context.running_requests}
         if was_ahead:
             assert all(
                 after[request_id] == computed + 1 for request_id, computed in before.items() if request_id in after
@@ -201,13 +201,15 @@ def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], ar
             sampling = greedy(60, **drawn)
             add_fields(sampling, **asked)
             run.add(request_id, some_tokens(20, seed=request_id), sampling, seed=request_id)
-        while len(run.context.rows) < 7 or any(row.is_prefilling for row in run.context.rows):
+        while len(run.context.running_requests) < 7 or any(
+            request.is_prefilling for request in run.context.running_requests
+        ):
             run.step()
         while run.engine.has_unfinished_requests():
             num_steps += 1
             num_ahead += is_ahead(run)
             run.step()
-        assert num_ahead >= num_steps - 5 if may_be_ahead else not num_ahead  # steps wait where rows end
+        assert num_ahead >= num_steps - 5 if may_be_ahead else not num_ahead  # steps wait where requests end
         run.assert_nothing_held()
         found.append(run)
     ahead, plain = found
@@ -316,9 +318,9 @@ def test_a_request_that_arrives_joins_behind_the_step_that_runs() -> None:
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
     run.step()
-    assert len(run.context.rows) == 3 and not is_ahead(run)
+    assert len(run.context.running_requests) == 3 and not is_ahead(run)
     run.step()
-    assert len(run.context.rows) == 4
+    assert len(run.context.running_requests) == 4
     run.finish()
     run.assert_exact()
 
@@ -339,7 +341,7 @@ def test_steps_run_ahead_of_requests_that_find_no_room() -> None:
     run.add(3, some_tokens(25, seed=3), 20)
     for _ in range(5):
         step_until_ahead(run)
-        assert len(run.context.rows) == 3 and run.engine.waiting_request_ids
+        assert len(run.context.running_requests) == 3 and run.engine.waiting_request_ids
         run.step()
     run.finish()
     run.assert_exact()
@@ -357,9 +359,9 @@ WHILE_ONE_RUNS: dict[str, Callable[[EngineRun], None]] = {
     "suspend and resume": suspend_and_resume,
     "warmup": lambda run: run.engine.warmup() and None,
     "graphs captured again": lambda run: run.engine.create_cuda_graphs(),
-    "one row sent back": lambda run: run.engine._send_back([1]),
-    "two rows sent back": lambda run: run.engine._send_back([0, 2]),
-    "all rows sent back": lambda run: run.engine._send_back([0, 1, 2]),
+    "one request sent back": lambda run: run.engine._send_back([1]),
+    "two requests sent back": lambda run: run.engine._send_back([0, 2]),
+    "all requests sent back": lambda run: run.engine._send_back([0, 1, 2]),
 }
 
 
@@ -451,7 +453,7 @@ def test_live_states_are_not_shown_while_they_are_ahead_of_their_rows() -> None:
         run.context.mamba_metadata  # noqa: B018 - reading it is what is refused
     while is_ahead(run):
         run.step()
-    assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.rows)
+    assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.running_requests)
 
 
 def test_a_step_that_ran_ahead_takes_the_time_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +490,7 @@ def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
             with pytest.raises(InjectedError):
                 run.step()
         run.context.check_integrity()
-        assert len(run.context.rows) == (0 if point == "landing" else 3)  # what is not begun has not failed
+        assert len(run.context.running_requests) == (0 if point == "landing" else 3)  # what is not begun has not failed
         run.step()
     run.finish()
     run.assert_exact()
@@ -562,7 +564,7 @@ def test_a_launched_step_lets_go_of_graphs_that_are_captured_again() -> None:
 def test_no_row_joins_a_launched_step() -> None:
     run = start()
     step_until_ahead(run)
-    candidate = Candidate(run.context.rows[0].spec)
+    candidate = Candidate(run.context.running_requests[0].spec)
     with pytest.raises(RuntimeError, match="run_ahead=False"):
         run.context.admit(candidate, 100)
     run.finish()
@@ -577,23 +579,26 @@ def test_a_step_that_the_caller_lands_launches_no_other() -> None:
     step = run.engine.controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
     result = run.engine._loop.run_until_complete(step)
     assert not is_ahead(run)
-    ended = [row.request_id for row in run.context.rows][1]
+    ended = [request.request_id for request in run.context.running_requests][1]
     run.context.update_requests([1, 0, 1], result["sample"])
-    assert ended not in [row.request_id for row in run.context.rows] and len(run.context.rows) == 2
+    assert (
+        ended not in [request.request_id for request in run.context.running_requests]
+        and len(run.context.running_requests) == 2
+    )
 
 
 def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     context = run.context
-    fed = [row.generated[-1] for row in context.rows]
-    batch = context.overlapped_step.lay_out(context.rows, draws_ratios=False)
+    fed = [request.generated[-1] for request in context.running_requests]
+    batch = context.overlapped_step.lay_out(context.running_requests, draws_ratios=False)
     monkeypatch.setattr(context.runner, "_step", Step(batch))
     with pytest.raises(CacheIntegrityError, match="other tokens"):
         context.runner.land(StepTokens([(token + 1,) for token in fed]))
-    assert [row.generated[-1] for row in context.rows] == fed
+    assert [request.generated[-1] for request in context.running_requests] == fed
     context.runner.land(StepTokens([(token,) for token in fed]))
-    assert [row.generated[-2:] for row in context.rows] == [[token, token] for token in fed]
+    assert [request.generated[-2:] for request in context.running_requests] == [[token, token] for token in fed]
 
 
 def test_reports_of_early_steps_say_what_those_of_others_say() -> None:

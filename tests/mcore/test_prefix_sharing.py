@@ -26,7 +26,7 @@ def start_run(*, keeps_all_logits: bool = False, **settings: Any) -> EngineRun:
 
 def running_ids(run: EngineRun) -> list[int]:
     """Return the ids of the admitted requests."""
-    return [row.request_id for row in run.context.rows]
+    return [request.request_id for request in run.context.running_requests]
 
 
 # Sharing.
@@ -39,7 +39,7 @@ def test_identical_prompts_in_one_step_hold_one_block_a_key() -> None:
     run.step()
     assert running_ids(run) == [0] and run.counters.admissions_deferred == 1
     run.step()
-    first, second = run.context.rows
+    first, second = run.context.running_requests
     assert first.block_ids[:3] == second.block_ids[:3]
     assert [run.context.cache.kv.num_refs(block) for block in first.block_ids] == [2, 2, 2, 1]
     run.finish()
@@ -52,7 +52,7 @@ def test_rows_that_compute_the_same_blocks_in_one_step_adopt_one_copy() -> None:
     for request_id in (0, 1):  # a request for prompt log-probs skips nothing, so it does not wait either
         run.add(request_id, some_tokens(50), greedy(8, return_log_probs=True))
     run.step()
-    first, second = run.context.rows
+    first, second = run.context.running_requests
     assert first.block_ids[:3] == second.block_ids[:3]
     assert [run.context.cache.kv.num_refs(block) for block in first.block_ids] == [2, 2, 2, 1]
     assert run.context.snapshot().kv_blocks["in_use"] == 5
@@ -64,9 +64,12 @@ def test_identical_replies_hold_one_block_a_key() -> None:
     run = start_run(max_tokens=128)
     for request_id in (0, 1):
         run.add(request_id, some_tokens(18), 40)
-    while not all(row.computed > 3 * BLOCK for row in run.context.rows) or len(run.context.rows) < 2:
+    while (
+        not all(request.computed > 3 * BLOCK for request in run.context.running_requests)
+        or len(run.context.running_requests) < 2
+    ):
         run.step()
-    first, second = run.context.rows
+    first, second = run.context.running_requests
     assert first.block_ids[:3] == second.block_ids[:3]
     run.finish()
     run.assert_exact()
@@ -87,7 +90,7 @@ def test_shared_blocks_are_never_written() -> None:
     run.run(0, some_tokens(50))
     run.add(1, some_tokens(50), greedy(4, return_log_probs=True))  # computes every token over the shared blocks
     run.engine.schedule_waiting_requests()
-    shared = run.context.rows[0].block_ids[:3]
+    shared = run.context.running_requests[0].block_ids[:3]
     run.context.memory_buffer[:, :, shared] += 1
     marked = run.context.memory_buffer[:, :, shared].clone()
     run.context.initialize_attention_state()
@@ -136,7 +139,7 @@ def test_state_that_a_request_starts_from_is_not_evicted_in_that_step() -> None:
     run.step()
     assert running_ids(run) == [1, 2] and run.engine.cached_tokens(1) == 32
     assert run.counters.states_skipped_no_room == 1
-    assert run.context.mamba_slot_allocator.has_state(run.context.rows[0].block_ids[1])
+    assert run.context.mamba_slot_allocator.has_state(run.context.running_requests[0].block_ids[1])
     run.finish()
     run.assert_exact()
 

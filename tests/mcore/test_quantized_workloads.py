@@ -103,23 +103,23 @@ def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[b
         begin(memory, *arguments, **settings)
         memories.append(memory)
 
-    def published_state(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
+    def published_state(pool: StateReservations, request: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
         quantized = memory.state_pool.cached
         assert not quantized.is_live
         published[memory.blocks.key_of(block)].add(digest_of(quantized, state.slot))
-        publish(pool, row, state, block)
+        publish(pool, request, state, block)
 
-    def checked(memory: CacheMemory, rows: Sequence[RunningRequest]) -> None:
-        prepare(memory, rows)
+    def checked(memory: CacheMemory, requests: Sequence[RunningRequest]) -> None:
+        prepare(memory, requests)
         pool, quantized = memory.state_pool, memory.state_pool.cached
         assert not quantized.is_live
-        for row in rows:
-            if row.source_block is not None and row.cursor.live_slot != PAD_SLOT:
-                source = row.source_slot
-                assert digest_of(quantized, source) in published[memory.blocks.key_of(row.source_block)]
+        for request in requests:
+            if request.source_block is not None and request.cursor.live_slot != PAD_SLOT:
+                source = request.source_slot
+                assert digest_of(quantized, source) in published[memory.blocks.key_of(request.source_block)]
                 for index, tensor in enumerate(tensor for group in pool.groups for tensor in group.tensors):
-                    live, stored = pool.tensors[index][:, row.cursor.live_slot], quantized.storage(index)
+                    live, stored = pool.tensors[index][:, request.cursor.live_slot], quantized.storage(index)
                     if isinstance(stored, QuantizedStates):
                         restored = stored.values[:, source].float() * stored.scales[:, source, ..., None, :]
                     else:
@@ -175,14 +175,14 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
         begin(memory, *arguments, **settings)
         memories.append(memory)
 
-    def quantized(pool: StateReservations, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
+    def quantized(pool: StateReservations, request: RunningRequest, state: ReservedState, block: BlockId) -> None:
         (memory,) = (memory for memory in memories if memory.prefix_cache._reservations is pool)
         for number, group in enumerate(memory.state_pool.groups):
             for tensor in (tensor for tensor in group.tensors if tensor.is_matrix):
                 states = memory.state_pool.tensor(tensor.name, number)[:, state.slot]
                 values, scales = quantize(states, torch.int8)
                 states.copy_(values * scales[..., None, :])
-        publish(pool, row, state, block)
+        publish(pool, request, state, block)
 
     patch.setattr(CacheMemory, "__init__", noted)
     patch.setattr(StateReservations, "_publish_state", quantized)

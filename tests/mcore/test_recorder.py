@@ -70,9 +70,9 @@ def test_each_step_in_other_blocks_is_planned_once_and_before_its_attention(
     has_new_blocks: list[bool] = []
     plan, note_next, lay_out = CapturedReference.plan_again, StepGraph._note_next, StepGraph.lay_out
 
-    def noting_plan(self: CapturedReference, rows: AttentionRows) -> None:
-        events.append(("plan", rows.kv_lens))
-        plan(self, rows)
+    def noting_plan(self: CapturedReference, requests: AttentionRows) -> None:
+        events.append(("plan", requests.kv_lens))
+        plan(self, requests)
 
     def noted(graph: StepGraph, batch: StepBatch) -> StepBatch:
         laid_out = "laid out", batch.attention.kv_lens
@@ -111,7 +111,7 @@ def test_prompts_in_blocks_that_a_graph_does_not_read_run_without_it(monkeypatch
         graphs_before, last = run.counters.graph_steps, -1
         while not run.engine.get_request(index).generated_tokens:
             run.step()
-            last = max([last, *(block for row in run.context.rows for block in row.block_ids)])
+            last = max([last, *(block for request in run.context.running_requests for block in request.block_ids)])
         assert (run.counters.graph_steps > graphs_before) is (last <= 3), last
     run.finish()
     run.assert_matches_oracle()
@@ -125,7 +125,7 @@ def test_prompts_in_blocks_that_a_graph_does_not_read_run_without_it(monkeypatch
 def test_a_plan_that_fails_loses_no_token(number: int, is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[int] = []
 
-    def failing_once(self: CapturedReference, rows: AttentionRows) -> None:
+    def failing_once(self: CapturedReference, requests: AttentionRows) -> None:
         plans.append(1)
         if len(plans) == number + 1:
             raise RuntimeError("no plan")

@@ -49,9 +49,11 @@ def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
 
 
 def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Callable[..., bool]]:
-    def is_error(rows: Sequence[Any], *_: Any, **__: Any) -> bool:
+    def is_error(requests: Sequence[Any], *_: Any, **__: Any) -> bool:
         prompt_len = len(run.prompts[POISONED])
-        return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
+        return any(
+            request.request_id == POISONED and request.length >= prompt_len + num_generated for request in requests
+        )
 
     return run.context.runner, "lay_out", is_error
 
@@ -61,14 +63,14 @@ def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., b
 
 
 def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
-    return run.context.runner.requests, "continue_prefill", lambda row, _: row.request_id == POISONED
+    return run.context.runner.requests, "continue_prefill", lambda request, _: request.request_id == POISONED
 
 
 def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run()
-    raise_where(monkeypatch, run.context.cache, "schedule_decode", lambda row, *_: row.request_id == POISONED)
+    raise_where(monkeypatch, run.context.cache, "schedule_decode", lambda request, *_: request.request_id == POISONED)
     # Prefilled again, it makes one token each time, and with it a new start; so it comes to its end by itself.
     assert finish_through_errors(run) > 1
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
@@ -94,7 +96,7 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
         monkeypatch,
         run.context.runner,
         "lay_out",
-        lambda rows, *_, **__: any(row.request_id in poisoned for row in rows),
+        lambda requests, *_, **__: any(request.request_id in poisoned for request in requests),
     )
     finish_through_errors(run)
     assert [request_id for request_id in range(4) if failure_reason(run.finished[request_id])] == [0, 1]
@@ -106,13 +108,13 @@ def test_suspects_run_isolated_until_each_has_made_a_token(monkeypatch: pytest.M
     run, steps = start_run(), []
     lay_out = run.context.runner.lay_out
 
-    def note_rows(rows: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
-        steps.append({row.request_id for row in rows})
+    def note_requests(requests: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
+        steps.append({request.request_id for request in requests})
         if len(steps) <= FAILURES_BEFORE_ISOLATION:
             raise InjectedError("the first steps")
-        return lay_out(rows, *arguments, **settings)
+        return lay_out(requests, *arguments, **settings)
 
-    monkeypatch.setattr(run.context.runner, "lay_out", note_rows)
+    monkeypatch.setattr(run.context.runner, "lay_out", note_requests)
     assert finish_through_errors(run) == FAILURES_BEFORE_ISOLATION
     suspects = steps[0]
     assert suspects == {0, POISONED} and steps[1] == suspects

@@ -65,24 +65,26 @@ def greedy_texts() -> dict[int, list[int]]:
 
 
 def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., None]:
-    def counted(drafts: DraftStorage, stored: Any, replay: Any, rows: AlignBatch, block_size: int) -> None:
+    def counted(drafts: DraftStorage, stored: Any, replay: Any, requests: AlignBatch, block_size: int) -> None:
         fields = zip(
-            rows.computed.tolist(),
-            rows.scheduled.tolist(),
-            rows.drafts.tolist(),
-            rows.accepted.tolist(),
-            rows.targets.tolist(),
+            requests.computed.tolist(),
+            requests.scheduled.tolist(),
+            requests.drafts.tolist(),
+            requests.accepted.tolist(),
+            requests.targets.tolist(),
             strict=True,
         )
-        counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
-        original(drafts, stored, replay, rows, block_size)
+        counts.append(
+            sum(target >= 0 and plan_align_copy(*request, 0, block_size) is not None for *request, target in fields)
+        )
+        original(drafts, stored, replay, requests, block_size)
 
     return counted
 
 
 @pytest.fixture
 def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Collect, for each align copy that is launched, how many rows it copies."""
+    """Collect, for each align copy that is launched, how many requests it copies."""
     counts: list[int] = []
     for drafts in (WindowStorage, ReplayStorage):
         monkeypatch.setattr(drafts, "cache_boundaries", _counted(drafts.cache_boundaries, counts))
@@ -285,7 +287,7 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
             run.add(request_id, prompt_of(request_id), 30)
         while run.engine.requests:
             run.step()
-            assert not any(row.cursor.draft_slots for row in run.context.rows if row.is_paused)
+            assert not any(request.cursor.draft_slots for request in run.context.running_requests if request.is_paused)
         run.assert_exact()
     assert len(set(resolved)) > 2, resolved
 
@@ -295,12 +297,12 @@ def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: py
     run.add(0, prompt_of(0), NUM_TOKENS)
     for _ in range(12):
         run.step()
-    (row,) = run.context.rows
-    length, before = row.length, run.counters.prefill_tokens_computed
+    (request,) = run.context.running_requests
+    length, before = request.length, run.counters.prefill_tokens_computed
     raise_once(monkeypatch, runner_module, "verify_step")
     with pytest.raises(InjectedError):
         run.step()
-    assert not run.context.rows and length > 2 * BLOCK
+    assert not run.context.running_requests and length > 2 * BLOCK
     run.finish()
     assert run.counters.prefill_tokens_computed - before == length - (length - 1) // BLOCK * BLOCK
     run.assert_exact()
@@ -320,9 +322,9 @@ def test_checkpoint_that_another_request_matched_is_not_retired() -> None:
     run.add(0, prompt_of(0), NUM_TOKENS)
     while run.counters.decode_states_published < 2:
         run.step()
-    (row,) = run.context.rows
-    text = [*map(int, row.tokens(0, row.length))]
-    boundary = row.computed // BLOCK * BLOCK
+    (request,) = run.context.running_requests
+    text = [*map(int, request.tokens(0, request.length))]
+    boundary = request.computed // BLOCK * BLOCK
     assert run.run(1, text[: boundary + 1], 1) == 1
     run.finish()
     assert run.run(2, text[: boundary + 1], 1) == 1
@@ -340,16 +342,16 @@ def test_state_stored_from_a_live_window_is_the_state_of_the_last_kept_token(acc
         run.step()
         if not run.engine.requests:
             break
-        (row,) = run.context.rows
-        while not plain.context.rows or plain.context.rows[0].computed < row.computed:
+        (request,) = run.context.running_requests
+        while not plain.context.running_requests or plain.context.running_requests[0].computed < request.computed:
             plain.step()
-        num_compared += row.cursor.accepted > 1
+        num_compared += request.cursor.accepted > 1
         live, plain_live = (e.context.mamba_metadata.request_to_mamba_state_idx[0] for e in (run, plain))
         ssm, plain_ssm = (e.context.mamba_ssm_states for e in (run, plain))
         torch.testing.assert_close(ssm[:, live], plain_ssm[:, plain_live], rtol=1e-4, atol=1e-5)
         conv, plain_conv = (e.context.mamba_conv_states for e in (run, plain))
         torch.testing.assert_close(conv[:, live, :3], plain_conv[:, plain_live], rtol=1e-4, atol=1e-5)
-        assert row.cursor.accepted == 1 and not row.cursor.draft_slots
+        assert request.cursor.accepted == 1 and not request.cursor.draft_slots
     assert num_compared > 2
     run.assert_exact()
 

@@ -41,16 +41,16 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
 
 @pytest.fixture
 def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Assert at the start of each step that its rows' KV blocks hold numbers; return how many were looked at."""
+    """Assert at the start of each step that its requests' KV blocks hold numbers; return how many were looked at."""
     looked_at: Counter[str] = Counter()
     begin = StepRunner.begin
 
     def checked(runner: StepRunner, step: Step) -> Step:
         begun = begin(runner, step)
-        for row in step.requests:
-            blocks = runner.memory.kv_buffer[:, :, row.block_ids]
-            assert not blocks.isnan().any(), f"blocks {row.block_ids} of request {row.request_id}"
-            looked_at["blocks"] += len(row.block_ids)
+        for request in step.requests:
+            blocks = runner.memory.kv_buffer[:, :, request.block_ids]
+            assert not blocks.isnan().any(), f"blocks {request.block_ids} of request {request.request_id}"
+            looked_at["blocks"] += len(request.block_ids)
         return begun
 
     monkeypatch.setattr(StepRunner, "begin", checked)

@@ -68,7 +68,7 @@ def test_captured_steps_are_padded_to_the_most_drafts(settings: dict[str, Any], 
 class SaysHowLong(NoisyDrafter):
     """Takes a while."""
 
-    def draft_seconds(self, num_rows: int, num_drafts: int) -> float:
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         return 0.001 * num_drafts
 
 

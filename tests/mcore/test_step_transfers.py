@@ -80,7 +80,7 @@ def _stock_bookkeeping() -> Callable[[], None]:
 
 
 def _stock_prefill_bookkeeping() -> Callable[[], None]:
-    """Return the bookkeeping of one step of megatron-core's context that admits and prefills every row."""
+    """Return the bookkeeping of one step of megatron-core's context that admits and prefills every request."""
     context = _stock_context()
 
     def prefill(requests: list[Any]) -> None:
@@ -109,7 +109,7 @@ def _our_whole_step() -> Callable[[], None]:
 
     engine = _our_engine()
     for request_id in range(NUM_ROWS):
-        sampling = SamplingParams(num_tokens_to_generate=64, top_k=1 + request_id)  # greedy and sampled rows
+        sampling = SamplingParams(num_tokens_to_generate=64, top_k=1 + request_id)  # greedy and sampled requests
         engine.add_request(request_id, list(range(20 + request_id)), sampling)
     for _ in range(4):
         engine.step_modern()
@@ -119,22 +119,22 @@ def _our_whole_step() -> Callable[[], None]:
 
 
 def _our_whole_prefill() -> Callable[[], None]:
-    """Return a whole step of our engine that admits every row as a hit and prefills what the cache leaves of it."""
+    """Return a whole step of our engine that admits every request as a hit and prefills what the cache leaves of it."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     engine = _our_engine()
 
-    def add(first_id: int, num_rows: int) -> list[int]:
-        request_ids = list(range(first_id, first_id + num_rows))
+    def add(first_id: int, num_requests: int) -> list[int]:
+        request_ids = list(range(first_id, first_id + num_requests))
         for request_id in request_ids:
-            # A suffix below a block: no row reserves a boundary that the others would wait for.
+            # A suffix below a block: no request reserves a boundary that the others would wait for.
             prompt = [*range(PREFIX_LEN), *[100 + request_id] * SUFFIX_LEN]
             sampling = SamplingParams(num_tokens_to_generate=2, top_k=1 + request_id % 3)
             engine.add_request(request_id, prompt, sampling)
         return request_ids
 
-    for first_id, num_rows in ((0, 1), (1, NUM_ROWS)):  # what fills the cache, and a first batch of hits
-        add(first_id, num_rows)
+    for first_id, num_requests in ((0, 1), (1, NUM_ROWS)):  # what fills the cache, and a first batch of hits
+        add(first_id, num_requests)
         while engine.has_unfinished_requests():
             engine.step_modern()
     hits = add(1 + NUM_ROWS, NUM_ROWS)

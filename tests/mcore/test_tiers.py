@@ -108,7 +108,7 @@ def resolve(run: EngineRun) -> None:
 def test_copies_begin_for_a_request_that_comes_while_all_rows_are_taken(
     run_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps run ahead while it waits, and its prefix is there when the row ends."""
+    """Steps run ahead while it waits, and its prefix is there when the request ends."""
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid()
     config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=1), subject.shape, 12)

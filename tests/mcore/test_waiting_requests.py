@@ -79,6 +79,6 @@ def test_rows_that_stay_paused_are_not_planned_for_again(monkeypatch: pytest.Mon
     num_paused = 0
     while run.engine.requests:
         run.step()
-        num_paused += any(row.is_paused for row in run.context.rows)
+        num_paused += any(request.is_paused for request in run.context.running_requests)
     assert num_paused > plans[0] >= 1
     run.assert_exact()

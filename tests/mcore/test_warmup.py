@@ -59,7 +59,7 @@ MODELS = {
 
 
 def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
-    """Return an engine of `NUM_ROWS` rows whose memory is short."""
+    """Return an engine of `NUM_ROWS` requests whose memory is short."""
     small = {
         "max_requests": NUM_ROWS,
         "max_tokens": 512,
@@ -76,7 +76,7 @@ def rehearse_engine(run: EngineRun) -> None:
 
 
 def run_workload(run: EngineRun) -> None:
-    """Prefill one row, some and many, hit, decode in changing company, settle, pause and resume."""
+    """Prefill one request, some and many, hit, decode in changing company, settle, pause and resume."""
     block = run.context.block_size_tokens
     document = some_tokens(3 * block)
     run.run(0, [*document, 1])
@@ -95,7 +95,7 @@ def run_workload(run: EngineRun) -> None:
     at_most = 0
     while run.engine.requests:
         run.step()
-        at_most = max(at_most, len(run.context.rows))
+        at_most = max(at_most, len(run.context.running_requests))
         assert run.context.mamba_metadata  # settles draft windows
         if rng.random() < 0.3 and run.num_steps < 60:
             sampling = SamplingParams(num_tokens_to_generate=2 * block, temperature=1.0, termination_id=-1)
@@ -195,20 +195,24 @@ def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) ->
     run = EngineRun.start(subject, config)
     run.run(0, some_tokens(40))
     run.add(1, some_tokens(45), 12)
-    while not run.context.rows or run.context.rows[0].is_prefilling:
+    while not run.context.running_requests or run.context.running_requests[0].is_prefilling:
         run.step()
     run.step()
-    assert run.context.rows
+    assert run.context.running_requests
     context = run.context
     owners = context, context.runner
-    attributes, snapshot, row = [dict(vars(owner)) for owner in owners], cache_snapshot(run), repr(context.rows[0])
+    attributes, snapshot, request = (
+        [dict(vars(owner)) for owner in owners],
+        cache_snapshot(run),
+        repr(context.running_requests[0]),
+    )
     tensors = [context.mamba_conv_states, context.mamba_ssm_states, context.memory_buffer]
     before, random_numbers = [tensor.clone() for tensor in tensors], torch.get_rng_state()
     rehearse_engine(run)
     for owner, before_it in zip(owners, attributes, strict=True):
         assert vars(owner).keys() == before_it.keys()
         assert all(value is before_it[name] for name, value in vars(owner).items())
-    assert (cache_snapshot(run), repr(context.rows[0])) == (snapshot, row)
+    assert (cache_snapshot(run), repr(context.running_requests[0])) == (snapshot, request)
     dummy = context.memory.dummy_block
     for tensor in (before[2], context.memory_buffer):
         tensor[:, :, dummy] = 0  # which is never read
@@ -363,10 +367,10 @@ def test_no_rehearsed_step_has_more_rows_or_tokens_than_there_is_room_for(data: 
         marks_real_tokens=data.draw(st.booleans()),
     )
     prefilling, decoding = list(prefill_steps(limits, 16, 0)), list(decode_steps(limits, 0))
-    for rows in prefilling + decoding:
-        assert 0 < len(rows) <= max_requests and sum(row.scheduled for row in rows) <= max_tokens
+    for requests in prefilling + decoding:
+        assert 0 < len(requests) <= max_requests and sum(request.scheduled for request in requests) <= max_tokens
     most = min(max_requests, max_tokens)
-    assert {1, most} <= {len(rows) for rows in prefilling}
+    assert {1, most} <= {len(requests) for requests in prefilling}
 
 
 def test_rehearsal_of_a_draft_model_changes_nothing() -> None:

@@ -53,9 +53,9 @@ class ToyMixer(nn.Module):
         weights = ToyWeights(self.taps, self.decays, self.is_first)
         if inference_context is None:
             num_tokens, batch, _ = x.shape
-            rows = full_sequences(batch, num_tokens, GRAIN, x.device)
+            requests = full_sequences(batch, num_tokens, GRAIN, x.device)
             packed = x.transpose(0, 1).flatten(0, 1)
-            mixed = self.recurrence.prefill(packed, weights, self.recurrence.no_states(x.dtype), rows)
+            mixed = self.recurrence.prefill(packed, weights, self.recurrence.no_states(x.dtype), requests)
             return mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1) @ self.out_proj.T, None
         states, step = inference_context.layer_states(self._local_number), inference_context.step.batch
         packed, y = x[:, 0], x.new_zeros(len(x), self.recurrence.mixed)

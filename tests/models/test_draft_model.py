@@ -464,7 +464,7 @@ def test_the_request_whose_drafts_were_asked_for_longest_ago_makes_room() -> Non
     propose(drafter, {0: texts[0]})
     propose(drafter, {1: texts[1]})
     assert propose(drafter, {2: texts[2]})[2].tokens
-    assert sorted(row.request_id for row in drafter.context.rows) == [1, 2]
+    assert sorted(row.request_id for row in drafter.context.running_requests) == [1, 2]
     drafts = propose(drafter, {i: [*text, 1] for i, text in texts.items()})
     assert [bool(drafts[i].tokens) for i in range(3)] == [False, True, True]
 
@@ -473,7 +473,7 @@ def test_text_beyond_the_draft_models_limit_is_not_drafted_for() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_sequence_length=32)
     text = some_tokens(30)
     assert [len(propose(drafter, {0: [*text, *range(n)]}, 4)[0].tokens) for n in range(5)] == [3, 2, 1, 0, 0]
-    assert not drafter.context.rows
+    assert not drafter.context.running_requests
 
 
 # Faults.
@@ -491,7 +491,7 @@ def test_a_fault_leaves_the_drafter_usable(num_graphs: int, monkeypatch: pytest.
             raise_once(patch, mixer, "forward", call=call)
             with pytest.raises(InjectedError):
                 propose(drafter, {0: text})
-        assert not drafter.context.rows
+        assert not drafter.context.running_requests
         draft = propose(drafter, {0: text})[0]
         assert subject.oracle.check_greedy(text, list(draft.tokens), 1e-5).first_mismatch is None
         assert len(draft.tokens) == 4

@@ -120,7 +120,7 @@ class HeldRequests:
         try:
             self._context.drop_requests(request_ids)
         finally:
-            running = self._context.rows
+            running = self._context.running_requests
             self._held = {request_id: held for request_id, held in self._held.items() if held.running in running}
 
     def drop_all(self) -> None:
@@ -136,7 +136,7 @@ class HeldRequests:
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless requests, blocks and slots agree, and no draft slot outlives a round."""
         self._context.check_integrity()
-        held, running = [draft.running.request_id for draft in self._held.values()], self._context.rows
+        held, running = [draft.running.request_id for draft in self._held.values()], self._context.running_requests
         if sorted(held) != sorted(request.request_id for request in running):
             raise CacheIntegrityError(f"requests {sorted(held)} are held, the context has {running}")
         if any(request.cursor.draft_slots or request.scheduled for request in running):
