@@ -18,8 +18,8 @@ from ..mcore.context import MambaCacheContext
 from ..mcore.controller import MambaCacheController
 from ..mcore.engine import MambaCacheEngine
 from .cache_reports import CacheReports, NoReports
+from .expert_peers import Standing, all_step
 from .identity import ReplicaIdentity, address_on_this_host, agree_on_identity, check_ranks, starts_coordinator
-from .rank_sockets import Standing, all_step
 from .settings import RoutingSettings
 
 if TYPE_CHECKING:

@@ -4,48 +4,13 @@ Megatron binds its own to the hostname's interface, sends every prompt over them
 for a rank that has ended.
 """
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from enum import IntEnum
 from typing import Any
 
 import zmq
 
 from .channels import Channel
 from .replica_link import ReplicaLink
-
-_ROUND_S = 0.02  # as long as Megatron's idle loop sleeps
-
-
-class Standing(IntEnum):
-    """State of a rank before a round; the highest of a group counts for all its ranks."""
-
-    STOPPED = 0
-    """It has received the final stop, and leaves once all ranks have received it."""
-    RESTING = 1
-    """It has no requests, or a signal to pause, stop or suspend."""
-    WORKING = 2
-    """It has requests: all ranks step, those without requests included."""
-    SUSPENDED = 3
-    """It cannot compute: no rank steps."""
-
-
-async def all_step(mine: Standing, highest: Callable[[Standing], Awaitable[int]]) -> bool:
-    """Return True if the ranks of a group step now; a collective of each round.
-
-    If this rank has stopped, it returns once all have stopped.
-
-    Args:
-        mine: Standing of this rank.
-        highest: All-reduces standings over the group.
-    """
-    found = await highest(mine)
-    while mine is Standing.STOPPED and found > Standing.STOPPED:
-        await asyncio.sleep(_ROUND_S)
-        found = await highest(mine)
-    return found == Standing.WORKING
-
 
 _LINGER_MS = 1000
 _POLL_MS = 100
