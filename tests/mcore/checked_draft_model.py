@@ -52,7 +52,7 @@ class CheckedDraftModel(DraftModelDrafter):
 
     def assert_nothing_held(self) -> None:
         """Assert that no request is known and no block or slot is in use."""
-        assert not self.context.running_requests and not self._requests._held and not self._requests._waits_since
+        assert not self.context.running_requests and not self._held._held and not self._held._waits_since
         snapshot = self.snapshot()
         assert snapshot.state_slots["live"] == snapshot.state_slots["draft"] == snapshot.state_slots["reserved"] == 0
         assert snapshot.kv_blocks["in_use"] == 0

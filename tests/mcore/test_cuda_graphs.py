@@ -22,7 +22,7 @@ from megatron_mamba_cache.step import captured_shapes, graphs
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, with_one_budget
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
@@ -254,7 +254,9 @@ def test_shapes_of_many_prompts_end_where_computing_takes_as_long_as_launching(
 
 
 def test_capturing_touches_no_state_and_takes_nothing() -> None:
-    run = start(decode_checkpoints="all", num_speculative_tokens=2)
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, decode_checkpoints="all", num_speculative_tokens=2)
+    run = EngineRun.start(subject, with_graphs(with_one_budget(config, subject.shape, 40)))
     run.run(0, some_tokens(60), 40)
     pool, kv = run.context.memory.state_pool, run.context.memory.kv_buffer
     before = pool.tensor("conv").clone(), pool.tensor("ssm").clone(), kv[:, :, :-1].clone()

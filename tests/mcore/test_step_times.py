@@ -84,6 +84,6 @@ def test_drafters_that_take_no_time_are_watched_and_draft_models_waited_for() ->
     for name, (drafter, expected) in drafters.items():
         config = cache_config(subject.sizes, num_speculative_tokens=3)
         policy = build_engine(subject.model, config, drafter=drafter).context.planner._policy
-        assert isinstance(policy, DraftPolicy) and (policy._watches, policy._is_patient) == expected, name
+        assert isinstance(policy, DraftPolicy) and (policy._shadows, policy._is_patient) == expected, name
     config = cache_config(subject.sizes, num_speculative_tokens=3, adaptive_drafts=False)
     assert isinstance(build_engine(subject.model, config).context.planner._policy, AllDrafts)

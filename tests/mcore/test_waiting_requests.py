@@ -37,7 +37,7 @@ def test_a_step_looks_at_as_many_of_ten_thousand_waiting_requests_as_of_a_hundre
         for request_id in range(num_waiting):
             run.add(request_id, [*some_tokens(prefix_len), *some_tokens(BLOCK + 2, seed=1 + request_id)], 1)
         plans = counted(monkeypatch, run.context.cache, "plan")
-        keys = counted(monkeypatch, run.context.cache, "candidate")
+        keys = counted(monkeypatch, run.context.cache, "_keys_of")
         run.step()
         run.step()
         looked_at.append((plans[0], keys[0]))
