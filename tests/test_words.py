@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 CLEAN = (
     "examples",
     "megatron_mamba_cache/grammars",
+    "megatron_mamba_cache/command_line",
     "megatron_mamba_cache/kernels",
     "megatron_mamba_cache/models",
     "megatron_mamba_cache/recurrences",

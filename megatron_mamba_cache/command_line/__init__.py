@@ -1,1 +1,1 @@
-"""The command line: generate, serve and doctor."""
+"""The commands of `mamba-cache`."""

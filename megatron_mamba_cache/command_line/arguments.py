@@ -1,4 +1,4 @@
-"""The flags and the checks of their values. Imports neither torch nor megatron, so that mistakes show at once."""
+"""Parsing and checks of flags, without torch or megatron."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from .sizing import DRAFTER_SHARE
 
 
 def select_device(name: str) -> str:
-    """Make this process use "cpu" or "cuda", with "auto" whichever is available; return which it is.
+    """Select and return "cpu" or "cuda"; "auto" takes what is available.
 
     Raises:
         UsageError: If CUDA is asked for and there is no device, or the CPU is and the process uses CUDA already.
@@ -47,9 +47,9 @@ def _hide_cuda() -> None:
 
 
 def check_tiers(arguments: Namespace) -> None:
-    """Raise `UsageError` for a host budget or a directory that this machine cannot give; change nothing.
+    """Raise `UsageError` for a host budget or disk directory that cannot work here.
 
-    The engine looks again once the weights are loaded, and knows then how large a boundary is.
+    The engine checks again once the weights are loaded and the size of a boundary is known.
     """
     host_gb = getattr(arguments, argument_of("host_cache_gb"))
     if host_gb is not None and host_gb * 2**30 > available_bytes():
@@ -60,7 +60,7 @@ def check_tiers(arguments: Namespace) -> None:
 
 
 def _can_be_written(directory: Path) -> bool:
-    """Return True if entries can be written there: into it, or into the nearest directory above that exists."""
+    """Return True if entries can be written into it or its nearest existing parent."""
     path = directory.absolute()
     try:
         existing = next(found for found in (path, *path.parents) if os.path.lexists(found))
@@ -72,7 +72,7 @@ def _can_be_written(directory: Path) -> bool:
 _INT32_MAX = 2**31 - 1
 
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
-"""Settings sized from the model: flags are checked against their real values once these are known."""
+"""Settings that are sized from the model and checked once it is known."""
 
 
 def command_parser() -> FlagParser:
@@ -97,14 +97,14 @@ def flag_of(name: str) -> str:
 
 
 def name_flag(message: str) -> str:
-    """Put the flag of a setting in front of a message that starts with the setting's name."""
+    """Return a message with its setting's flag before the setting's name."""
     setting = message.split(" ", 1)[0]
     known = setting in FLAGS and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Return the message with the alias of each flag whose alias is among the words.
+    """Return a message with flags spelled as they were typed.
 
     Names that argparse joins, as in "--hf-model/--model", become the one that was typed.
     """
@@ -116,12 +116,12 @@ def as_typed(message: str, words: Iterable[str]) -> str:
 
 
 def model_share(arguments: Namespace) -> float:
-    """Return the model's share of one budget; a draft model has the rest."""
+    """Return the model's share of the budget; a draft model has the rest."""
     return 1.0 if draft_directory(arguments) is None else 1 - DRAFTER_SHARE
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Return the settings that the flags give, and `settings` for the rest; a draft model has its part of the budget.
+    """Return the settings of the flags, with `settings` as defaults.
 
     Raises:
         UsageError: Naming the flag.
@@ -135,7 +135,7 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
 
 
 def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:
-    """Return the arguments with the sampling flags of `default` if none was given, else with `GREEDY` for the rest."""
+    """Return the arguments with missing sampling flags: `GREEDY`, or `default` if none is given."""
     given = {name: getattr(arguments, name) for name in GREEDY if getattr(arguments, name) is not None}
     return Namespace(**{**vars(arguments), **({**GREEDY, **given} if given else default)})
 

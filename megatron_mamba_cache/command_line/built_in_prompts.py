@@ -1,4 +1,4 @@
-"""Prompts for a run without a file: questions about one document, and sessions of an editing assistant."""
+"""Built-in prompts: questions about a document, and sessions of an editing assistant."""
 
 from pathlib import Path
 
@@ -186,7 +186,7 @@ class LogWatcher:
 
 
 def built_in_lines() -> list[PromptLine]:
-    """Return the sessions' turns, each prompt complete with the turns before it, and single questions."""
+    """Return the turns of sessions, each with the earlier ones, and single questions."""
     turns: list[tuple[str, str | None]] = []
     for session, questions in _SESSIONS.items():
         prompt = _DOCUMENT
@@ -198,7 +198,7 @@ def built_in_lines() -> list[PromptLine]:
 
 
 def editing_lines() -> list[PromptLine]:
-    """Return the turns of an assistant's sessions: the file that all share, then the edited one up to the reply.
+    """Return turns of an editing assistant, which share a long file.
 
     A prompt ends without its last line break: tokenizers join it with the indentation that the reply begins with.
     """

@@ -1,4 +1,4 @@
-"""The flags of the cache's settings, and what parsed ones give. Imports neither torch nor megatron."""
+"""Flags of the cache's settings, without torch or megatron."""
 
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention_backend": ("--attention-backend",),
     }
 )
-"""The flags of a field: Megatron's name first, then a short alias."""
+"""Flags of a field: Megatron's name first, then a short alias."""
 
 _SWITCHES = {
     "adaptive_drafts": "draft only if it raises throughput, or in every step (default: only if)",
@@ -54,8 +54,8 @@ def add_cache_arguments(parser: Any) -> None:
     add("prefix_caching_mamba_gb", "Megatron's GiB for states, added to --cache-gb", type=float, metavar="G")
     add("num_cuda_graphs", "number of batch sizes captured as CUDA graphs; 0 is none", type=int, metavar="N")
     add("max_tokens", "maximum tokens computed in a step", type=int, metavar="N")
-    beside = "maximum prompt tokens in a step in which requests decode (default: as many as fit)"
-    add("max_prompt_tokens_beside_decode", beside, type=int, metavar="N")
+    limit = "maximum prompt tokens in a step in which requests decode (default: as many as fit)"
+    add("max_prompt_tokens_beside_decode", limit, type=int, metavar="N")
     add("max_sequence_length", "maximum prompt and generated tokens of a request", type=int, metavar="N")
     add("eviction", "eviction by expected savings, or least recently used (default: cost)", choices=rules["eviction"])
     kept = "block boundaries inside a reply whose states are kept: the newest, all or none (default: rolling)"
@@ -71,7 +71,7 @@ def add_cache_arguments(parser: Any) -> None:
 
 
 def config_of(arguments: Namespace, **settings: object) -> CacheConfig:
-    """Return the config of parsed flags; a flag that was not given leaves `settings` or the default.
+    """Return the config of parsed flags, with `settings` as defaults.
 
     A budget among the flags replaces that of `settings`.
 
@@ -92,11 +92,11 @@ def given_settings(arguments: Namespace) -> dict[str, Any]:
 
 
 def given_budget(arguments: Namespace) -> float | None:
-    """Return the GiB of the budget that parsed flags give, added up; None: no flag gives any."""
+    """Return the budget of parsed flags in GiB; None without one."""
     given = {name: value for name, value in given_settings(arguments).items() if name in BUDGET}
     return CacheConfig(**given).cache_gb if given else None
 
 
 def argument_of(field: str) -> str:
-    """Return the name of a field in a parsed `Namespace`: that of its first flag."""
+    """Return the name of a field in a parsed `Namespace`."""
     return FLAGS[field][0].lstrip("-").replace("-", "_")

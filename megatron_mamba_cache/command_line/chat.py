@@ -1,4 +1,4 @@
-"""The chat command: a conversation in the terminal, with a server of its own if the flags name a model."""
+"""The chat command: a conversation in the terminal."""
 
 import os
 import re
@@ -57,17 +57,17 @@ class Chat:
         if arguments.system is not None:
             self._start.append({"role": "system", "content": arguments.system})
         self._messages = list(self._start)
-        self._said: list[str] | None = arguments.say or None
+        self._user_text: list[str] | None = arguments.say or None
 
     def run(self) -> int:
-        """Take turns until the input ends; a turn that the server refuses is left out of the conversation.
+        """Take turns until the input ends; drop turns that the server refuses.
 
         Raises:
             ChatError: If a turn fails that was given by a flag.
         """
-        if self._said is None:
+        if self._user_text is None:
             print(f"{self._model} at {self._client.url}: {_HELP}")
-        for line in self._typed() if self._said is None else self._said:
+        for line in self._typed() if self._user_text is None else self._user_text:
             if line == "/quit":
                 break
             if line == "/clear":
@@ -89,7 +89,7 @@ class Chat:
             turn.finish_reason = "interrupted"
         except ChatError as error:
             self._messages.pop()
-            if self._said is not None:
+            if self._user_text is not None:
                 raise
             print(f"\n{error}", file=sys.stderr)
             return
@@ -109,7 +109,7 @@ class Chat:
 
 @contextmanager
 def _server_of(arguments: Namespace, starts_own: bool) -> Iterator[str]:
-    """Yield the URL of the server, started here and stopped afterwards if the flags name a model to load."""
+    """Yield the server's URL; serve the flags' model meanwhile if they name one."""
     if not starts_own:
         yield arguments.url or DEFAULT_URL
         return
@@ -119,7 +119,7 @@ def _server_of(arguments: Namespace, starts_own: bool) -> Iterator[str]:
 
 @contextmanager
 def own_server(arguments: Namespace) -> Iterator[str]:
-    """Serve the model of the flags on a free port of this machine; yield the URL, and stop the server afterwards.
+    """Serve the flags' model on a free local port and yield the URL; stop at the end.
 
     A signal that would end this process raises `SystemExit` until then.
 

@@ -1,4 +1,4 @@
-"""One turn of a chat with a server of OpenAI's API, streamed, and what it took."""
+"""A streaming client of a server with OpenAI's chat API."""
 
 import json
 import time
@@ -25,7 +25,7 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Turn:
-    """One reply: its text so far and what it took.
+    """One reply: its text so far, tokens and times.
 
     Args:
         first_token_s: Seconds until the first text; None if there is none.
@@ -91,7 +91,7 @@ class ChatClient:
     def stream(
         self, turn: Turn, model: str, messages: Sequence[Message], settings: Mapping[str, Any]
     ) -> Generator[str, None, None]:
-        """Yield a reply's text as it comes, and note in `turn` what it took; closing this cancels the reply.
+        """Yield a reply's text as it arrives and fill `turn`; closing this cancels the reply.
 
         Raises:
             ChatError: If the server cannot be reached, refuses or fails.
@@ -131,7 +131,7 @@ def _events(reply: Any) -> Iterator[dict[str, Any]]:
 
 
 def _note(turn: Turn, event: Mapping[str, Any]) -> str:
-    """Note what an event of the stream says; return its text."""
+    """Record an event of the stream in the turn and return its text."""
     if event.get("error"):
         error = event["error"]
         raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))

@@ -1,4 +1,4 @@
-"""The commands, the flags of each, and their completion in a shell. Imports neither torch nor megatron."""
+"""Commands, their flags and shell completion, without torch or megatron."""
 
 from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from .sizing import DEFAULTS_IN_WORDS
 
 GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
 EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
-"""For the built-in editing sessions: a small model that always takes the likeliest token soon repeats itself."""
+"""Sampling of the built-in editing sessions: a small model repeats itself if greedy."""
 
 SHELLS = ("bash", "zsh", "fish")
 _COMPLETION_IN_WORDS = (
@@ -50,7 +50,7 @@ _SOURCES_IN_WORDS = (
 
 
 def print_completion(parser: ArgumentParser, shell: str) -> None:
-    """Print the script of a shell for a whole command line."""
+    """Print the completion script of a shell."""
     import shtab  # not needed by any other command
 
     for action in _actions_of(parser):
@@ -248,4 +248,4 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], None]]] = {
         _add_plan_arguments,
     ),
 }
-"""Each command: its line in the help, its description and what adds its flags."""
+"""Help line, description and flags of each command."""

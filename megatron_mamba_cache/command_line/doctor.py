@@ -1,4 +1,4 @@
-"""The doctor command: what this machine has, and which kernels run on it and why."""
+"""The doctor command: a report of this machine and its kernels."""
 
 import platform
 from argparse import Namespace
@@ -20,7 +20,7 @@ _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which implementation of an operation runs, and why.
+    """The implementation of an operation that runs, and the reason.
 
     Args:
         functions: Names of the functions that run it, in `module` of the package.
@@ -76,7 +76,7 @@ _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256
 
 
 def print_diagnosis(arguments: Namespace) -> int:
-    """Print device, versions, kernels, extras and optional packages; return 1 if package or model cannot be used.
+    """Print the report; return 1 if the package or the model cannot be used.
 
     A missing piece is a line, never an exception.
     """
@@ -104,7 +104,7 @@ def _model(directory: Path) -> _Model:
 
 
 def _needs(directory: Path) -> str:
-    """Return layers, positions, the bytes of a token and of a state, and how the weights are quantized."""
+    """Return a model's layers, positions, cache bytes and quantization as text."""
     architecture, shape = described_shape(directory)
     from ..models.checkpoints.quantization_config import QuantizationConfig  # imports torch
 
@@ -154,7 +154,7 @@ def _device() -> str:
 
 
 def _obstacle() -> str | None:
-    """Return why the package cannot be used; None if it can."""
+    """Return the reason why the package cannot be used; None if it can."""
     try:
         import_module("..build", __package__)
         unmet = unmet_requirements()

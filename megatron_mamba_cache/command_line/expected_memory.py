@@ -1,4 +1,4 @@
-"""True if a model's requests fit the memory that flags give, known before a weight is read."""
+"""Memory checks of flags against a model's configuration, before weights are read."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +26,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
 
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
-"""Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
+"""Returns fields of `CacheConfig` for a model's shape and maximum length."""
 
 DraftSettings = Callable[[HybridModelShape, int, CacheConfig], Mapping[str, Any]]
-"""Returns them for a draft model, given the engine's settings too; all ranks of the model call it."""
+"""Returns them for a draft model from the engine's settings; a collective."""
 
 
 def check_memory(
@@ -39,10 +39,9 @@ def check_memory(
     settings: Settings,
     draft_settings: DraftSettings,
 ) -> None:
-    """Raise `UsageError` if the flags do not fit the model or its draft model; all their ranks call it.
+    """Raise `UsageError` if flags do not fit the model or its draft model; a collective.
 
-    A directory that cannot be read is passed over, since loading it says why; so is the random model (None), which is
-    built at once.
+    A directory that cannot be read is skipped, since loading it reports the error, and so is the random model (None).
 
     Args:
         device: "cpu" or "cuda".
@@ -74,10 +73,10 @@ def check_memory(
 
 
 def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device: str) -> str | None:
-    """Return the dtype that a model's weights get, "fp32" or "bf16"; None: the checkpoint's own.
+    """Return the dtype of a model's weights, "fp32" or "bf16"; None: the checkpoint's.
 
     Args:
-        dtype: What the flags say; None: the checkpoint's own on a GPU, and fp32 on a CPU and for built-in models.
+        dtype: From the flags; None: the checkpoint's on a GPU, fp32 on a CPU and for built-in models.
     """
     if fills_card(directory, device):
         return dtype
@@ -86,7 +85,7 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
 
 @contextmanager
 def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None]:
-    """Turn the errors of settings that do not fit the model or the machine into `UsageError`."""
+    """Turn errors of settings that do not fit into `UsageError`."""
     prefix = "the drafter's own cache: " if is_draft else ""
     try:
         yield
@@ -103,7 +102,7 @@ def _notes_of(error: Exception) -> str:
 
 
 class _Refused(NamedTuple):
-    """A budget that is too small, and the least that is enough."""
+    """A budget that is too small, and the smallest sufficient one."""
 
     least_gb: float
     message: str
@@ -112,7 +111,7 @@ class _Refused(NamedTuple):
 def _refused(
     config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, *, is_draft: bool = False
 ) -> _Refused | None:
-    """Return why one budget is too small for a model that has a share of it; None if it is not.
+    """Return the refusal of a budget too small for a model's share; None if it fits.
 
     Raises:
         UsageError: If the settings do not fit for another reason.
@@ -131,7 +130,7 @@ def _refused(
 def _expected(
     directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks
 ) -> tuple[HybridModelShape, int] | None:
-    """Return the shape of this rank's part of a model, and the most tokens that it reads; None if a rank cannot.
+    """Return the shape and maximum length of this rank's shard; None if a rank cannot read it.
 
     Args:
         dtype: Of the weights; None: that of the checkpoint.

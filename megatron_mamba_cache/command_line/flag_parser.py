@@ -1,4 +1,4 @@
-"""The parser of a command's flags, which a YAML file and the environment may set too."""
+"""The parser of flags from the command line, the environment and a YAML file."""
 
 import json
 import os
@@ -19,13 +19,13 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
 class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
-    """Parses flags; the command line overrides environment variables, which override the file of --config.
+    """Parses flags: command line over environment over the file of --config.
 
     A mistake raises `UsageError`, so that the caller can report it in one line. `set_flags` of the parsed namespace
     holds what the environment and the file set and the command line did not override.
 
     Args:
-        first_word: Flag that a first word without dashes is the value of; None: there is none.
+        first_word: Flag whose value may be a first word without dashes; None: there is none.
     """
 
     def __init__(self, *args: Any, first_word: str | None = None, **settings: Any) -> None:
@@ -44,7 +44,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
         self._of_environment: dict[str, SetFlag] = {}
 
     def add_config_argument(self, group: Any) -> None:
-        """Add --config to a group; without it neither a file nor a variable is read."""
+        """Add --config to a group, which enables files and variables."""
         group.add_argument(
             "--config",
             metavar="FILE.yaml",
@@ -55,14 +55,14 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
 
     @property
     def settable(self) -> SettableFlags:
-        """The flags that a file or the environment may set."""
+        """Flags that a file or the environment may set."""
         return SettableFlags(self._actions)
 
     @override
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **_: Any
     ) -> tuple[Namespace, list[str]]:
-        """Parse; see `ArgumentParser`.
+        """Parse flags as `ArgumentParser` does.
 
         Raises:
             UsageError: For a mistake, naming the flag and what set it.
@@ -89,12 +89,12 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
         raise UsageError(placed(message.removeprefix("argument "), self._in_effect()))
 
     def _read_file(self, path: Path) -> dict[str, Value]:
-        """Return what a file sets, as the library inserts it into the command line."""
+        """Return the flags of a file, as inserted into the command line."""
         self._of_file = self.settable.of_file(path)
         return {name: one.value for name, one in self._of_file.items()}
 
     def _in_effect(self) -> tuple[SetFlag, ...]:
-        """Return what the environment and the file set of the last parsed flags, unless it is overridden."""
+        """Return the last parsed flags that the environment or the file set."""
         found = []
         for source, settings in self.get_source_to_settings_dict().items():
             if source == "environment_variables":
@@ -118,7 +118,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
 
 
 class _FileReader(configargparse.ConfigFileParser):  # type: ignore[misc]
-    """Reads the file of --config for the library, which takes this class and makes an object of it."""
+    """Reads the file of --config for configargparse."""
 
     @override
     def parse(self, stream: Callable[[], dict[str, Value]]) -> OrderedDict[str, Value]:
@@ -136,7 +136,7 @@ def flags_of(parser: Any) -> set[str]:
 
 
 def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
-    """Put in front of a message where the flags that it is about were set, if not on the command line.
+    """Return a message with the sources of its flags, unless on the command line.
 
     Flags after the first semicolon are advice.
     """

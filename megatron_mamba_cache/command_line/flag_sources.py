@@ -1,4 +1,4 @@
-"""Flags that a YAML file or environment variables set, checked against the flags of a command."""
+"""Flags from a YAML file or from environment variables."""
 
 import re
 from argparse import Action, BooleanOptionalAction
@@ -13,7 +13,7 @@ import yaml
 
 
 class UsageError(Exception):
-    """A bad flag, file or line; the message is one line that names it and says what to do."""
+    """A bad flag, file or line; the message is one line with the remedy."""
 
 
 _LEAST_LIKENESS = 0.65
@@ -55,11 +55,11 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--ssl-certfile": "terminate TLS in a proxy before the server",
     }
 )
-"""Flags of `vllm serve`, and what to do instead."""
+"""Flags of `vllm serve` and their replacements."""
 
 
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
-    """Return one line about a flag that a command does not have.
+    """Return the error line of an unknown flag.
 
     Args:
         known: The command's own flags.
@@ -75,7 +75,7 @@ def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that is most like another one; None if none is."""
+    """Return the most similar known name; None if none is similar."""
     longer = sorted((one for one in known if one.startswith(name)), key=len)
     alike = get_close_matches(name, sorted(known), n=1, cutoff=_LEAST_LIKENESS)
     return next(iter([*longer, *alike]), None)
@@ -93,12 +93,12 @@ Value = str | list[str]
 
 @dataclass(frozen=True, slots=True)
 class SetFlag:
-    """A flag that something other than the command line sets.
+    """A flag that a file or a variable sets.
 
     Args:
-        flag: As it is spelled there, such as "--block-size".
+        flag: Such as "--block-size".
         value: As argparse reads it; "true" or "false" of a flag without a value.
-        source: Names the variable, or the file, line and key.
+        source: The variable, or the file, line and key.
     """
 
     flag: str
@@ -108,7 +108,7 @@ class SetFlag:
 
 
 class SettableFlags:
-    """The flags of a command that a file or the environment may set, by each of their long names."""
+    """Flags of a command that a file or the environment may set, by long name."""
 
     def __init__(self, actions: Iterable[Action]) -> None:
         self._actions = {
@@ -120,7 +120,7 @@ class SettableFlags:
         }
 
     def of_file(self, path: Path) -> dict[str, SetFlag]:
-        """Return what a YAML file sets, by the first long name of each flag, without dashes.
+        """Return the flags of a YAML file by first long name, without dashes.
 
         Raises:
             UsageError: Naming the file and the line.
@@ -128,7 +128,7 @@ class SettableFlags:
         return self._collected(self._in_file(path))
 
     def of_environment(self, environment: Mapping[str, str]) -> dict[str, SetFlag]:
-        """Return what environment variables set, likewise.
+        """Return the flags of environment variables, as `of_file`.
 
         Raises:
             UsageError: Naming the variable.
@@ -181,7 +181,7 @@ class SettableFlags:
 
 
 def misspelled_variables(environment: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a note for each variable that looks like that of a flag and is none.
+    """Yield a note for each variable that resembles a flag's.
 
     Args:
         known: Flags of all commands.
@@ -205,7 +205,7 @@ def variable_of(flag: str) -> str:
 
 
 def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | None:
-    """Return what to write instead of an unknown name; None if nothing is like it.
+    """Return a replacement of an unknown name; None if none is similar.
 
     Args:
         prefix: Put in front of a known name.
@@ -222,12 +222,12 @@ def _is_settable(action: Action) -> bool:
 
 
 def _takes_list(action: Action) -> bool:
-    """Return True if a flag may have several values: in one place, or by being given several times."""
+    """Return True if a flag may have several values."""
     return action.nargs in ("+", "*") or type(action).__name__ == "_AppendAction"
 
 
 def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Return the keys and values of a file's mapping; scalars keep the text that was written."""
+    """Return the keys and values of a file's mapping; scalars keep their text."""
     try:
         with path.open(encoding="utf-8") as file:
             root = yaml.compose(file, yaml.SafeLoader)
@@ -260,7 +260,7 @@ def _is_null(node: yaml.ScalarNode) -> bool:
 
 
 def _listed(text: str, variable: str) -> list[str]:
-    """Return the items of a variable: a YAML list in brackets, or words as on the command line."""
+    """Return the items of a variable: a YAML list in brackets, or shell words."""
     if not text.startswith("["):
         return text.split()
     try:

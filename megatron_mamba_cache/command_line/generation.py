@@ -41,7 +41,7 @@ EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """One model and the flags that requests run with.
+    """A model and the flags of its requests.
 
     Args:
         replicas: The processes that hold it and its replicas.
@@ -89,14 +89,14 @@ class Generation:
         return not isinstance(self._model.tokenizer, TokenIdTokenizer)
 
     def run(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines once, report, and return the exit status."""
+        """Run the lines once, print the report and return the exit status."""
         result = self._run_engines(lines, self._config, "generating")
         later = self._report(lines, result)
         self._write(result, **later.as_dict())
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with the cache and without it, report both, and return 1 if outputs differ but must not.
+        """Run the lines with and without the cache; return 1 if outputs differ unexpectedly.
 
         The run without the cache has no drafts either.
         """
@@ -127,14 +127,14 @@ class Generation:
         return 0
 
     def _run_engines(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
-        """Run each model's share of the lines; return the results of all."""
+        """Run this model's lines and return the results of all models."""
         return self._replicas.gather(self._run_engine(self._replicas.share(lines), config, title))
 
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         with (
             closing(self._replicas.make(lambda: engine_for(self._model, config, self._seed, self._drafter))) as engine,
-            # disable=None: no bar unless stderr is a terminal.
+            # disable=None: no progress bar unless stderr is a terminal.
             tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar,
         ):
             engine.warmup()
@@ -173,7 +173,7 @@ class Generation:
 
 
 def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) -> str | None:
-    """Return why outputs may depend on cache, batch and drafts; None if they must not."""
+    """Return the reason why outputs may depend on cache or batch; None if they must not."""
     if dtype == "bf16":
         return "bf16 may, where rounding depends on the batch"
     if getattr(arguments, argument_of("cached_state_dtype")) == "int8":

@@ -1,4 +1,4 @@
-"""The processes that run a command together, as torchrun starts them. Imports neither torch nor megatron."""
+"""The processes of a torchrun launch, without torch or megatron."""
 
 import os
 from argparse import Namespace
@@ -13,7 +13,7 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among those of a launch; without a launcher it is the only one."""
+    """A process of a launch; without a launcher, the only one."""
 
     rank: int = 0
     num_processes: int = 1
@@ -22,7 +22,7 @@ class Launch:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Read the variables that torchrun sets for each process.
+        """Read torchrun's environment variables.
 
         Raises:
             UsageError: If one of torchrun's variables is not a number.
@@ -40,16 +40,16 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """True for the process that prints for all."""
+        """True for the process that prints."""
         return self.rank == 0
 
     @property
     def is_on_several_machines(self) -> bool:
-        """True when the launcher has started processes on other machines too."""
+        """True when processes run on several machines."""
         return self.num_on_machine is not None and self.num_on_machine < self.num_processes
 
     def num_replicas(self, arguments: Namespace) -> int:
-        """Return how many models the processes hold, each on tensor times pipeline processes.
+        """Return the number of models, each on tensor times pipeline processes.
 
         Raises:
             UsageError: Naming the flags, if the processes cannot be divided.
@@ -70,7 +70,7 @@ class Launch:
 
 
 def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
-    """Return each replica's lines: sessions, and lines without one, are dealt in turn, so a session stays together."""
+    """Divide lines among replicas round-robin, keeping sessions together."""
     shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
     replica_of: dict[str | int, int] = {}
     num_dealt = 0

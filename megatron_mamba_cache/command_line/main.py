@@ -1,4 +1,4 @@
-"""Parse a command, run it, and end. torch and megatron are imported only once the flags are known to be good."""
+"""Entry point: parses the flags, then imports torch and megatron and runs the command."""
 
 import atexit
 import gc
@@ -59,7 +59,7 @@ def serve(arguments: Namespace) -> int:
 
         with joined_processes(launch, arguments, device) as replicas:
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
-            gc.freeze()  # modules and weights stay; no later collection, the one in `close` included, has to scan them
+            gc.freeze()  # exempt modules and weights from later collections, that of `close` included
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)
@@ -161,7 +161,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
 
 
 class QuickEnd:
-    """Ends the process after all exit handlers, without the seconds that Python takes to tear down torch and megatron.
+    """Ends the process after all exit handlers, without the slow teardown of torch.
 
     Make it before torch is imported: exit handlers run in the reverse order of their registration. Until `arm` is
     called, the process ends like any other.
@@ -191,7 +191,7 @@ def _note_misspelled_variables(parser: FlagParser) -> None:
 
 
 def _speaks_for_all() -> bool:
-    """Return True if this is the first process of a launch; True if it cannot tell."""
+    """Return True if this may be the first process of a launch."""
     try:
         return Launch.of_environment().is_first
     except UsageError:

@@ -1,4 +1,4 @@
-"""The model that flags choose, and what its configuration says. Imports neither torch nor megatron."""
+"""The model of the flags, without torch or megatron."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "small_python_model"
 MODEL_FLAGS = ("--hf-model", "--model")
-"""The flag of a Hugging Face model, and its alias."""
+"""Flag of a Hugging Face model, and its alias."""
 _SHIPPED_FILES = ("config.json", "model.safetensors")
 
 
 class ModelFormat(Enum):
-    """How the weights of a directory are stored."""
+    """Storage format of a directory's weights."""
 
     HUGGING_FACE = "--hf-model"
     MEGATRON = "--load"
@@ -47,14 +47,14 @@ class ModelDirectory:
         """Raise `UsageError` for a text prompt if the directory exists and has no tokenizer.
 
         Args:
-            file: Where the lines come from; None if they are built in.
+            file: Source of the lines; None if they are built in.
         """
         if self.path.is_dir() and not has_tokenizer(self.path):
             require_token_ids(lines, file, self.path)
 
 
 def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
-    """Return what the flags name, or else the shipped model; None for the random model."""
+    """Return the flags' model or the shipped one; None for the random model."""
     if arguments.hf_model is not None:
         return ModelDirectory(Path(arguments.hf_model), ModelFormat.HUGGING_FACE)
     if arguments.load is not None:
@@ -65,14 +65,14 @@ def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
 
 
 def draft_directory(arguments: Namespace) -> ModelDirectory | None:
-    """Return the directory of the draft model; None where none is named."""
+    """Return the directory of the draft model; None without one."""
     if arguments.draft_hf_model is None:
         return None
     return ModelDirectory(Path(arguments.draft_hf_model), ModelFormat.HUGGING_FACE)
 
 
 def has_shipped_model() -> bool:
-    """Return True if the files of the trained model came with this installation."""
+    """Return True if this installation includes the trained model."""
     return all((SHIPPED_MODEL / name).is_file() for name in _SHIPPED_FILES)
 
 
@@ -82,10 +82,10 @@ def fills_card(directory: ModelDirectory | None, device: str) -> bool:
 
 
 def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelShape]":
-    """Return the architecture of a directory's configuration, and the shape of the whole model; imports torch.
+    """Return architecture and shape of a directory's model; imports torch.
 
     Raises:
-        ValueError, OSError: If the configuration cannot be read, or describes no model that is served.
+        ValueError, OSError: If the configuration cannot be read, or describes an unsupported model.
     """
     from ..models.checkpoints.hugging_face import read_sizes
     from ..models.shard_shape import shard_shape
@@ -98,7 +98,7 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:
-    """Raise `UsageError` for the first line whose prompt is text, since there is no tokenizer to read it."""
+    """Raise `UsageError` for the first line whose prompt is text."""
     line = next((line for line in lines if isinstance(line.prompt, str)), None)
     if line is None:
         return

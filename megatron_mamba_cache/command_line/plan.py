@@ -1,4 +1,4 @@
-"""The command `plan`: what caches of several sizes would have skipped of a recorded load."""
+"""The plan command: tokens that caches of several sizes would skip of a recorded load."""
 
 import json
 from argparse import Namespace
@@ -77,7 +77,7 @@ def _check(arguments: Namespace) -> None:
 
 
 def _sizes(arguments: Namespace) -> CacheSizes:
-    """Return what the model of the flags stores."""
+    """Return the cache bytes of the flags' model."""
     given = {
         "--kv-bytes-per-token": arguments.kv_bytes_per_token,
         "--state-bytes": arguments.state_bytes,
@@ -100,7 +100,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
 def _sizes_of(
     directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"], log_level: str
 ) -> CacheSizes:
-    """Return what a model stores under an engine's default dtypes but for cached states; imports torch."""
+    """Return a model's cache bytes with default dtypes except for cached states; imports torch."""
     try:
         with quiet_libraries(log_level):
             _, shape = described_shape(directory)

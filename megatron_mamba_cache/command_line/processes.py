@@ -21,18 +21,18 @@ Made = TypeVar("Made")
 
 
 class Replicas:
-    """The models of a command's processes; this class has one, in this process."""
+    """Models of a command's processes; this class has one, in this process."""
 
     def make(self, build: Callable[[], Made]) -> Made:
-        """Return what each process builds; if one fails, all do."""
+        """Run `build` on each process; if one fails, all do."""
         return build()
 
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
-        """Return the lines that this process's model runs."""
+        """Return the lines of this process's model."""
         return list(lines)
 
     def any_continues(self, has_requests: bool) -> bool:
-        """Return True if this process has to step, for its own requests or for ranks that share its experts."""
+        """Return True if this process must step, for itself or for ranks that share experts."""
         return has_requests
 
     def gather(self, result: RunResult) -> RunResult:
@@ -65,7 +65,7 @@ class SeveralProcesses(Replicas):
 
     @override
     def make(self, build: Callable[[], Made]) -> Made:
-        """Return what each process builds; if one fails, all do.
+        """Run `build` on each process; if one fails, all do.
 
         Raises:
             UsageError: That of the first process that raised one.
@@ -130,6 +130,6 @@ def own_process_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_processes(launch: Launch, arguments: Namespace, device: str) -> Iterator[Replicas]:
-    """Join the processes of a launch, of which only the first prints, and leave `torch.distributed` as it was found."""
+    """Join the processes of a launch for the block; only the first one prints."""
     with own_process_groups(), speaking_for_all(launch):
         yield Replicas() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)

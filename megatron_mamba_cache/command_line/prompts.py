@@ -1,4 +1,4 @@
-"""Read a file of prompts: one JSON object a line."""
+"""Files of prompts: one JSON object per line."""
 
 import json
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def parse_line(request_id: int, line: str) -> PromptLine:
     """Parse one line.
 
     Raises:
-        UsageError: Saying what is wrong with it.
+        UsageError: Naming the mistake.
     """
     try:
         found = json.loads(line)

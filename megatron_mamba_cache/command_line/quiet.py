@@ -1,4 +1,4 @@
-"""Keep the warnings of megatron-core and torch off the terminal, and this package's own warnings on it."""
+"""Log levels of the command: library warnings are hidden, our own shown."""
 
 import faulthandler
 import logging
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 _OWN = "megatron_mamba_cache"
 _PROGRESS = f"{_OWN}.kernels.progress"
-# Importing torch sets the level of its own logger, but not of those below it.
+# Importing torch sets the level of its own logger, but not of its children.
 _OTHERS = ("megatron", "torch", "torch.utils.cpp_extension")
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -19,7 +19,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @contextmanager
 def quiet_libraries(level: str = "warning") -> Iterator[None]:
-    """Show only this package's log messages of a level while the block runs; with "debug" those of libraries too."""
+    """Show only our log messages of a level in the block; with "debug", all."""
     shown = logging.getLevelNamesMapping()[level.upper()]
     own, others = logging.getLogger(_OWN), [logging.getLogger(name) for name in _OTHERS]
     loggers = [own, *others]
@@ -44,7 +44,7 @@ def quiet_libraries(level: str = "warning") -> Iterator[None]:
 
 
 def hide_stacks_of_signals() -> None:
-    """Import the module of megatron-core that prints a stack at SIGTERM and SIGINT, and unregister that."""
+    """Unregister megatron-core's stack printing at SIGTERM and SIGINT."""
     import megatron.core.inference.data_parallel_inference_coordinator  # noqa: F401  # imports torch
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -52,7 +52,7 @@ def hide_stacks_of_signals() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes warnings to the current stderr, which only the first process of a launch shows; errors to the real one."""
+    """Writes warnings to the current stderr, and errors to the process's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def own_warnings_hidden() -> Iterator[None]:
-    """Hide this package's warnings too, where the command already knows them, but not its progress messages."""
+    """Hide our warnings but not progress messages in the block."""
     own, progress = logging.getLogger(_OWN), logging.getLogger(_PROGRESS)
     levels = own.level, progress.level
     own.setLevel(logging.ERROR)

@@ -46,15 +46,15 @@ class ReadyModel:
 
     @property
     def writes_text(self) -> bool:
-        """True when its replies are worth reading in full."""
+        """True when its replies are meaningful text."""
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 
 def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str) -> ReadyModel:
-    """Load a model onto the current device, or build the random one (None), with TF32 off so that fp32 is fp32.
+    """Load a model onto the current device, or build the random one (None), without TF32.
 
     Args:
-        dtype: "fp32" or "bf16"; None: see `dtype_of_weights`.
+        dtype: "fp32" or "bf16"; None: by `dtype_of_weights`.
         device: "cpu" or "cuda".
 
     Raises:
@@ -109,7 +109,7 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
 
 
 def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
-    """Return a function that makes a drafter, since each engine needs its own. A draft model is loaded once, here.
+    """Return a factory of drafters, one for each engine; load a draft model once.
 
     Args:
         model: The model that verifies the drafts; a draft model's weights get its dtype.
@@ -183,7 +183,7 @@ def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> 
 
 
 def _layers(pattern: str, recurrent: str) -> str:
-    """Return a layer pattern with the meaning of its symbols."""
+    """Return a layer pattern with a legend."""
     names = {"M": recurrent, **_SYMBOLS}
     meanings = ", ".join(f"{symbol} {name}" for symbol, name in names.items() if symbol in pattern)
     return f"layers {pattern} ({meanings})"

@@ -1,4 +1,4 @@
-"""The lines that a run prints: replies, a table of requests, a summary, and the gain over a run without cache."""
+"""Printed report of a run: replies, requests, summary and gain of the cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ _HEADER = ("request", "prompt tokens", "cached", "generated", "first token", "to
 
 
 def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
-    """Yield a small table of what the cache saved."""
+    """Yield a table of the cache's savings."""
     rows = (
         ("", "with cache", "without"),
         ("prompt tokens computed", str(cached.computed_tokens), str(uncached.computed_tokens)),
@@ -33,7 +33,7 @@ def comparison_lines(cached: RunResult, uncached: RunResult) -> Iterator[str]:
 
 
 def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield the end of each prompt, marked "|", and its reply, marked ">"; of a session only those of the last turn.
+    """Yield each prompt's end, marked "|", and its reply, marked ">".
 
     All characters are printable ASCII. A prompt that ends inside a line is continued on it.
 
@@ -53,7 +53,7 @@ def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], p
 
 
 def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each request: the end of its prompt and the start of its reply, in ASCII.
+    """Yield a line for each request: end of the prompt and start of the reply.
 
     Args:
         prompts: The prompts as text, one for each record.
@@ -74,7 +74,7 @@ def table_lines(records: Sequence[RequestRecord]) -> Iterator[str]:
 
 
 def summary_line(result: RunResult) -> str:
-    """Return what the cache did in one line."""
+    """Return the cache's savings in one line."""
     counters = result.cache.counters
     share = 100 * result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
     found = {"the host": result.cached_tokens_from_host, "the disk": result.cached_tokens_from_disk}
@@ -88,13 +88,13 @@ def summary_line(result: RunResult) -> str:
 
 
 def compilation_line(result: RunResult) -> str:
-    """Return in one line what Triton compiled in this process; after a warmup, requests compile nothing."""
+    """Return Triton's compilations of this process in one line."""
     count, seconds = result.cache.num_compiled_kernels, result.cache.compile_seconds
     return f"compiled {count} kernel{'s' * (count != 1)} in {seconds:.1f} s"
 
 
 def graphs_line(result: RunResult) -> str:
-    """Return in one line which step shapes were captured as CUDA graphs, and how many steps replayed one."""
+    """Return captured CUDA graphs and replayed steps in one line."""
     cache, counters = result.cache, result.cache.counters
     return (
         f"captured {cache.num_graphs} step shape{'s' * (cache.num_graphs != 1)} in {cache.capture_seconds:.1f} s, "
@@ -103,7 +103,7 @@ def graphs_line(result: RunResult) -> str:
 
 
 def drafts_line(result: RunResult) -> str:
-    """Return in one line how many drafts were accepted."""
+    """Return the acceptance of drafts in one line."""
     counters = result.cache.counters
     if not counters.draft_tokens:
         return f"nothing was drafted in {counters.decode_rows} decode steps of requests"
@@ -115,7 +115,7 @@ def drafts_line(result: RunResult) -> str:
 
 
 def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
-    """Return why no prompt token was skipped; None if some were."""
+    """Return the reason why no prompt token was skipped; None if some were."""
     counters, block = result.cache.counters, config.block_size_tokens
     if result.cached_tokens:
         return None
@@ -156,13 +156,13 @@ def _rest_line(records: Sequence[RequestRecord]) -> Iterator[str]:
 
 
 def _end_of(text: str) -> str:
-    """Return the last characters of the text, safe to print in one line."""
+    """Return the printable end of a text in one line."""
     shown = ascii(text[-_PROMPT_EXCERPT:])
     return f"...{shown}" if len(text) > _PROMPT_EXCERPT else shown
 
 
 def _start_of(text: str) -> str:
-    """Return the first characters of the text, safe to print in one line."""
+    """Return the printable start of a text in one line."""
     shown = ascii(text[:_REPLY_EXCERPT])
     return f"{shown}..." if len(text) > _REPLY_EXCERPT else shown
 
@@ -181,7 +181,7 @@ def _continued(prompt: str, reply: str) -> Iterator[str]:
 
 
 def _printable(line: str) -> str:
-    """Escape whatever could move a terminal's cursor or is not ASCII, and cut what is too long."""
+    """Escape characters that are not printable ASCII, and cut long lines."""
     shown = "".join(map(_printable_character, line.expandtabs(4)))
     return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]}..."
 

@@ -20,7 +20,7 @@ from .results import RequestRecord, RunResult
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags:
-    """How tokens are sampled, and how many if a line does not say."""
+    """Sampling of lines, and the number of tokens of lines that do not set it."""
 
     num_tokens: int
     temperature: float
@@ -43,7 +43,7 @@ class SamplingFlags:
 
 
 class SessionQueue:
-    """Hands out lines so that each session's run in order; nothing else delays a line."""
+    """Orders lines: those of a session run one after another."""
 
     def __init__(self, lines: Iterable[PromptLine]) -> None:
         self._first: list[PromptLine] = []
@@ -58,7 +58,7 @@ class SessionQueue:
                 self._first.append(line)
 
     def initial_lines(self) -> list[PromptLine]:
-        """Return the lines that wait for no other, in the file's order."""
+        """Return the first line of each session and all lines without one, in order."""
         return list(self._first)
 
     def line_after(self, finished: PromptLine) -> PromptLine | None:
@@ -69,12 +69,12 @@ class SessionQueue:
 
 
 class RequestRunner:
-    """Feeds lines to an engine that has no other user.
+    """Runs lines on an engine.
 
     Args:
         tokenizer: Turns the lines' text into tokens, and tokens into text.
         on_tokens: Called after a step with the number of tokens it generated.
-        continues: Given whether there are requests, returns whether to step.
+        continues: Given if there are requests, returns True to step.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RequestRunner:
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, lines: Iterable[PromptLine]) -> RunResult:
-        """Run all lines to their end; the record of a line that cannot run has the reason."""
+        """Run all lines; the record of a line that cannot run has the reason."""
         queue = SessionQueue(lines)
         start = time.perf_counter()
         for line in queue.initial_lines():
@@ -111,7 +111,7 @@ class RequestRunner:
         return RunResult(records, self._engine.context.snapshot(), time.perf_counter() - start)
 
     def _start_session(self, line: PromptLine | None, queue: SessionQueue) -> None:
-        """Give the engine `line`, or the first after it in its session whose tokens fit a tensor."""
+        """Submit `line`, or the next one of its session whose tokens fit a tensor."""
         while line is not None:
             record = self._open_record(line)
             if record.error is None:
@@ -131,7 +131,7 @@ class RequestRunner:
         return record
 
     def _note_tokens(self, request_ids: Iterable[int], now: float) -> None:
-        """Record what running requests have generated since the last step."""
+        """Record the tokens that running requests have generated."""
         for request_id in request_ids:
             record = self._records[request_id]
             parts = self._engine.requests[request_id].record.requests

@@ -1,4 +1,4 @@
-"""The results of a run: records, a summary, what later turns skipped, a comparison of two runs, and their file."""
+"""Results of a run: records, summary, comparison and output file."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class RequestRecord:
 
     Args:
         cached_tokens: Prompt tokens skipped at its first admission.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
+        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
         draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
         time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
     """
@@ -50,7 +50,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The records of a run in the order of their ids, the cache afterwards, and how long it took."""
+    """Records of a run in the order of ids, with the cache's final state and the time."""
 
     records: list[RequestRecord]
     cache: CacheSnapshot
@@ -58,7 +58,7 @@ class RunResult:
 
     @property
     def completed(self) -> list[RequestRecord]:
-        """The records of requests that ran."""
+        """Records of requests that ran."""
         return [record for record in self.records if record.error is None]
 
     @property
@@ -114,9 +114,7 @@ class RunResult:
 
 
 def together(results: Sequence[RunResult]) -> RunResult:
-    """Return the results of models that ran side by side as one: records in the order of ids, counts summed, the
-    longest time.
-    """
+    """Combine results of concurrent models: sorted records, summed counts, the longest time."""
     records = sorted((record for result in results for record in result.records), key=lambda record: record.request_id)
     cache = CacheSnapshot.summed([result.cache for result in results])
     return RunResult(records, cache, max(result.seconds for result in results))
@@ -139,7 +137,7 @@ class Difference:
 
 
 def first_difference(cached: RunResult, uncached: RunResult) -> Difference | None:
-    """Return the first difference between the generated tokens of two runs of the same lines; None if there is none."""
+    """Return the first difference between the tokens of two runs; None without one."""
     for ours, theirs in zip(cached.records, uncached.records, strict=True):
         if ours.generated_tokens != theirs.generated_tokens:
             return _difference(ours, theirs)
@@ -148,14 +146,14 @@ def first_difference(cached: RunResult, uncached: RunResult) -> Difference | Non
 
 @dataclass(frozen=True, slots=True)
 class LaterTurns:
-    """Prompt tokens of the turns that ran after the first of their session, and how many of them were skipped."""
+    """Prompt tokens of later turns of sessions, and those that were skipped."""
 
     prompt_tokens: int
     cached_tokens: int
 
     @staticmethod
     def of(lines: Sequence[PromptLine], records: Sequence[RequestRecord]) -> "LaterTurns":
-        """Sum over the lines that have an earlier one of their session; `records` are theirs, in the same order."""
+        """Sum over lines with an earlier line of their session; `records` in the same order."""
         seen: set[str | int] = set()
         prompt_tokens = cached_tokens = 0
         for line, record in zip(lines, records, strict=True):
@@ -179,7 +177,7 @@ class LaterTurns:
 
 
 def check_writable(path: str) -> None:
-    """Raise `UsageError` unless a file can be written there; leave an existing file unchanged."""
+    """Raise `UsageError` unless a file can be written there."""
     target = Path(path)
     try:
         existed = target.exists()
@@ -192,7 +190,7 @@ def check_writable(path: str) -> None:
 
 
 def write_output(path: str, result: RunResult, **more_summary: object) -> None:
-    """Write records and summary as JSON, `more_summary` added to the summary.
+    """Write records and summary as JSON, with `more_summary` in the summary.
 
     Raises:
         UsageError: If the file cannot be written.

@@ -1,4 +1,4 @@
-"""The flags of the server, its API keys and its coordinator, and the checks of their values."""
+"""Flags of the server, its API keys and its coordinator, with their checks."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -278,7 +278,7 @@ def api_keys_of(arguments: Namespace) -> ApiKeys:
 
 
 def _read_keys(flag: str, path: str | None) -> _KeyFile:
-    """Return the keys of a file whose lines are KEY or NAME: KEY; none without a file."""
+    """Return the keys of a file with lines KEY or NAME: KEY; none without a file."""
     found = _KeyFile()
     if path is None:
         return found

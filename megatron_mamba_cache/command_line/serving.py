@@ -1,4 +1,4 @@
-"""A model, its engine and the server around it, built from the flags of serve."""
+"""The model, engine and server of the serve command."""
 
 import asyncio
 import socket
@@ -47,7 +47,7 @@ _JOIN_S = 60.0
 
 
 class Serving:
-    """One process's model and the server's settings.
+    """The model of a process and the server's settings.
 
     Raises:
         UsageError: If the model cannot be loaded, or settings do not fit it.
@@ -57,7 +57,7 @@ class Serving:
         on_card = fills_card(directory, device)
         if not on_card:
             _check_memory(arguments, directory, device, None)
-        elif given_budget(arguments) is not None:  # then it does not matter what is free
+        elif given_budget(arguments) is not None:  # a given budget ignores the free memory
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
         self._model = ready_model(directory, arguments.dtype, device)
@@ -137,7 +137,7 @@ class Serving:
 
 
 def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device: str, card: Card | None) -> None:
-    """Raise `UsageError` if the flags do not fit the model, whose weights are not there yet."""
+    """Raise `UsageError` if the flags do not fit the model, before its weights are loaded."""
     check_memory(
         arguments,
         directory,
@@ -150,10 +150,10 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
 def _settings(
     shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
 ) -> dict[str, Any]:
-    """Return the fields of `CacheConfig` that apply where no flag is given.
+    """Return the default fields of `CacheConfig`.
 
     Args:
-        card: What they fill; None: they are sized from the model.
+        card: Memory to fill; None: sizes follow from the model.
     """
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
@@ -169,7 +169,7 @@ def _settings(
 def _draft_settings(
     shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
 ) -> dict[str, Any]:
-    """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`."""
+    """Return the default fields of a draft model's `CacheConfig`."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
         return default_draft_settings(shape, max_length, given_budget(arguments), ranks_of_process()) | graphs
@@ -177,7 +177,7 @@ def _draft_settings(
 
 
 def _card_of(model: Any, fraction: float) -> Card:
-    """Return this process's card with what is free now; call it on all ranks that share the model."""
+    """Return this process's card with its free memory; a collective of the model's ranks."""
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)
@@ -185,7 +185,7 @@ def _card_of(model: Any, fraction: float) -> Card:
 
 
 def expert_width(config: Any) -> int:
-    """Return the mean width of the two products of a token's experts, which are live at once; 0 without experts."""
+    """Return the mean output width of the two GEMMs of a token's experts; 0 without experts."""
     if not config.num_moe_experts:
         return 0
     inner = config.moe_ffn_hidden_size // config.tensor_model_parallel_size

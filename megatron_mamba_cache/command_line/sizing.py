@@ -1,4 +1,4 @@
-"""Sizes of a model's and a draft model's cache where no flag gives them. Imports neither torch nor megatron.
+"""Default sizes of the caches of a model and its draft model, without torch or megatron.
 
 They follow from the model (`default_settings`), or fill the GPU memory that the weights leave (`card_settings`).
 """
@@ -39,13 +39,13 @@ _LEAST_GB = 1e-6  # settings must not be 0
 _FIXED_BYTES = 2 * _GIB  # CUDA graphs, workspaces of libraries, fragments
 _WIDEST_LAYERS = 4  # outputs of the widest layer's width that are live at once
 _BYTES_A_LOGIT = 12  # in bf16, and twice in float32 for log-probs: 10.0 measured, see `server_defaults.md`
-_BYTES_A_DRAWN_LOGIT = 24  # besides, what a draft model has drawn from and what that is compared with
+_BYTES_A_SAMPLED_LOGIT = 24  # in addition, the logits that a draft model sampled from and those that verify them
 
 DRAFTER_SHARE = 0.15
 """A draft model's share of the memory for KV blocks and states."""
 
 DRAFTER_STATES: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "window"}
-"""A request's states in a draft model's own cache: the live one, and the one after its newest draft."""
+"""States of a request in a draft model's cache: live, and after its newest draft."""
 
 DEFAULTS_IN_WORDS = (
     f"By default a block is the smallest multiple of the recurrence's chunk with at least {_LEAST_BLOCK} tokens, and "
@@ -58,11 +58,11 @@ DEFAULTS_IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's free memory, and what a model's steps take of it besides the cache.
+    """A GPU's free memory, and the share of it that a model's steps need.
 
     Args:
         free_bytes: Free memory once the weights are loaded; the least of all ranks that share the model.
-        fraction: Share of it that KV blocks and states may take.
+        fraction: Share of it for KV blocks and states.
         widest_layer: Outputs of the widest linear layer on this rank, excluding the output layer.
         share: The model's share of the memory for KV blocks and states; a draft model has the rest.
     """
@@ -75,7 +75,7 @@ class Card:
     @property
     def bytes_a_logit(self) -> int:
         """Bytes that a step keeps per logit of the tokens that it samples."""
-        return _BYTES_A_DRAWN_LOGIT if self.share < 1 else _BYTES_A_LOGIT
+        return _BYTES_A_SAMPLED_LOGIT if self.share < 1 else _BYTES_A_LOGIT
 
     def part(self, share: float) -> "Card":
         """Return the card for a model with `share` of the memory for KV blocks and states."""
@@ -86,7 +86,7 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
     """Return fields of `CacheConfig` that allow every run that the model itself allows.
 
     Args:
-        max_length: The most tokens that the model can read.
+        max_length: Maximum length of the model.
     """
     block = math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     length = min(max_length, _MAX_LENGTH)
@@ -115,15 +115,15 @@ def _gib_for(wanted: int, least: int, size: int) -> float:
 def card_settings(
     shape: "HybridModelShape", max_length: int, card: Card, given: Mapping[str, Any], ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return fields of `CacheConfig` that fill a GPU; all ranks of the model call it.
+    """Return fields of `CacheConfig` that fill a GPU; a collective of the model's ranks.
 
     KV blocks and states share `fraction` of the free memory as one budget, or what the largest step leaves if that is
     less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each,
     whatever the number of drafts where states are replayed.
 
     Args:
-        max_length: The most tokens that the model can read; fewer are allowed where that has no room.
-        given: Fields that flags have set, which are kept; a budget replaces what the GPU leaves.
+        max_length: Maximum length of the model; less memory lowers it.
+        given: Fields of flags, which are kept; a budget overrides the GPU's free memory.
 
     Raises:
         UsageError: If the live states leave no memory for the cache.
@@ -156,7 +156,7 @@ def card_settings(
 
 
 def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: int, given_gb: float | None) -> float:
-    """Return the bytes for KV blocks and states, given or what steps leave.
+    """Return the bytes for KV blocks and states: the given budget, or the rest after steps.
 
     Args:
         num_live: Tokens whose activations are live at once: those of a step, and those that graphs keep.
@@ -171,14 +171,14 @@ def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: i
 
 
 def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, drafts_bytes: int) -> int:
-    """Return how many requests of 2,048 tokens half of the memory holds.
+    """Return the number of requests of 2,048 tokens that fit half of the memory.
 
     Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
     half, as their logits do: as many requests run at once with drafts as without, unless that leaves less than a
     fifth.
 
     Args:
-        drafts_bytes: What the logits of a request's drafts take of the budget.
+        drafts_bytes: Logits of a request's drafts, which reduce the budget.
     """
     most = budget / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
     num_blocks = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
@@ -189,7 +189,7 @@ def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, d
 
 
 def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: int) -> int:
-    """Return the least bytes of cached states and of drafts' slots."""
+    """Return the minimum bytes of cached states and draft slots."""
     slot_bytes, num_drafts = shape.state_layout(sizes).slot_bytes, sizes.num_draft_slots
     if sizes.quantizes_states:
         return shape.cached_layout(sizes).slot_bytes + max_requests * num_drafts * slot_bytes
@@ -202,7 +202,7 @@ def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
-    """Return the most tokens of a request that one budget on each rank has room for, at least a block.
+    """Return the maximum tokens of a request that fit the budget of each rank, at least a block.
 
     Args:
         budget: Bytes on this rank for KV blocks and states, instead of those of `config`.
@@ -216,7 +216,7 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
 
 
 def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
-    """Return what was needed, what was found and the remedy."""
+    """Return the error of a card that is too small."""
     return (
         f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU, of which the cache can have "
         f"{budget / _GIB:.1f} GiB beside the largest step; the live states of {max_requests} requests take "
@@ -226,7 +226,7 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
 
 
 def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, Any]) -> CacheConfig:
-    """Return settings that say what a request and a state take."""
+    """Return settings for the bytes of a request and a state, without pools."""
     asked = given.get("max_requests") or _CARD_MAX_REQUESTS
     forms = {name: given[name] for name in _SIZES_OF_STATES if given.get(name) is not None}
     most_tokens = max(_CARD_MAX_TOKENS, block, asked, given.get("max_tokens") or 0)
@@ -236,10 +236,10 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
 def default_draft_settings(
     shape: "HybridModelShape", max_length: int, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that follow from the draft model; longer texts than its part of one budget holds get no drafts.
+    """Return sizes that follow from the draft model; longer texts get no drafts.
 
     Args:
-        given_gb: GiB of the budget that a flag gives the model and its draft model; None: there is none.
+        given_gb: Budget of both models in GiB, from a flag; None: there is none.
     """
     fields = default_settings(shape, max_length)
     if given_gb is None:
@@ -253,10 +253,10 @@ def default_draft_settings(
 def card_draft_settings(
     shape: "HybridModelShape", max_length: int, engine: CacheConfig, card: Card, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that fill the draft model's part of a GPU, for as many requests as the engine runs.
+    """Return sizes that fill the draft model's share of a GPU for the engine's requests.
 
     Args:
-        engine: The settings of the engine whose requests get the drafts.
+        engine: Settings of the engine that verifies the drafts.
         given_gb: The budget of `default_draft_settings`, instead of the GPU's free memory.
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
