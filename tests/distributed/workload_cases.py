@@ -208,7 +208,10 @@ class SharedSteps:
 def _contents(context: Any) -> list[Tensor]:
     """Return a copy of all states, and of the KV blocks that a request may read."""
     memory = context.memory
-    return [*(states.clone() for states in memory.state_pool.tensors), memory.kv_buffer[:, :, :-1].clone()]
+    return [
+        *(states.clone() for states in memory.state_pool.tensors),
+        memory.kv_buffer[:, :, : memory.dummy_block].clone(),
+    ]
 
 
 def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **settings: Any) -> Workload:
