@@ -1,4 +1,4 @@
-"""What lies between two layers: the residual sum that ends one, and the norm that begins the next."""
+"""Fused residual add and RMS norm between two layers."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -69,7 +69,7 @@ class ResidualAdd:
     """Stands for Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
 
     Attributes:
-        next_norm: Of the layer behind, on this rank: it is computed by the same kernel, and told so. Not a module's, or
+        next_norm: Of the next layer on this rank: the same kernel computes it. Not a module's, or
             it would be saved with this layer too.
     """
 
@@ -108,7 +108,7 @@ def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> No
 
 
 def _part(layer: nn.Module, kind: type[Part], *names: str) -> Part | None:
-    """Return the layer's only part of a kind; Megatron fills the places of parts that a layer lacks."""
+    """Return the layer's only part of a kind; Megatron puts identities for missing parts."""
     found = [part for name in names if isinstance(part := getattr(layer, name, None), kind)]
     return found[0] if len(found) == 1 else None
 

@@ -197,7 +197,7 @@ class MambaCacheContext(DynamicInferenceContext):
         if version != self.weights_version:
             self.flush(version)
 
-    # What is behind Megatron's interface.
+    # Own properties.
 
     @property
     def runner(self) -> StepRunner:
@@ -212,7 +212,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def counts(self) -> StepCounts:
-        """What the next step consists of; nothing while the engine is suspended."""
+        """Counts of the next step; zeros while the engine is suspended."""
         return StepCounts() if self._runner is None else self._runner.step_requests.counts
 
     @property
@@ -356,15 +356,15 @@ class MambaCacheContext(DynamicInferenceContext):
         """Return each request's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
         tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
         kept = [(token,) if request.samples_this_step else () for request, token in tokens]
-        places = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
+        followed = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
         log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
-        return selected_log_probs(places, log_probs), log_probs
+        return selected_log_probs(followed, log_probs), log_probs
 
     # The step, as the model and the controller read it.
 
     @override
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
-        """Schedule the decode requests and their drafts, and lay the step out."""
+        """Schedule the decode requests and their drafts, and lay out the step."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
         self.runner.plan()

@@ -107,9 +107,9 @@ class MambaCacheEngine(SuspendableEngine):
             )
         except ValueError as error:
             return self._refuse(request, str(error))
-        fault = self.context.request_rules.error_of(spec)
-        if fault is not None:
-            return self._refuse(request, fault)
+        problem = self.context.request_rules.error_of(spec)
+        if problem is not None:
+            return self._refuse(request, problem)
         return self._enter(request, ended_by(spec, self.controller.tokenizer))
 
     def _new_request(self, request_id: int, prompt: Any, sampling: SamplingParams) -> DynamicInferenceRequest:
@@ -125,10 +125,10 @@ class MambaCacheEngine(SuspendableEngine):
     def _enter(self, request: DynamicInferenceRequest, spec: RequestSpec) -> asyncio.Future:
         """Queue a request that can run, unless its grammar cannot be followed."""
         grammar, params = spec.sampling.grammar, request.sampling_params
-        fault = self.context.grammars.error_of(grammar) if grammar else None
-        fault = fault or error_of_end(spec, self.controller.tokenizer)
-        if fault is not None:
-            return self._refuse(request, fault)
+        problem = self.context.grammars.error_of(grammar) if grammar else None
+        problem = problem or error_of_end(spec, self.controller.tokenizer)
+        if problem is not None:
+            return self._refuse(request, problem)
         params.num_tokens_to_generate, params.num_tokens_total = spec.max_tokens, None
         params.termination_id = spec.sampling.termination_id
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
@@ -164,7 +164,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     @property
     def has_idle_copies(self) -> bool:
-        """Whether copies between tiers are under way, which nobody lands while no request runs or waits."""
+        """True if copies are in flight that no step will complete."""
         is_idle = not (self.context.running_requests or self.waiting_request_ids)
         return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
 
@@ -213,7 +213,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def schedule_waiting_requests(self) -> None:
-        """Schedule the next step, in place of Megatron's two schedulers; an early step stays as it is."""
+        """Schedule the next step, in place of Megatron's two schedulers; an overlapped step stays as it is."""
         if not (self.context.is_tensor_state_allocated or self.waiting_request_ids):
             return
         self._refuse_failed_grammars()
@@ -340,7 +340,7 @@ class MambaCacheEngine(SuspendableEngine):
                 self._refuse(self.get_request(request_id), reason)
 
     def _prefetch(self) -> None:
-        """Let copies begin for what has come to the head of the queue while steps run ahead."""
+        """Begin prefetches for the head of the queue while steps overlap."""
         head = tuple(islice(self.waiting_request_ids, PREFETCH_WINDOW))
         if head != self._looked_at:
             self._looked_at = head

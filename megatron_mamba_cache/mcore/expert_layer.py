@@ -175,7 +175,7 @@ class MixtureOfExperts(MegatronModule):
         return routed if shared is None else routed + shared.output()
 
     def _begin_shared(self, experts: Any, x: Tensor, hidden_states: Tensor) -> Callable[[], Tensor]:
-        """Launch what of the shared expert runs beside the routing; return a function that computes the rest."""
+        """Launch the shared expert's part that overlaps routing; return a function that computes the rest."""
         compute = experts if self._summed_gate is None else experts.ungated
         gates_itself = experts.gate_weight is not None and self._summed_gate is None
         weights = None if gates_itself or self.exchange is not None else experts.weights()

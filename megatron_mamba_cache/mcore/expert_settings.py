@@ -1,4 +1,4 @@
-"""What Megatron's configuration says of experts, and which of it a layer of experts here computes."""
+"""Settings of experts in Megatron's configuration, and which of them this package computes."""
 
 from typing import Any
 

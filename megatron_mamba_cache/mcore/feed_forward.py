@@ -77,7 +77,7 @@ class DenseLayer(MLPLayer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.mlp.__class__ = FeedForward  # Megatron tells the group of ranks to exactly its own class
+        self.mlp.__class__ = FeedForward  # Megatron passes the group of ranks to exactly its own class
 
 
 class SharedFeedForward(SharedExpertMLP, FeedForward):
@@ -104,7 +104,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
 
 
 def fused_activation(config: Any) -> Activation:
-    """Return the activation of a configuration's feed-forward layers that kernels compute behind the first product."""
+    """Return the activation of a configuration's feed-forward layers that kernels fuse into the first GEMM."""
     name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
     if name == "squared_relu" and not is_gated:
         return "squared_relu"

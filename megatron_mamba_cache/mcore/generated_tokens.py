@@ -1,4 +1,4 @@
-"""What a step adds to Megatron's records: one value for each request, added as a whole or not at all."""
+"""Additions of a step to Megatron's records: one for each request, made whole or not at all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,15 +22,15 @@ _TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What a step adds to a request besides its last token and that token's time, which Megatron appends.
+    """Additions of a step to a request, except its last token and that token's time, which Megatron appends.
 
     Args:
         request: Megatron's request, the newest of its record.
         tokens: All that the step generated, the last one included; none in mid-prefill.
-        log_probs: Those of prompt tokens, if they are wanted, then those of `tokens`; None if none are wanted.
+        log_probs: Log-probs of prompt tokens, if they are wanted, then those of `tokens`; None if none are wanted.
         top_n: Likewise, the best tokens at each position; see `alternatives_by_text` and `LogProbSettings.names_ids`.
         state: Counts the request's drafts.
-        drafts_before, drafts_after: Those counts without and with the step's drafts.
+        drafts_before, drafts_after: The counts without and with the step's drafts.
         scored: The prompt's tokens from the second on, if they were scored and this step completes them.
     """
 
@@ -65,7 +65,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class RecordMark:
-    """What a request had before the report of the step in which it ends."""
+    """A request's record before the report of the step in which it ends."""
 
     entry: Any  # Megatron's
     request: Any  # the newest of its record

@@ -35,12 +35,12 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 @dataclass(frozen=True, slots=True)
 class LocalSpecOptions:
-    """What a spec decides about a hybrid model beyond its TransformerConfig.
+    """Options of a hybrid model beyond its TransformerConfig.
 
     Args:
         mixer: Of the recurrent layers. The sizes of `GatedDeltaMixer` are the TransformerConfig's.
         grain: Tokens in a tile of the scan; the KV block size is a multiple of it.
-        d_conv, conv_bias, time_step_limit: See `CachingMambaMixer`.
+        d_conv, conv_bias, time_step_limit: As in `CachingMambaMixer`.
         norm_eps: Epsilon of the norm before a mixer, which Megatron builds without reading its config.
         gated_norm_eps: Epsilon of the norm at a mixer's end; None uses `norm_eps`.
         has_head_norms: True if queries and keys are normalized by head; `qk_layernorm` of the TransformerConfig.
@@ -102,7 +102,7 @@ class LocalHybridStack(MambaStack):
     """A MambaStack whose final norm is of the same class as its layers'; Megatron hard-codes Transformer Engine's.
 
     Args:
-        input_multiplier, output_multiplier: See `LocalSpecOptions`.
+        input_multiplier, output_multiplier: As in `LocalSpecOptions`.
 
     Raises:
         ValueError: Before any layer takes memory, if it would not compute what the configuration says.

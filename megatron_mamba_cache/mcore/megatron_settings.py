@@ -37,7 +37,7 @@ def require_settings(config: TransformerConfig, supported: Mapping[str, Any]) ->
 
 
 SET_BY_MEGATRON = frozenset({"chunked_prefill_request_id", "has_explicit_chunked_prefill_req"})
-"""The attributes of a context that Megatron's engine sets, and ours in its place; only the context sets any other."""
+"""Attributes of a context that Megatron's engine sets, and ours too; the context sets all others."""
 
 
 def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:

@@ -49,12 +49,12 @@ class ModelRanks:
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self.is_first_stage, self.is_last_stage = stage == 0, stage == self.num_stages - 1
-        place = (stage, parallel_state.get_tensor_model_parallel_rank(), dist.get_rank())
-        places: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(places, place, group=self._group)
-        self._order = sorted(range(self.num_ranks), key=places.__getitem__)
-        ranks = [places[index] for index in self._order]
-        self.index = ranks.index(place)
+        key = (stage, parallel_state.get_tensor_model_parallel_rank(), dist.get_rank())
+        keys: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(keys, key, group=self._group)
+        self._order = sorted(range(self.num_ranks), key=keys.__getitem__)
+        ranks = [keys[index] for index in self._order]
+        self.index = ranks.index(key)
         self._source = next(rank for at, _, rank in ranks if at == self.num_stages - 1)
 
     def gather(self, value: Any) -> list[Any]:
@@ -112,9 +112,9 @@ class ExpertRanks:
         store, name = dist.distributed_c10d._get_default_store(), f"ranks that share experts: {members}"
         # torch gives a new group the name of a destroyed one, and its members then find addresses where none listens.
         number = (store.add(name, 1) - 1) // len(members)
-        place = members.index(dist.get_rank())
+        index = members.index(dist.get_rank())
         self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"{name}, {number}", store), place, len(members), dist.default_pg_timeout
+            dist.PrefixStore(f"{name}, {number}", store), index, len(members), dist.default_pg_timeout
         )
 
     def greatest(self, values: Sequence[int]) -> list[int]:

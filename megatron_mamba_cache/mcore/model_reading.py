@@ -120,7 +120,7 @@ def _weights_of(model: Any) -> tuple[int, int]:
 
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
-    """Return how to reckon the time of a model's steps; all its ranks call it, and get the same."""
+    """Return how to estimate the time of a model's steps; all its ranks call it, and get the same."""
     config = shape.with_forms(config)
     device = GPU if next(model.parameters()).is_cuda else CPU
     width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0

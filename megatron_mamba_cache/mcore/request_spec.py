@@ -103,11 +103,11 @@ def checked_spec_of(request: Any, rules: RequestRules) -> RequestSpec:
     check_identity(request.request_id, None, "")
     try:
         spec = spec_of(request, stop_words=request.stop_word_ids or ())
-        fault = rules.error_of(spec)
+        problem = rules.error_of(spec)
     except ValueError as error:
-        fault = str(error)
-    if fault is not None:
-        raise ValueError(f"request {request.request_id} cannot run: {fault}")
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(f"request {request.request_id} cannot run: {problem}")
     return spec
 
 
@@ -149,7 +149,7 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
 
     Raises:
         TypeError: If it is none of them.
-        ValueError: If an entry is not a 64-bit integer; the message names it and its place.
+        ValueError: If an entry is not a 64-bit integer; the message names it and its index.
     """
     found = prompt
     if isinstance(prompt, Tensor):
@@ -165,10 +165,10 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
         # The sum of what only stands for integers is no `int`, and a bool is 0 or 1.
         if type(sum(tokens)) is int and not any(type(tokens[at]) is bool for at in np.flatnonzero((ids | 1) == 1)):
             return ids
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not (is_integer and -(2**63) <= token < 2**63):
-            raise ValueError(f"token {place} of the prompt is {token!r:.100}; token ids are integers of 64 bits")
+            raise ValueError(f"token {index} of the prompt is {token!r:.100}; token ids are integers of 64 bits")
     return packed_ids(tokens)
 
 

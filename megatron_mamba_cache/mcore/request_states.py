@@ -1,4 +1,4 @@
-"""What the engine keeps of each request besides Megatron's record; a part of it for a while after the request left."""
+"""State of each request next to Megatron's record; a part outlives the request for a while."""
 
 import time
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class TierTokens:
 
 @dataclass(slots=True)
 class RequestState:
-    """What the engine keeps of a request besides Megatron's record."""
+    """State of a request next to Megatron's record."""
 
     candidate: Candidate  # which waits, or waits again after an interruption
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
@@ -66,7 +66,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class _RequestCounts:
-    """What is kept of a request that has left."""
+    """State kept of a request that has left."""
 
     cached_tokens: int = 0
     tiers: TierTokens = TierTokens()

@@ -111,12 +111,12 @@ class CachingSelfAttention(SelfAttention):
         k_cache, v_cache, _ = inference_context.key_value_cache(layer)
         batch = inference_context.step.batch
         keys, values = (new.squeeze(2)[: batch.num_tokens] for new in (key, value))
-        places = k_cache, v_cache, batch.token_blocks, batch.token_offsets
+        targets = k_cache, v_cache, batch.token_blocks, batch.token_offsets
         changes = self._head_changes(batch.positions, None if angles is None else rotation_table(angles, query.dtype))
         if changes is None:
-            packed = append_kv(keys, values, *places, query)
+            packed = append_kv(keys, values, *targets, query)
         else:
-            packed = write_attention_inputs(query, keys, values, *places, changes)
+            packed = write_attention_inputs(query, keys, values, *targets, changes)
         return inference_context.attend(packed, k_cache, v_cache), gates[0] if gates else None
 
     def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:

@@ -102,12 +102,12 @@ class StackedExperts(MegatronModule):
             for half, part in enumerate(view.chunk(num_halves)):
                 # With keys of its own each half of a gated one has a key too; else the gates come before all others.
                 suffix = ("_w", "_v")[half] if num_halves > 1 and has_own_keys else ""
-                place = (rank, num_ranks) if has_own_keys else (half * num_ranks + rank, num_halves * num_ranks)
+                shard = (rank, num_ranks) if has_own_keys else (half * num_ranks + rank, num_halves * num_ranks)
                 parts[f"{prefix}{name}" + (f".{half}" if num_halves > 1 else "")] = ShardedTensor.from_rank_offsets(
                     f"{prefix}experts.{own}{tensor}{suffix}",
                     part,
                     *offsets,
-                    (axis, *place),
+                    (axis, *shard),
                     replica_id=(0, 0, self._copy),
                     prepend_axis_num=len(offsets),
                 )

@@ -1,4 +1,4 @@
-"""What a step's report changes in its requests' records, and how that is taken back if the report fails."""
+"""Changes of a step's report to its requests' records, and their undo if the report fails."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -21,7 +21,7 @@ from .request_states import RequestStates, begin_next_part, tokens_after
 
 _LOG = logging.getLogger(__name__)
 LANDING_INTERVAL_S = 0.02
-"""Between two looks at the copies that requests have left behind, while no other request comes."""
+"""Seconds between checks of copies in flight while no request runs."""
 
 
 class SuspendableEngine(DynamicInferenceEngine):
@@ -45,7 +45,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         number. On a CPU nothing is compiled.
         """
         self.context.grammars.prepare()
-        WATCH.install()  # other hooks may have taken its place
+        WATCH.install()  # other hooks may have replaced it
         before = WATCH.total
         self._compile_ahead()
         warm_up(self.controller.inference_wrapped_model, self.context.runner)

@@ -139,7 +139,7 @@ def plan_admission(
             return Refusal.NO_SLOT
         match = PrefixMatch(match.blocks, 0)  # a live request wins over the cached state it would start from
     if not has_room(match, num_new_blocks, pools, block_size):
-        match = PrefixMatch(match.blocks, 0)  # where memory is shared, its KV may need the place of that state too
+        match = PrefixMatch(match.blocks, 0)  # where memory is shared, its KV may need that state's memory too
         if pools.slots.num_live or not has_room(match, num_new_blocks, pools, block_size):
             return Refusal.NO_BLOCKS
     if budget < 1:
@@ -160,7 +160,7 @@ def _reserved_beyond(prompt: PromptView, skip_tokens: int, keys: Container[Block
 
 
 def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_size: int) -> bool:
-    """Return whether there are a live slot and new blocks beside the blocks and the state that a match keeps."""
+    """Return whether there are a live slot and new blocks, next to the blocks and state that a match keeps."""
     source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
     slot = None if source is None or pools.slots.is_pinned(source) else pools.slots.slot_of(source)
     kept = pools.kv.unreferenced(match.blocks)

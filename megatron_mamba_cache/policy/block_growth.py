@@ -11,7 +11,7 @@ from .requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestDemand:
-    """What one request holds and needs for the next step.
+    """Blocks that one request holds and needs for the next step.
 
     Args:
         age: order of admission; smaller is older and goes first, ties broken by `index`.
@@ -36,7 +36,7 @@ class RequestDemand:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """What happens to the requests that need a block; every other request continues.
+    """The outcome for requests that need a block; every other request continues.
 
     Args:
         grants: requests that get one new block, oldest first; a paused request among them resumes.
@@ -77,7 +77,7 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
         ):
             return PreemptionPlan(_numbers(grants), _numbers(waiting), _numbers(evicted))
         if len(waiting) == 1 and not has_active:
-            if evicted:  # what they hold beside blocks may make room
+            if evicted:  # their states may make room
                 return PreemptionPlan((), _numbers(waiting), _numbers(evicted))
             raise _no_room(waiting[0])
         leaving = waiting.pop()

@@ -21,9 +21,9 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class CacheSalt:
-    """What must match, besides the tokens, before one request may read what another wrote.
+    """Everything but tokens that must match before a request may reuse another's cache.
 
-    `epoch` counts flushes; `tenant` separates users who must not observe each other's hits.
+    `epoch` counts flushes; `tenant` separates users that must not observe each other's hits.
     """
 
     fingerprint: str
@@ -46,7 +46,7 @@ class KeyChain(Protocol):
 
     @property
     def keys(self) -> list[BlockKey]:
-        """Those of its complete blocks, first block first; grows with the text."""
+        """Keys of the complete blocks in order; grows with the text."""
 
     @property
     def num_tokens(self) -> int:

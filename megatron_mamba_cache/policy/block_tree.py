@@ -109,7 +109,7 @@ class BlockTree:
         known = self.find(key)
         if known is not None and self.parent_of(known) != parent:
             found = self.parent_of(known)
-            raise CacheIntegrityError(f"need one parent a key, found {parent} beside {found} for block {known}")
+            raise CacheIntegrityError(f"need one parent a key, found {parent} and {found} for block {known}")
 
     def add(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         """Register an unregistered block under an unused key, after a registered parent or as a first block."""

@@ -8,7 +8,7 @@ from .identifiers import BlockId, BlockKey
 
 
 class CachedTexts(Protocol):
-    """What follows a state, and what is of use only with it: the KV blocks."""
+    """KV blocks that follow a state and are useless without it."""
 
     def is_end(self, block: BlockId) -> bool:
         """Return whether no block is cached after this one."""
@@ -94,7 +94,7 @@ class BoundaryChanges:
     """Net changes of the resumable boundaries, by the keys of the blocks that they end; all keys share one salt.
 
     Args:
-        were_flushed: True when everything reported before is void; `dropped` is then empty.
+        were_flushed: True when everything reported before is cancelled; `dropped` is then empty.
     """
 
     published: tuple[BlockKey, ...] = ()

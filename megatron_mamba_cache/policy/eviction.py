@@ -10,13 +10,13 @@ from ..errors import CacheIntegrityError
 from .identifiers import BlockId
 
 FULL_PRIORITY_AGE = 12
-"""Starts and ends of requests for which a state keeps about all of its worth."""
+"""Request starts and ends after which a state still has about its full priority."""
 _STALE_ALLOWANCE = 64
 _HALF_AN_OCTAVE = 2**-0.5
 
 
 class CachedEntry(NamedTuple):
-    """What the weight of a cached state may depend on. A tuple, because one is made for every push.
+    """Inputs of a cached state's weight. A tuple, because one is made for every push.
 
     Args:
         num_tokens: From the root to the end of the entry.
@@ -37,12 +37,12 @@ class CachedEntry(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What an entry is worth, but for its age.
+    """Priority of an entry, apart from its age.
 
     Args:
         kind: Entries of a kind are equally likely to be hit.
         gain: What a hit saves; any scale, 0 or more.
-        is_held: Whether it counts as just used and certain to be hit, whatever its age and kind.
+        is_held: True if it counts as just used and certain to be hit, whatever its age and kind.
     """
 
     kind: int = 0
@@ -106,7 +106,7 @@ class _Class:
 
 
 class EvictionOrder:
-    """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
+    """Ids by priority, lowest first: likelihood of the kind x gain / (age + `FULL_PRIORITY_AGE`).
 
     Those that are held count as just used and certain to be hit. All other worths fall with time, but of one kind and
     gain the least recently used always comes first. So there is a queue for each kind and each class of gains, which

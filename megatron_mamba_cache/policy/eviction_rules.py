@@ -80,7 +80,7 @@ _MOST_COUNTED = 1024
 
 
 class EvictionRule(Protocol):
-    """What a cached state is worth, at any age. The same calls give the same worths, on every rank."""
+    """Weights of cached states. The same calls give the same priorities on every rank."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         """Return what the state is worth, but for its age."""

@@ -1,4 +1,4 @@
-"""Where pools get their numbers from: places in memory that one use has for itself, or that two uses share."""
+"""Indices of KV blocks and state slots, in memory of one use or shared by both."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ from ..errors import CacheIntegrityError
 
 
 class IndexPool(Protocol):
-    """The places of one use, numbered from 0: KV blocks or state slots.
+    """Indices of one use, from 0: KV blocks or state slots.
 
     A index that is taken is fixed: it cannot be evicted. Its pool says when that changes.
     """
@@ -18,27 +18,27 @@ class IndexPool(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether what the other use gives back can make room here."""
+        """True if memory that the other use frees can make room here."""
 
     @property
     def num_free(self) -> int:
-        """What `take` can give without an eviction."""
+        """Indices that `take` can return without an eviction."""
 
     @property
     def num_available(self) -> int:
-        """What `take` can give once everything that is not fixed has been evicted."""
+        """Indices that `take` can return after evicting all that is not fixed."""
 
     def take(self, num_indices: int) -> list[int]:
-        """Give free places, which are then fixed; there must be enough."""
+        """Return free indices and fix them; there must be enough."""
 
     def fix(self, *indices: int) -> None:
-        """Note that taken places cannot be evicted any more."""
+        """Protect taken indices from eviction."""
 
     def unfix(self, *indices: int) -> None:
-        """Note that taken places can be evicted."""
+        """Let taken indices be evicted."""
 
     def release(self, index: int) -> None:
-        """Free a place that is not fixed."""
+        """Free an index that is not fixed."""
 
 
 class CacheSpace(Protocol):
@@ -46,11 +46,11 @@ class CacheSpace(Protocol):
 
     @property
     def blocks(self) -> IndexPool:
-        """IndexPool of KV blocks."""
+        """Indices of KV blocks."""
 
     @property
     def slots(self) -> IndexPool:
-        """IndexPool of states."""
+        """Indices of states."""
 
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
@@ -58,15 +58,15 @@ class CacheSpace(Protocol):
         """Return whether blocks and slots can be had together.
 
         Args:
-            kept_blocks, kept_slots: Distinct taken places, not fixed, that must stay.
+            kept_blocks, kept_slots: Distinct taken indices, not fixed, that must stay.
         """
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless every count agrees with the places. O(n)."""
+        """Raise `CacheIntegrityError` unless every count agrees with the indices. O(n)."""
 
 
 class FixedIndexPool:
-    """IndexPool that one use has for itself."""
+    """Indices that one use has for itself."""
 
     is_shared = False
 
@@ -93,11 +93,11 @@ class FixedIndexPool:
         self._free.append(index)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless free places are distinct and the counts can be true. O(n)."""
+        """Raise CacheIntegrityError unless free indices are distinct and the counts can be true. O(n)."""
         num_free = len(self._free)
         is_ordered = num_free == self.num_free <= self.num_available <= self.num_indices
         if len(set(self._free)) != num_free or not is_ordered:
             raise CacheIntegrityError(
-                f"{self.num_indices} places: free {sorted(self._free)}, {self.num_free} counted, and "
+                f"{self.num_indices} indices: free {sorted(self._free)}, {self.num_free} counted, and "
                 f"{self.num_available} available"
             )

@@ -1,4 +1,4 @@
-"""What a step adds to its requests."""
+"""Tokens that a step adds to its requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KeptTokens(NamedTuple):
-    """What a step adds to a request: the tokens kept, none in mid-prefill, and whether they end the request."""
+    """Tokens that a request keeps, none in mid-prefill, and whether they end it."""
 
     tokens: tuple[int, ...] = ()
     ends: bool = False
@@ -14,7 +14,7 @@ class KeptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What the requests of a step keep.
+    """Tokens that the requests of a step keep.
 
     Args:
         tokens: [requests] new tokens of each, in order: at least one for a request that decodes, none in mid-prefill.

@@ -17,7 +17,7 @@ class CachedStates(Protocol):
         """The slots with cached states, by the block that each ends; always the same object."""
 
     def evict(self, *, is_end: bool = False) -> None:
-        """Evict the state of least worth; blocks that are useless without it are pruned.
+        """Evict the state of least priority; blocks that are useless without it are pruned.
 
         Args:
             is_end: Only one that blocks leave with.

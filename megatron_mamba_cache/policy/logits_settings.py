@@ -1,4 +1,4 @@
-"""How a request changes the model's logits before a token is drawn from them."""
+"""How a request changes the model's logits before a token is sampled."""
 
 import math
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class LogitsSettings:
         """True when tokens that were seen change logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
-    def fault(self, vocab_size: int) -> str | None:
+    def problem(self, vocab_size: int) -> str | None:
         """Return what cannot be honoured, with the value and what is allowed; None if all can."""
         outside = next((token for token, _ in self.logit_bias if not 0 <= token < vocab_size), None)
         if outside is not None:

@@ -27,10 +27,10 @@ class CachePools:
     def over(
         space: CacheSpace, rule: EvictionRule, *, block_size: int, running: FixedIndexPool | None = None
     ) -> "CachePools":
-        """Return empty pools, connected: room for either is made by evicting the state of least worth.
+        """Return empty pools, connected: room for either is made by evicting the state of least priority.
 
         Args:
-            running: IndexPool of live and draft states, if they are not in the space; see `SlotPool`.
+            running: Indices of live and draft states, if they are not in the space; see `SlotPool`.
         """
         slots = SlotPool(space.slots, rule, running)
         kv = KVBlockPool(space.blocks, slots, block_size=block_size)

@@ -41,7 +41,7 @@ from .tiers.restores import WaitingPrompt
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """What cached contents depend on besides tokens: the model and its weights."""
+    """Identity of cached contents: the model and its weights."""
 
     fingerprint: str
     weights_version: str
@@ -100,7 +100,7 @@ class PrefixCache:
         )
 
     def prefetch(self, candidates: Iterable[Candidate]) -> None:
-        """Bring back from the tiers below what the next requests of the queue start from; see `Tiers.prefetch`."""
+        """Prefetch the prefixes of the next queued requests from lower tiers."""
         self.tiers.prefetch(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:

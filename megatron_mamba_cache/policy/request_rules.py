@@ -35,14 +35,14 @@ class RequestRules:
     def error_of(self, spec: RequestSpec) -> str | None:
         """Return why a request can never run, with value, limit and setting; None if it can."""
         sampling = spec.sampling
-        fault = self._fault_of_prompt(spec.prompt) or self._fault_of_length(spec)
-        fault = fault or _fault_of_sampling(sampling) or self._fault_of_log_probs(spec.log_probs)
-        if fault is None and sampling.grammar and sampling.logits.min_tokens:
+        problem = self._problem_of_prompt(spec.prompt) or self._problem_of_length(spec)
+        problem = problem or _problem_of_sampling(sampling) or self._problem_of_log_probs(spec.log_probs)
+        if problem is None and sampling.grammar and sampling.logits.min_tokens:
             least = sampling.logits.min_tokens
-            fault = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar says"
-        return fault or sampling.logits.fault(self.vocab_size)
+            problem = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar says"
+        return problem or sampling.logits.problem(self.vocab_size)
 
-    def _fault_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:
+    def _problem_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:
         if prompt.ndim != 1:
             return f"the prompt has shape {prompt.shape}; one row of token ids is needed"
         if not len(prompt):
@@ -55,7 +55,7 @@ class RequestRules:
             return f"token {worst} in the prompt is outside the vocabulary of {self.vocab_size} (0 to {last})"
         return None
 
-    def _fault_of_length(self, spec: RequestSpec) -> str | None:
+    def _problem_of_length(self, spec: RequestSpec) -> str | None:
         config, prompt_len, num_to_generate = self.config, spec.prompt_len, spec.max_tokens
         limit = config.max_sequence_length
         if prompt_len >= limit:
@@ -77,7 +77,7 @@ class RequestRules:
             )
         return None
 
-    def _fault_of_log_probs(self, settings: LogProbSettings) -> str | None:
+    def _problem_of_log_probs(self, settings: LogProbSettings) -> str | None:
         prompt_top_n = settings.prompt_top_n
         if settings.top_n > 0 and not settings.wanted:
             return f"top_n_logprobs={settings.top_n} needs return_log_probs=True"
@@ -103,7 +103,7 @@ def unfit_token(tokens: Iterable[object]) -> object | None:
     return next((token for token in tokens if not (isinstance(token, int) and -(2**63) <= token < 2**63)), None)
 
 
-def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
+def _problem_of_sampling(sampling: SamplingSettings) -> str | None:
     if 0 <= sampling.temperature < math.inf and 0 <= sampling.top_k < 2**31 and 0 <= sampling.top_p <= 1:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What a request asks for, fixed for its life."""
+"""Settings of a request, fixed for its life."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -62,9 +62,9 @@ class LogProbSettings:
     """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives.
 
     Args:
-        top_n: The best tokens in the place of each, by text.
-        prompt_top_n: Those in the place of each prompt token, by id and with ranks; None for no ranks.
-        names_ids: Whether the best tokens are named by the digits of their ids instead of by text.
+        top_n: Alternatives of each token, by text.
+        prompt_top_n: Alternatives of each prompt token, by id and with ranks; None for no ranks.
+        names_ids: True if alternatives are named by the digits of their ids instead of by text.
     """
 
     wanted: bool = False
@@ -80,15 +80,15 @@ class LogProbSettings:
 
     @property
     def most_of_prompt(self) -> int:
-        """The best tokens that are needed in the place of each prompt token."""
+        """Alternatives that are needed for each prompt token."""
         return max(self.top_n, self.prompt_top_n or 0)
 
 
 class ScoredToken(NamedTuple):
-    """A prompt token's log-prob and rank, and the best tokens in its place, best first.
+    """A prompt token's log-prob and rank, and its alternatives, best first.
 
     Args:
-        rank: 1 plus the number of tokens that are more probable in its place.
+        rank: 1 plus the number of tokens that are more probable.
     """
 
     log_prob: float

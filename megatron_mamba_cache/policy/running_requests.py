@@ -81,7 +81,7 @@ class RunningRequests:
 
     @property
     def counts(self) -> RequestCounts:
-        """What the next step consists of, drafts aside."""
+        """Counts of the next step, without drafts."""
         num_decoding = num_prefilling = num_prompt_tokens = 0
         for request in self._requests:
             if request.is_prefilling:

@@ -60,7 +60,7 @@ MOST_PASSED_OVER = 64
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What a step got: newly admitted requests, and the id of the request whose prompt continues in the next, or -1."""
+    """Newly admitted requests, and the id of the request whose prompt continues in the next, or -1."""
 
     admitted: tuple[RunningRequest, ...]
     unfinished_prefill_id: int

@@ -11,7 +11,7 @@ from ..errors import CacheIntegrityError
 
 
 class SlabUse(IntEnum):
-    """Whose places a slab holds; the uses that have some are numbered as in `Slabs.indices`."""
+    """Contents of a slab; values index `Slabs.indices`."""
 
     UNUSED = -1
     KV = 0
@@ -19,16 +19,17 @@ class SlabUse(IntEnum):
 
 
 class Slabs:
-    """What both uses know of the slabs.
+    """State of the slabs that both uses share.
 
     Attributes:
-        use: Whose places each slab holds.
+        use: The use of each slab.
         num_fixed: How many of them cannot be evicted.
-        num_open: Slabs without a fixed place: the most that can become unused.
+        num_open: Slabs without a fixed index: the most that can become unused.
         unused: In order: KV takes the first and states the last, so that they keep apart and few slabs change hands.
-        held_states: Whether each has held states since it was last cleared.
+        held_states: For each slab, True if it has held states since it was last cleared.
         taken_over: Slabs that KV blocks have taken over from states, perhaps more than once, perhaps given up again.
-        indices: Those of each use. Both count the places of an unused slab as free, and of an open one as available.
+        indices: The pool of each use. Both count the indices of an unused slab as free, and of an open one as
+            available.
     """
 
     def __init__(self, num_slabs: int) -> None:
@@ -50,14 +51,14 @@ class Slabs:
             raise CacheIntegrityError(f"{self.num_open} open slabs counted, {num_open} found")
         fixed = [slab for slab in unused if self.num_fixed[slab]]
         if fixed:
-            raise CacheIntegrityError(f"unused slabs {fixed} have fixed places")
+            raise CacheIntegrityError(f"unused slabs {fixed} have fixed indices")
 
 
 class SlabIndexPool(ABC):
-    """The places of one use; an unused slab is taken from the low end by KV and from the high one by states.
+    """The indices of one use; an unused slab is taken from the low end by KV and from the high one by states.
 
     Attributes:
-        num_next_to_fixed: IndexPool that are not fixed, in slabs where another place of this use is.
+        num_next_to_fixed: Indices that are not fixed, in slabs with a fixed index of this use.
     """
 
     is_shared = True
@@ -108,17 +109,17 @@ class SlabIndexPool(ABC):
         num_fixed = [slabs.num_fixed[slab] for slab in mine]
         for slab, count in zip(mine, num_fixed, strict=True):
             if self._num_free_in(slab) + count > per_slab:
-                raise CacheIntegrityError(f"slab {slab} of {per_slab} places has {count} fixed ones beside free ones")
+                raise CacheIntegrityError(f"slab {slab} of {per_slab} indices has {count} fixed ones next to free ones")
         num_free = sum(map(self._num_free_in, mine)) + len(slabs.unused) * per_slab
         num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
         if (self.num_free, self.num_next_to_fixed) != (num_free, num_next_to_fixed):
             raise CacheIntegrityError(
-                f"{self.num_free} free places and {self.num_next_to_fixed} beside fixed ones counted, {num_free} and "
+                f"{self.num_free} free indices and {self.num_next_to_fixed} next to fixed ones counted, {num_free} and "
                 f"{num_next_to_fixed} found"
             )
 
     def _num_free_in(self, slab: int) -> int:
-        """Return how many places of a slab of this use are free."""
+        """Return how many indices of a slab of this use are free."""
         return 0
 
     def _own_slabs(self) -> list[int]:
@@ -138,7 +139,7 @@ class SlabIndexPool(ABC):
         return slab
 
     def _give_up(self, slab: int) -> None:
-        """Let a slab without a taken place become unused."""
+        """Mark a slab without a taken index as unused."""
         slabs = self._slabs
         slabs.use[slab] = SlabUse.UNUSED
         insort(slabs.unused, slab)
@@ -174,7 +175,7 @@ class PartsOfSlabs(SlabIndexPool):
     def __init__(self, slabs: Slabs, use: SlabUse, per_slab: int) -> None:
         super().__init__(slabs, use, per_slab)
         self._free: list[list[int]] = [[] for _ in slabs.use]  # by slab of this use, the next one last
-        self._partly: list[int] = []  # a heap that holds each slab with a place in `_free`, and given up ones
+        self._partly: list[int] = []  # a heap that holds each slab with an index in `_free`, and released ones
 
     def take(self, num_indices: int) -> list[int]:
         slabs, partly, num_fixed = self._slabs, self._partly, self._slabs.num_fixed
@@ -215,7 +216,7 @@ class PartsOfSlabs(SlabIndexPool):
             self._check_free(slab, self._free[slab])
         partly = [slab for slab, free in enumerate(self._free) if free]
         if not set(partly) <= set(mine):
-            raise CacheIntegrityError(f"slabs {partly} have free places of a use that has slabs {mine}")
+            raise CacheIntegrityError(f"slabs {partly} have free indices of a use that has slabs {mine}")
         listed = Counter(self._partly)
         if not set(partly) <= listed.keys() or any(count > 1 for count in listed.values()):
             raise CacheIntegrityError(f"slabs {sorted(self._partly)} listed as partly used, {partly} found")
@@ -226,7 +227,7 @@ class PartsOfSlabs(SlabIndexPool):
 
     def _check_free(self, slab: int, free: Sequence[int]) -> None:
         if len(set(free)) != len(free) or any(index // self.per_slab != slab for index in free):
-            raise CacheIntegrityError(f"slab {slab} lists places {sorted(free)} as free")
+            raise CacheIntegrityError(f"slab {slab} lists indices {sorted(free)} as free")
 
     def _open_slab(self) -> int:
         """Take over a slab, which then is the only one in the heap."""
@@ -238,9 +239,9 @@ class PartsOfSlabs(SlabIndexPool):
 
 
 class SlabSpace:
-    """Slabs with room for KV blocks or for states, one use at a time until the last place of a slab is free.
+    """Slabs with room for KV blocks or for states, one use at a time until the last index of a slab is free.
 
-    Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab: each place has a fixed address.
+    Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab: each index has a fixed address.
     """
 
     def __init__(self, num_slabs: int, blocks_per_slab: int, slots_per_slab: int) -> None:
@@ -275,7 +276,7 @@ class SlabSpace:
     def take_stale_blocks(self) -> list[range]:
         """Return the blocks of slabs that KV has taken over from states since the last call, to be cleared now.
 
-        What states leave behind reads as any number, NaN too, and attention may multiply what it masks by zero.
+        Bytes of former states read as any number, NaN too, and attention may multiply what it masks by zero.
         """
         slabs, stale = self._slabs, []
         for slab in slabs.taken_over:

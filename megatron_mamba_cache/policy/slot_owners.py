@@ -1,4 +1,4 @@
-"""What each state slot is used for."""
+"""The use of each state slot."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -10,7 +10,7 @@ from .index_pools import IndexPool
 
 
 class SlotOwner(Enum):
-    """What a slot is used for."""
+    """Use of a slot."""
 
     FREE = "free"
     LIVE = "live"
@@ -22,7 +22,7 @@ class SlotOwner(Enum):
 
 
 class SlotOwners:
-    """The slots of some places, one owner each, free at first."""
+    """The owner of each slot; all are free at first."""
 
     def __init__(self, indices: IndexPool) -> None:
         self._indices = indices
@@ -79,7 +79,7 @@ class SlotOwners:
         """Take a slot back from its owner; raises as `hand_over` does.
 
         Args:
-            is_fixed: Whether its place is noted as one that cannot be evicted.
+            is_fixed: True if its index cannot be evicted.
         """
         self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:

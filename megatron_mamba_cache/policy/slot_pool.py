@@ -17,7 +17,7 @@ from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
 
 _NOT_COUNTED = -1
-_MOMENT = 2.0**-10  # tells uses apart that are not as far apart as requests; exact in any sum
+_MOMENT = 2.0**-10  # separates uses within one request; exact in any sum
 
 
 class SlotPool:
@@ -59,7 +59,7 @@ class SlotPool:
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
         self._saver: StateSaver = NoSaver()
-        self._saved: set[BlockId] = set()  # on their way to another tier: worth as much as held states
+        self._saved: set[BlockId] = set()  # being copied to another tier: priority of held states
         self._quiet_pins: dict[BlockId, float] = {}  # pinned, but not used: last use before
         self.num_evicted = 0  # to make room; dropped and flushed ones do not count
         self.num_blocks_evicted = 0  # KV blocks that left with them
@@ -86,7 +86,7 @@ class SlotPool:
 
     @property
     def shares_slots(self) -> bool:
-        """Whether live and draft states take the same slots as cached ones."""
+        """True if live and draft states take the same slots as cached ones."""
         return self._running is self._owners
 
     @property
@@ -125,7 +125,7 @@ class SlotPool:
         return self.slot_by_block.get(block)
 
     def deepest(self, blocks: Sequence[BlockId]) -> int:
-        """Return after how many of the blocks the last one lies that has a state; 0 if none has."""
+        """Return the length of the longest prefix of `blocks` that ends in a cached state."""
         depth = len(blocks)
         while depth and blocks[depth - 1] not in self.slot_by_block:
             depth -= 1
@@ -151,7 +151,7 @@ class SlotPool:
             observer.published(block)
 
     def take_live(self) -> SlotId:
-        """Give a slot to a running request, evicting the cached state worth least if none is free.
+        """Give a slot to a running request, evicting the cached state of least priority if none is free.
 
         Raises:
             CacheCapacityError: If every slot is in use; nothing has changed then.
@@ -230,7 +230,7 @@ class SlotPool:
     def hold(self, block: BlockId, until: int) -> None:
         """Raise what the block's state is worth until a time; nothing happens if it has none, or the time is past.
 
-        It can still be evicted. `pass_time` tells the time.
+        It can still be evicted. `pass_time` sets the time.
         """
         if block in self.slot_by_block and self._held.hold(block, until) and block in self._evictable:
             self._file_again(block)
@@ -246,7 +246,7 @@ class SlotPool:
         self._saver = saver
 
     def stop_saving(self, block: BlockId) -> None:
-        """Let the block's state be evicted by its worth again; see `StateSaver.saves`."""
+        """Let the block's state be evicted by its priority again; see `StateSaver.saves`."""
         if block in self._saved:
             self._saved.remove(block)
             if block in self._evictable:
@@ -270,7 +270,7 @@ class SlotPool:
         """Protect the block's state from eviction until as many `unpin` calls.
 
         Args:
-            is_hit: Whether it counts as just used, by a request that starts from it.
+            is_hit: True if it counts as just used, by a request that starts from it.
 
         Raises:
             CacheIntegrityError: If the block has no state.
@@ -330,7 +330,7 @@ class SlotPool:
             self._count_kind(block, weight.kind)
 
     def evict(self, *, is_end: bool = False) -> None:
-        """Evict the state of least worth, and the KV blocks that are useless without it.
+        """Evict the state of least priority, and the KV blocks that are useless without it.
 
         Args:
             is_end: Only the last state of a text, which KV blocks leave with.

@@ -1,4 +1,4 @@
-"""The lineage of cached states, which their worth depends on, by the KV block that they end."""
+"""Lineage of cached states, which sets their priority, by the KV block that they end."""
 
 from collections.abc import Container, Sequence
 

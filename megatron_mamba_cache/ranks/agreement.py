@@ -1,4 +1,4 @@
-"""What the ranks of one model agree on: settings and capacities when an engine is built, later the weights' version."""
+"""Agreement of one model's ranks: settings and capacities at start, later the weights' version."""
 
 import logging
 import math

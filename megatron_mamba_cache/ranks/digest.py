@@ -204,8 +204,8 @@ class RankDigest:
         fed = () if request.is_prefilling else map(int, request.inputs)
         note(DecisionKind.SCHEDULE, request_id, request.computed, request.scheduled, *fed)
         if request.reserved:
-            places = (number for state in request.reserved for number in (state.position, state.slot))
-            note(DecisionKind.RESERVE, request_id, *places)
+            numbers = (number for state in request.reserved for number in (state.position, state.slot))
+            note(DecisionKind.RESERVE, request_id, *numbers)
         if request.cursor.draft_slots:
             note(DecisionKind.WINDOW, request_id, *request.cursor.draft_slots, request.cursor.accepted - 1)
 

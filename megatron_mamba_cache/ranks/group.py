@@ -150,7 +150,7 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """One rank's place among the ranks of a model, and what it exchanges with them."""
+    """One rank among the ranks of a model, and its exchanges with them."""
 
     num_ranks: int
     index: int

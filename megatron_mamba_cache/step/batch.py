@@ -1,4 +1,4 @@
-"""Lay the requests of a step out for the model: one token array, decode requests first, then prefill requests."""
+"""Write the requests of a step into the model's buffers: packed tokens, decode requests first."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,7 +25,7 @@ _Batch = TypeVar("_Batch", AlignBatch, ReplayBatch)
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step computes, as the model and the sampler read it.
+    """The inputs of one step, as the model and the sampler read them.
 
     Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. `prefill` counts
     tokens from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
@@ -33,7 +33,7 @@ class StepBatch:
 
     requests: tuple[RunningRequest, ...]
     request_ids: tuple[int, ...]  # [requests]
-    row_indices: Sequence[int]  # [requests] row of each request in the step's tensors; other rows are padding
+    row_indices: Sequence[int]  # [requests] index of each request in the step's tensors; the rest is padding
     num_tokens: int
     num_exchanged: int  # tokens that ranks which share experts exchange, the same number on each: at least num_tokens
     num_decode_requests: int
@@ -66,7 +66,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """What the layout of a step depends on besides its requests."""
+    """Sizes that the layout of a step depends on."""
 
     block_size: int
     grain: int  # tokens of a chunk of prefill; a block is a multiple
@@ -87,7 +87,7 @@ def lay_out_step(
     Args:
         requests: Decoding requests first, then prefilling ones; each with `scheduled` tokens.
         draws_ratios: True when drafts come with distributions, so that accepting them takes random numbers.
-        purpose: What the tokens are drawn for.
+        purpose: The purpose of the sampled tokens.
         num_exchanged: The most tokens of any rank that shares the experts, if it is more than the requests have.
     """
     num_chunks = _write(requests, buffers, geometry, purpose, draws_ratios=draws_ratios)

@@ -52,9 +52,9 @@ class StepLimits:
         max_blocks: Block-table entries of a request.
         max_drafts: Draft tokens of a request.
         max_length: Tokens of a request; 0: as many as its blocks hold.
-        marks_real_tokens: Whether the model asks which tokens are not padding.
+        marks_real_tokens: True if the model asks which tokens are not padding.
         fold_len: Tokens after which the inputs in a draft buffer are folded into a state; 0 without such buffers.
-        restores_states: Whether cached states are restored into live slots before a step, not read by its forward.
+        restores_states: True if cached states are restored into live slots before a step, not read by its forward.
     """
 
     max_tokens: int

@@ -15,8 +15,8 @@ def engine_shapes(
     """Return the shapes of an engine's steps.
 
     Args:
-        most_launched: See `HybridModelShape`.
-        is_shared: See `prefill_shapes`.
+        most_launched: As in `HybridModelShape`.
+        is_shared: As in `prefill_shapes`.
     """
     count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
     shapes = decode_shapes(count, max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_requests)
@@ -31,7 +31,7 @@ def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | N
     draft of each request at a time. Prompts take the shapes of many requests.
 
     Args:
-        most_launched: See `HybridModelShape`.
+        most_launched: As in `HybridModelShape`.
     """
     max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
@@ -84,7 +84,7 @@ def prefill_shapes(
     Args:
         most_launched: Tokens of a step up to which the host takes longer to launch it than the GPU to compute it.
             Beyond, padding costs more than a graph gains: shapes of many requests end there.
-        is_shared: Whether ranks that share experts take steps of the same shape, which has the decode requests of one
+        is_shared: True if ranks that share experts take steps of the same shape, which has the decode requests of one
             rank
             and the prompts of another: "all" are as many as requests can run then, or one more.
     """

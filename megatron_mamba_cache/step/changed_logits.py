@@ -122,7 +122,7 @@ _Requests = Sequence[tuple[int, RunningRequest]]
 
 
 class LogitsChanges:
-    """Changes logits before tokens are drawn; keeps what each request with penalties has seen, on the device.
+    """Changes logits before tokens are sampled; keeps what each request with penalties has seen, on the device.
 
     Args:
         masks: What the grammars of requests allow.
@@ -133,7 +133,7 @@ class LogitsChanges:
         self._seen = SeenTokens()
 
     def apply(self, requests: Sequence[RunningRequest], starts: Sequence[int], logits: Tensor) -> Tensor:
-        """Return the logits, [logits, vocab], that tokens are drawn from; the arguments stay as they are.
+        """Return the logits, [logits, vocab], that tokens are sampled from; the arguments stay as they are.
 
         Args:
             starts: [requests] where each request's logits begin.
@@ -176,7 +176,7 @@ def _add_biases(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_ends(requests: _Requests, logits: Tensor) -> None:
-    """Bar what ends a request before it has its least number of tokens."""
+    """Mask what ends a request before it has its least number of tokens."""
     masked = []
     for start, request in requests:
         sampling = request.spec.sampling
@@ -192,7 +192,7 @@ def _mask_ends(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_improbable(requests: _Requests, logits: Tensor) -> None:
-    """Bar tokens that are less probable than a share of the most probable one, as `min_p` says."""
+    """Mask tokens that are less probable than a share of the most probable one, as `min_p` says."""
     rows: list[int] = []
     distances: list[float] = []
     for start, request in requests:

@@ -21,7 +21,7 @@ _COUNTED_BY_REQUEST = ("computed", "kv_lengths", "last_block_lens")
 
 @dataclass(frozen=True, slots=True)
 class RequestEnds:
-    """What ends each request of a step: a token or a length.
+    """End tokens and length limits of a step's requests.
 
     Args:
         end_ids: [requests, most end tokens of a request] int64, the last ones of longer stop words among them; -1 for
@@ -55,8 +55,8 @@ class DecodeStep:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         widths: [requests] each request's tokens: one, and its drafts.
         ends: What ends the requests of a one-token step; None for another step.
-        draws: How its tokens are drawn.
-        has_new_blocks: Whether a request has another KV block than in the step that this one continues.
+        draws: How its tokens are sampled.
+        has_new_blocks: True if a request has another KV block than in the step that this one continues.
     """
 
     requests: tuple[RunningRequest, ...]

@@ -68,7 +68,7 @@ class DiskBelow:
 
         Args:
             least: The generation is not below it.
-            is_flush: Whether what has been written so far may never be found again.
+            is_flush: True if what has been written so far may never be found again.
         """
         form = self._form()
         if self._directory is None or self._directory.form != form:

@@ -42,7 +42,7 @@ class GrammarMasks:
     """The matchers of the running requests with a grammar, and the masks of one step.
 
     Args:
-        samples_here: Whether this rank draws tokens; if not, it only cuts drafts.
+        samples_here: True if this rank samples tokens; if not, it only cuts drafts.
     """
 
     def __init__(self, grammars: Grammars, *, samples_here: bool = True) -> None:

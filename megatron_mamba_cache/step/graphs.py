@@ -43,7 +43,7 @@ class StepGraphs:
     Args:
         weights: Addresses at which the graphs read the weights.
         tables: What they read of the model besides its weights, kept from being freed.
-        only_last_logits: See `StepRunner`.
+        only_last_logits: As in `StepRunner`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ def capture_graphs(
 
     Args:
         prepare: Is called before steps are captured.
-        purpose: What tokens are drawn for; of drafts, only greedy draws are captured behind the forward.
+        purpose: The purpose of the sampled tokens; for drafts, only greedy sampling is captured after the forward.
     """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)

@@ -41,7 +41,7 @@ def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tenso
 
     Args:
         logits: [n, vocab].
-        kept, only_last: See `followed_tokens`.
+        kept, only_last: As in `followed_tokens`.
     """
     followed = followed_tokens(step, kept, only_last=only_last)
     log_probs = F.log_softmax(logits.float(), dim=-1)
@@ -85,7 +85,7 @@ class StepScorer:
         """Return what the requests of a step want that `begin` did not score.
 
         Args:
-            kept: See `followed_tokens`.
+            kept: As in `followed_tokens`.
             logits: What the forward returned on this rank.
             logits_of: Computes the logits of hidden states.
         """
@@ -105,7 +105,7 @@ class StepScorer:
 
 
 class SampledTokenScores:
-    """Log-probs of the tokens that a step of one token a request draws, on their way to the host.
+    """Log-probs of the sampled tokens of a one-token step, being copied to the host.
 
     Args:
         outcome: Of the step, [requests, 2 + K] at its `row_indices`.

@@ -73,7 +73,7 @@ class StepLogits:
         )
 
     def sampling(self, logits: Tensor) -> SamplingRows:
-        """Return the first n logits, [n, vocab], as tokens are drawn from them; what is left out is padding."""
+        """Return the first n logits, [n, vocab], as tokens are sampled from them; the rest is padding."""
         settings = (setting[: len(logits)] for setting in (self.temperature, self.top_k, self.top_p))
         return SamplingRows(logits, *settings)
 
@@ -155,7 +155,7 @@ def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: 
 
 
 def any_changed(requests: Sequence[RunningRequest]) -> bool:
-    """Return whether a request changes the model's logits before its token is drawn; a grammar only bars tokens."""
+    """Return whether a request changes the model's logits before sampling; a grammar only masks tokens."""
     return any(request.spec.sampling.logits is not PLAIN_LOGITS for request in requests)
 
 

@@ -47,7 +47,7 @@ class CacheMemory:
         counters: What the prefix cache counts on.
         weights_version: Version of the weights that will fill the cache.
         below: The tiers below, which outlive this memory; None: there are none.
-        shares_steps: Whether ranks that share experts take steps of one shape.
+        shares_steps: True if ranks that share experts take steps of one shape.
 
     Raises:
         CacheCapacityError: If there is not enough memory, on any of the ranks.
@@ -86,8 +86,8 @@ class CacheMemory:
             )
         unit = shape.unit_bytes(config)
         total = capacity.num_slabs * capacity.slab.slab_bytes(unit)
-        beside = shape.buffers_bytes(config), shape.running_bytes(config)
-        self._sizes = MemorySizes(unit, total, capacity.slab, *beside)
+        others = shape.buffers_bytes(config), shape.running_bytes(config)
+        self._sizes = MemorySizes(unit, total, capacity.slab, *others)
         self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device, shares_steps))
         self.geometry = StepGeometry(config.block_size_tokens, shape.grain, self.dummy_block)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
@@ -152,7 +152,7 @@ class CacheMemory:
         self.below.close()
 
     def clear_stale_blocks(self) -> None:
-        """Clear the KV blocks that lie where states lay; call it before the first step or copy that may use them."""
+        """Clear the KV blocks in memory of former states; call it before the first step or copy that may use them."""
         for blocks in self._space.take_stale_blocks():
             self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 

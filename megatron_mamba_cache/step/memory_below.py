@@ -55,7 +55,7 @@ class MemoryBelow:
         """Make everything unreachable, on disk durably; return what has kept the latter from being done.
 
         Args:
-            is_attached: Whether a device's memory sees the tiers, and empties those in memory.
+            is_attached: True if a device's memory sees the tiers, and empties those in memory.
         """
         self.epoch += 1
         if self._host is not None and not is_attached:
@@ -79,7 +79,7 @@ class MemoryBelow:
         Args:
             pools: Over that memory.
             memory: [bytes] uint8, cut into slabs.
-            prepare: See `HostTier`.
+            prepare: As in `HostTier`.
 
         Raises:
             CacheCapacityError: If there is not enough memory of the host, on any of the ranks.
@@ -140,13 +140,13 @@ class AttachedTiers:
         self._tier = tier
         self._copies = copies
         if copies is not None:
-            weakref.finalize(self, copies.close)  # its threads would keep the memory of an engine that nobody closes
+            weakref.finalize(self, copies.close)  # its threads would keep the memory of an engine that is not closed
         self._host = host
         self._disk = disk
 
     @property
     def tiers(self) -> Tiers:
-        """What the prefix cache sees of them."""
+        """The tiers as the prefix cache sees them."""
         return self._tier or NoTiers()
 
     def usage(self) -> dict[str, dict[str, int]]:
@@ -162,7 +162,7 @@ class AttachedTiers:
 
     @property
     def has_copies(self) -> bool:
-        """Whether copies between tiers are under way."""
+        """True if copies between tiers are under way."""
         return self._tier is not None and self._tier.has_copies
 
     def start(self) -> None:

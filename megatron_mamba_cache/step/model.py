@@ -1,4 +1,4 @@
-"""What a step needs of the model that computes it."""
+"""The model as a step needs it."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """What a captured kernel knows of a tensor."""
+    """Address and layout of a tensor, as a captured kernel knows them."""
 
     address: int
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class _Address:
 
 @dataclass(frozen=True, slots=True)
 class WeightAddresses:
-    """Places of all parameters and buffers of a model, by name; tied ones under each of their names."""
+    """Addresses of all parameters and buffers of a model, by name; tied ones under each of their names."""
 
     addresses: dict[str, _Address]
 
@@ -78,4 +78,4 @@ class StepModel(Protocol):
         """Return where the weights are now, without waiting for the device."""
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:
-        """Collect the tensors beside weights that forwards in the block read, to keep them from being freed."""
+        """Keep alive the tensors other than weights that forwards in the block read."""

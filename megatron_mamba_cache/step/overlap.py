@@ -45,7 +45,7 @@ def may_overlap(
     Args:
         graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
         num_running: Running requests, paused ones included.
-        is_wanted: Whether the settings ask for it.
+        is_wanted: True if the settings ask for it.
         tokens: [requests] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for memory: it would be admitted a step later.
     """
@@ -87,7 +87,7 @@ def may_launch_drafts(
 
     Args:
         running: Requests that run now, paused ones included.
-        is_wanted: See `may_overlap`.
+        is_wanted: As in `may_overlap`.
     """
     most = 1 + planner.max_drafts
 
@@ -110,7 +110,7 @@ class OverlappedSteps:
     """Launches the next step early where that is allowed, and holds it until it lands.
 
     Args:
-        is_wanted: Whether the settings ask for early steps.
+        is_wanted: True if the settings ask for overlapped steps.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class OverlappedSteps:
 
     @property
     def launched(self) -> OverlappedStep | None:
-        """The launched step that has not landed, if there is one."""
+        """The overlapped step that has not landed, if there is one."""
         return self._launched
 
     def launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
@@ -171,7 +171,7 @@ class OverlappedSteps:
             request.unschedule()
 
     def take(self) -> OverlappedStep | None:
-        """Return the launched step, which now lands; None if there is none."""
+        """Return the overlapped step, which now lands; None if there is none."""
         step, self._launched = self._launched, None
         return step
 
@@ -184,16 +184,16 @@ class OverlappedSteps:
             )
 
     def leave_graph(self) -> None:
-        """Copy the launched step's results before the graph that computes it is freed."""
+        """Copy the overlapped step's results before the graph that computes it is freed."""
         if self._launched is not None:
             self._launched.leave_graph()
 
     def wait(self) -> None:
-        """Wait once for the launched step, before its buffers or memory are reused."""
+        """Wait once for the overlapped step, before its buffers or memory are reused."""
         if self._launched is not None:
             self._launched.wait()
 
     def drop(self) -> None:
-        """Wait for the launched step and forget it: none of its requests is left."""
+        """Wait for the overlapped step and forget it: none of its requests is left."""
         self.wait()
         self._launched = None

@@ -40,7 +40,7 @@ class CapturedStep(Protocol):
         """False if the caller has to compute the outcome from the logits, because the graph is freed."""
 
     def verify(self, draws: Draws) -> Tensor:
-        """After `forward`, draw tokens, verify, and copy reached boundary states; return [requests, 2 + K].
+        """After `forward`, sample tokens, verify, and copy reached boundary states; return [requests, 2 + K].
 
         The caller may mask tokens in the logits before.
 
@@ -65,7 +65,7 @@ class CapturedStep(Protocol):
 
 
 class OverlapState(Enum):
-    """How much of an early step is launched, and where its results are."""
+    """How much of an overlapped step is launched, and where its results are."""
 
     FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
     OUTCOME = "the outcome is launched too"
@@ -84,7 +84,7 @@ class OverlappedStep:
         ends: What ends each of them; None if the host already knew the tokens that the requests were fed.
         state: FORWARD or OUTCOME. A FORWARD step's outcome is launched when it lands, after tokens are masked; where
             logits are changed otherwise, the runner computes it.
-        draft_distributions: See `Step`.
+        draft_distributions: As in `Step`.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class OverlappedStep:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What a capture produced; `num_bytes` is the device memory that the graphs hold."""
+    """Result of a capture; `num_bytes` is the device memory that the graphs hold."""
 
     num_graphs: int = 0
     seconds: float = 0.0
@@ -254,7 +254,7 @@ class GraphsByShape(Protocol):
         """Send the scheduled requests of a step, see `hold`, and launch its forward; return it, which has to land.
 
         Args:
-            draft_distributions: See `Step`.
+            draft_distributions: As in `Step`.
         """
 
     def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:

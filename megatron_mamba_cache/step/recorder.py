@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Run a computation once; return its results and a replay that computes them again, in place.
 
         Args:
-            prepare: What the host does in each replay before what `compute` does behind `split`, or before all of it.
+            prepare: Host work of each replay, before the part of `compute` after `split`, or before all of it.
         """
 
     def split(self) -> None:
@@ -60,7 +60,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # Streams of what layers launch beside their main part have this priority too; see `OverlappedExpert`.
+        # Side streams of layers have this priority too; see `OverlappedExpert`.
         self._stream = torch.cuda.Stream(priority=-1)
         self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
 

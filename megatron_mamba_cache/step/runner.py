@@ -1,6 +1,6 @@
 """The life of a step. `StepRunner.run` is all of it:
 
-plan → forward → publish prompts → sample → launch the next step, if it may run ahead, or decide its drafts → read →
+plan → forward → publish prompts → sample → launch the next step, if it may overlap, or decide its drafts → read →
 land → launch drafts.
 
 `drop_failed_step` replaces the rest when anything in it raises.
@@ -119,7 +119,7 @@ class StepRunner:
         logits = model.compute_step() if step.graph is None else step.graph.forward()
         self.sharing.note_launched()
         self.publish_prompts()
-        if not self.sharing.is_shared:  # else nothing may come between the forward and the look ahead
+        if not self.sharing.is_shared:  # else nothing may come between the forward and the agreement
             await asyncio.sleep(0)  # the forward runs; other tasks may use the host
         if self._step is not step:
             raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
@@ -138,7 +138,7 @@ class StepRunner:
         return StepOutcome(step, kept, num_drafts, log_probs, held_back)
 
     def plan(self) -> Step:
-        """Schedule the decode requests and their drafts, and lay the step out."""
+        """Schedule the decode requests and their drafts, and lay out the step."""
         shape = self.sharing.next_shape()
         graph: CapturedStep | None = (early := self.overlapped_steps.take())
         if early is not None:
@@ -200,7 +200,7 @@ class StepRunner:
         """Return every reservation of a failed step and drop its requests, whose live states can no longer be trusted.
 
         A request that is admitted again, with the tokens that it has, continues where it was. Once a step has landed,
-        the requests of the early step after it stay, and the next step lands it.
+        the requests of the overlapped step after it stay, and the next step lands it.
         """
         try:
             self.step_requests.drop(
@@ -225,7 +225,7 @@ class StepRunner:
         self._step, self._at_work = None, []
 
     def close(self) -> None:
-        """Wait for an early step and for copies, and let the planner forget all requests: the memory is to be freed."""
+        """Wait for an overlapped step and for copies, and forget all requests: the memory is about to be freed."""
         self._step, self._at_work = None, []
         self.step_requests.drop_overlapped_step()
         self.memory.close(self.requests)
@@ -260,8 +260,8 @@ class StepRunner:
         The results of the previous step must have been read back.
 
         Args:
-            draft_distributions: See `Step`.
-            purpose: What tokens are drawn for.
+            draft_distributions: As in `Step`.
+            purpose: The purpose of the sampled tokens.
             shape: That in which ranks share the step; None if they do not.
         """
         memory, draws_ratios = self.memory, any_sampled(draft_distributions)
@@ -316,7 +316,7 @@ class StepRunner:
         return self._graphs
 
     def drop_graphs(self) -> None:
-        """Free all graphs; the results of an early step that one of them computes are copied first."""
+        """Free all graphs; the results of an overlapped step that one of them computes are copied first."""
         self.overlapped_steps.leave_graph()
         self._graphs = None
 
@@ -331,7 +331,7 @@ class StepRunner:
         if now or not isinstance(self.sharing, SharedSteps):
             capture()
         else:
-            self.sharing.wants_capture, self._graphs = True, None  # an early step keeps its own
+            self.sharing.wants_capture, self._graphs = True, None  # an overlapped step keeps its own
 
     def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
         """Compute steps with these graphs, captured over this memory; None for no graphs."""
@@ -370,7 +370,7 @@ class StepRunner:
             self.overlapped_steps.launch_drafts(graphs, step.requests, distributions)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
-        """Return what each request keeps of its outcome; launch the next step if it may run ahead.
+        """Return what each request keeps of its outcome; launch the next step if it may overlap.
 
         Args:
             found: The outcome, [requests, 2 + K] at `StepBatch.row_indices`.

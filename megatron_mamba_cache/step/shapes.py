@@ -51,7 +51,7 @@ def _padding_request(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
 class StepShape:
     """Decode requests of at most `width` tokens each, then prefill requests of `num_prefill_tokens` tokens in total.
 
-    Prefill tokens begin after one token for each decode request: beside prefill requests, `width` is 1.
+    Prefill tokens begin after one token for each decode request: with prefill requests, `width` is 1.
     """
 
     num_decode_requests: int = 0

@@ -1,12 +1,11 @@
-"""What ranks that share experts agree on about a step: its shape, and whether it is launched early.
+"""Agreement of ranks that share experts on a step: its shape, and whether it is overlapped.
 
 Their layers exchange tokens, the same number on every rank, so all compute each step in one shape: the smallest that
 holds each rank's requests. A rank without requests computes padding. There are two rounds:
 
-- Once a step is launched, while the device computes it, ranks look ahead. A rank whose next step is sure to be a step
-  of decode requests promises how many. If all promise, the next step's shape is fixed. If it is the present one, the
-  ranks
-  that can launch the next step do so, and every rank owes it: it computes the next step before it waits for a rank.
+- Once a step is launched, while the device computes it, ranks agree on the next. A rank whose next step is sure to be a
+  step of decode requests promises how many. If all promise, the next step's shape is fixed. If it is the present one,
+  the ranks that can launch the next step do so, and every rank owes it: it computes the next step before it waits.
 - If one does not promise, ranks agree on the shape of the next step when each knows its requests.
 
 Every rank reaches the same conclusions from the same numbers, and no round waits for the device. A rank whose step
@@ -96,8 +95,8 @@ class SharedSteps:
         capture: Captures graphs, which all ranks do together.
 
     Attributes:
-        padding_is_launched: Whether this rank, which has no requests, has launched its part of the next step.
-        wants_capture: Whether this rank's graphs have to be captured again.
+        padding_is_launched: True if this rank, which has no requests, has launched its part of the next step.
+        wants_capture: True if this rank's graphs have to be captured again.
         part: How far this rank is with its part of the present step.
     """
 
@@ -178,7 +177,7 @@ class SharedSteps:
 
         Args:
             next_requests: Holds the requests that this rank has now, in its next step.
-            wants_overlap: Whether this rank launches the next step if it is owed.
+            wants_overlap: True if this rank launches the next step if it is owed.
         """
         ends_prefill = all(
             request.computed + request.scheduled >= request.spec.prompt_len for request in self._requests.prefilling

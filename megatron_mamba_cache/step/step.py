@@ -26,7 +26,7 @@ def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What one step computes, and what its forward leaves for sampling.
+    """One step: its inputs, and what its forward leaves for sampling.
 
     Args:
         batch: Views of the step's requests on the device.
@@ -88,7 +88,7 @@ class Step:
         """Return the graph if it can verify the step by itself, from logits in which tokens may be masked before.
 
         Args:
-            only_last_logits: See `StepRunner`; the logits of other steps are selected inside the graph.
+            only_last_logits: As in `StepRunner`; the logits of other steps are selected inside the graph.
         """
         graph = self.feeding_graph
         if graph is None or self.batch.logits.any_changed or not graph.can_verify:

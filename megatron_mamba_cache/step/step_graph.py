@@ -1,6 +1,6 @@
 """The captured steps of one shape: the forward, then verification and align copies, over buffers at fixed addresses.
 
-There is a graph of what follows the forward for each way to draw tokens. Where a request changes its logits, or a draft
+There is a graph of what follows the forward for each way to sample. Where a request changes its logits, or a draft
 was drawn at random, it runs without a graph. Before a replay the step's requests replace padding requests; every op
 skips those that remain, as in warmup.
 
@@ -33,7 +33,7 @@ from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
 class OutputMemory:
-    """What the forward of the latest graph computed: logits, or on a stage but the last hidden states.
+    """Output of the latest graph's forward: logits, or on a stage but the last hidden states.
 
     Logits of 259 tokens of 131,072 take 65 MiB, which each graph would keep for itself otherwise; copying them takes
     less than a thousandth of a step.
@@ -76,7 +76,7 @@ class StepGraph:
         recorder: Captures one computation after another.
         outputs: Keeps the forward's output, until a graph's forward comes next.
         longest: The most tokens of a request.
-        purpose: What tokens are drawn for; of drafts, only greedy draws are captured behind the forward.
+        purpose: The purpose of the sampled tokens; for drafts, only greedy sampling is captured after the forward.
     """
 
     can_verify = True
@@ -125,7 +125,7 @@ class StepGraph:
         self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
     def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:
-        """Compute the outcome from the logits, and copy reached boundaries: what is captured behind the forward."""
+        """Compute the outcome from the logits, and copy reached boundaries: captured after the forward."""
         step, requests = Step(self._views), replace(self._views.logits, draws=draws)
         outcome = outcome_on_all_ranks(
             runner.ranks, requests, lambda: verify_step(requests, runner.wanted_logits(step, self.logits), [])
@@ -232,7 +232,7 @@ class StepGraph:
         return self.logits
 
     def verify(self, draws: Draws) -> Tensor:
-        """After `forward`, draw tokens, verify, and copy the states of reached boundaries."""
+        """After `forward`, sample tokens, verify, and copy the states of reached boundaries."""
         self._replay_verify[draws]()
         return self.outcome
 

@@ -1,4 +1,4 @@
-"""What a step consists of and what it did, as Megatron's interface reports it."""
+"""Counts and outcome of a step, as Megatron's interface reports them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step did.
+    """Outcome of a step.
 
     Args:
         num_drafts: [requests] drafts that were verified; empty where no drafts are planned.
@@ -47,7 +47,7 @@ class HasCounts(Protocol):
 
     @property
     def counts(self) -> StepCounts:
-        """What the next step consists of."""
+        """Counts of the next step."""
 
 
 class RunnerCount:

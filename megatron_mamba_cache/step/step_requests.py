@@ -83,7 +83,7 @@ class StepRequests:
         self.count()
 
     def leave(self, requests: Collection[RunningRequest]) -> None:
-        """Release requests; with the last one, the early step goes too."""
+        """Release requests; with the last one, the overlapped step goes too."""
         if not requests:
             return
         self.running.drop(requests)
@@ -92,7 +92,7 @@ class StepRequests:
             self.drop_overlapped_step()
 
     def drop_overlapped_step(self) -> None:
-        """Wait for the early step and forget it; none of its requests is left."""
+        """Wait for the overlapped step and forget it; none of its requests is left."""
         self.queue.note_change()
         if not self.sharing.is_owed:  # else it stays, without requests, as this rank's share of a step
             self.overlapped_steps.drop()
@@ -113,7 +113,7 @@ class StepRequests:
             self.changes.forget(request.request_id)
 
     def clear(self) -> None:
-        """Release all requests, and the early step with them. What is cached stays."""
+        """Release all requests, and the overlapped step with them. What is cached stays."""
         self.leave(list(self.running))
         self.drop_overlapped_step()
         self.counts = StepCounts()

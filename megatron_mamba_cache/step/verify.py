@@ -1,4 +1,4 @@
-"""What follows a step's forward on the device: sampling, verification of drafts, and copies of boundary states."""
+"""After the forward: sampling, verification of drafts, and copies of boundary states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -8,7 +8,7 @@ from megatron_mamba_cache.policy.slabs import SlabSpace
 
 
 def leave(indices: IndexPool, *numbers: int) -> None:
-    """Give fixed places back."""
+    """Release fixed indices."""
     for index in numbers:
         indices.unfix(index)
         indices.release(index)
@@ -123,7 +123,7 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed ones"),
         (lambda space: space._slabs.use.__setitem__(0, 1), "of a use that has"),
         (lambda space: space.blocks._free[2].append(9), "of a use that has"),
-        (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "lists places"),
+        (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "lists indices"),
         (lambda space: space.blocks._partly.clear(), "listed as partly used"),
         (lambda space: space.blocks._partly.append(0), "listed as partly used"),
         (lambda space: space.blocks._free[0].pop(), "counted"),

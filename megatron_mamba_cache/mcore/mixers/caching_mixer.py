@@ -1,4 +1,4 @@
-"""Base class of mixers: decode and prefill rows of a step, and full sequences without a context."""
+"""Base class of mixers: decode and prefill requests of a step, and full sequences without a context."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ class GatedHeadRMSNorm(nn.Module):
 
 
 class CachingMixer:
-    """Computes any mix of decode and prefill rows, each from its own slot; combined with a Megatron module.
+    """Computes any mix of decode and prefill requests, each from its own slot; combined with a Megatron module.
 
     Attributes:
         in_proj, out_proj: Megatron's linear layers, which return a bias too.
@@ -89,7 +89,7 @@ class CachingMixer:
         raise NotImplementedError
 
     def mix_decode(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return what `out_proj` reads for the tokens of decode rows; see `mix_prefill`."""
+        """Return what `out_proj` reads for the tokens of decode requests; see `mix_prefill`."""
         raise NotImplementedError
 
     def mix_step(self, hidden_states: Tensor, context: Any) -> Any:
@@ -100,7 +100,7 @@ class CachingMixer:
         return self.out_proj(mixed.unsqueeze(1))
 
     def mix_sequences(self, hidden_states: Tensor) -> Any:
-        """Mix whole sequences [tokens, batch, hidden] from zero states, by the kernels of a step's prefill rows."""
+        """Mix whole sequences [tokens, batch, hidden] from zero states, by the kernels of a step's prefill requests."""
         projected, _ = self.in_proj(hidden_states)
         num_tokens, batch, _ = projected.shape
         rows = full_sequences(batch, num_tokens, self.recurrence.grain, projected.device)
@@ -109,7 +109,7 @@ class CachingMixer:
         return self.out_proj(mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1))
 
     def _mix(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return [tokens, channels]: of decode rows, of prefill rows, and zeros for padding at the end."""
+        """Return [tokens, channels]: of decode requests, of prefill requests, and zeros for padding at the end."""
         mixed = []
         first_prefilled = step.num_decode_tokens if step.prefill is not None else len(projected)
         if step.decode is not None:
@@ -121,7 +121,7 @@ class CachingMixer:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _no_states(self, projected: Tensor) -> LayerStates:
-        """Return one slot of zeros, for rows that start from no state and keep none."""
+        """Return one slot of zeros, for requests that start from no state and keep none."""
         dtype, device = projected.dtype, projected.device
         tensors = self.recurrence.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
         live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}

@@ -19,7 +19,7 @@ from .caching_mixer import CachingMixer, GatedGroupRMSNorm
 
 
 class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
-    """Megatron's Mamba mixer with its inference replaced: any mix of decode and prefill rows, each from its own slot.
+    """Mamba mixer that decodes and prefills any mix of requests, each from its own slot.
 
     Needs neither mamba-ssm nor causal-conv1d. Arguments that Megatron's mixer lacks or restricts:
 

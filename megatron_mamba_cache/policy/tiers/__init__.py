@@ -1,1 +1,1 @@
-"""What is kept below the device, and what is on its way between the tiers; no torch, no files."""
+"""Bookkeeping of the tiers below the device and of copies between them; no torch, no files."""

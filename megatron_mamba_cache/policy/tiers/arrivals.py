@@ -52,8 +52,8 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
     """Make a boundary findable whose bytes are there; return its blocks from the start of the text, all held.
 
-    What has become known meanwhile by another way stays, and takes the place of what has arrived. If this raises, the
-    room is given back.
+    What has become known meanwhile by another way stays, and replaces what has arrived. If this raises, the
+    room is released.
     """
     held, kv, slots = list(arrival.known), pools.kv, pools.slots
     try:

@@ -27,11 +27,11 @@ class RestoredBlocks(NamedTuple):
 
 
 class Tiers(Protocol):
-    """What happens below the device; `NoTiers` where nothing does."""
+    """The tiers below the device; `NoTiers` where there are none."""
 
     @property
     def takes_room(self) -> bool:
-        """Whether requests that wait hold memory of the device."""
+        """True if waiting requests hold device memory."""
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
         """Keep the last boundaries of a request that has ended; see `HostWrites.write_last`."""
@@ -49,7 +49,7 @@ class Tiers(Protocol):
         """Note that a request has left the queue."""
 
     def make_room(self, request_id: int | None = None) -> bool:
-        """Let go of what waiting requests hold, but for one of them if others hold any; return whether any did."""
+        """Release what waiting requests hold, except one if others hold any; return whether any did."""
 
     def flushed(self) -> None:
         """Note that everything cached has become unreachable."""
@@ -113,7 +113,7 @@ class HostTier:
         disk: What is on the disk; None: there is none.
         copies: What makes the copies.
         agree: What the ranks of the model agree by.
-        measure: See `AgreedTimes`.
+        measure: As in `AgreedTimes`.
         prepare: Called before copies start: makes room on the device fit for what they bring.
     """
 
@@ -147,7 +147,7 @@ class HostTier:
 
     @property
     def has_copies(self) -> bool:
-        """Whether copies are under way or ordered."""
+        """True if copies are under way or ordered."""
         return bool(len(self._ledger))
 
     @property
@@ -179,7 +179,7 @@ class HostTier:
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
-        """Let go of everything on the device, whose memory is about to be freed; what waits for the disk is dropped."""
+        """Release everything on the device, whose memory is about to be freed; drop what waits for the disk."""
         self._restores.flushed()
         if self._disk is not None:
             self._disk.drop_waiting()

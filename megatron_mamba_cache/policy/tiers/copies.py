@@ -91,13 +91,13 @@ Agree = Callable[[Sequence[int]], list[int]]
 """Returns the least of each number over the ranks of the model; collective."""
 
 End = Callable[[bool], None]
-"""What to do when a copy has ended: whether its bytes are there on every rank."""
+"""Called when a copy has ended; True if its bytes are there on every rank."""
 
 
 class CopyLedger:
     """The copies under way, the same on every rank.
 
-    A copy is *void* if what it was for is gone: it is made to its end, because its places are in use until then, but
+    A copy is *cancelled* if its purpose is gone: it still runs to its end, because its memory is in use until then, but
     ends as failed.
     """
 
@@ -196,7 +196,7 @@ class CopyTimes(NamedTuple):
 
 
 COPIES_TAKE_NOTHING = CopyTimes(block=0, state=0, token=1)
-"""What holds until all ranks have measured."""
+"""Times until all ranks have measured."""
 
 
 class AgreedTimes:

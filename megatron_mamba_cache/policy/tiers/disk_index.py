@@ -11,7 +11,7 @@ from .copies import EntryName
 class DiskIndex:
     """Entries by key, in the order of their last use.
 
-    An entry is of use only behind the entries before it, so those that no other follows leave first, the least recently
+    An entry is of use only after the entries before it, so those that no other follows leave first, the least recently
     used one before others.
 
     Args:

@@ -1,4 +1,4 @@
-"""What moves between the host and the disk: what has come to the host, and what a waiting prompt starts from."""
+"""Transfers between host and disk."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -164,7 +164,7 @@ class DiskMoves:
             del self._of_request[request_id]
         if not is_there:
             cancel(arrival, self._host)
-            # All of it: entries behind one that is gone could never be read, and more would be written behind them.
+            # All of it: entries after a missing one could never be read, and more would be written after them.
             self._remove([name for name in names if name.key in self.index])
             for name in names:
                 self.index.remove(name)

@@ -8,7 +8,7 @@ from .arrivals import Arrival, cancel, expect, has_state, publish
 from .copies import Lane, TierPair
 
 MOST_AT_EVICTION = 4
-"""The most states on their way to the host for which evictions take others; beyond it, states are lost."""
+"""Most states in offload that evictions spare; beyond it, states are lost."""
 
 LIKELY = 0.05
 """How likely hits must be to the ends of prompts for them to be written before they are evicted."""
@@ -17,7 +17,7 @@ LIKELY = 0.05
 class HostWrites:
     """Copies boundaries from the device to the host while they stay findable on the device.
 
-    A write takes nothing from the device: if its state is evicted before it ends, it is void.
+    A write takes nothing from the device: if its state is evicted before it ends, it is cancelled.
 
     Args:
         on_written: Called with the blocks of each boundary that has come to the host, while they are held.
@@ -32,7 +32,7 @@ class HostWrites:
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Room on the host of the writes that have not ended, void ones included."""
+        """Room on the host of the writes that have not ended, cancelled ones included."""
         return list(self._arrivals.values())
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:

@@ -49,7 +49,7 @@ class Restores:
         self._device, self._host = pair.device, pair.host
         self._times = times
         self._of_request: dict[int, _Restore] = {}
-        self._unclaimed: list[_Restore] = []  # of requests that have gone; let go once they have landed
+        self._unclaimed: list[_Restore] = []  # of requests that have left; released once they have landed
         self._tried: set[int] = set()
 
     @property
@@ -115,28 +115,28 @@ class Restores:
         return True
 
     def claim(self, request_id: int) -> int:
-        """Let go of what was restored for a request that has been admitted; return the blocks it skips thereby."""
+        """Release the restore of an admitted request; return the blocks that it skips."""
         self._tried.discard(request_id)
         restore = self._of_request.get(request_id)
         self._give_up([request_id])
         return restore.depth - restore.num_blocks_before if restore is not None and restore.is_there else 0
 
     def forget(self, request_id: int) -> None:
-        """Let go of what was, or is being, restored for a request that has left the queue."""
+        """Release the restore of a request that has left the queue."""
         self._tried.discard(request_id)
         self._give_up([request_id])
 
     def give_up(self, keep: Collection[int] = ()) -> bool:
-        """Let go of all that has been restored for waiting requests, but for some; return whether there was any.
+        """Release what has been restored for waiting requests, except some; return whether there was any.
 
-        It stays on the device as long as nothing else needs its place.
+        It stays on the device as long as nothing else needs its memory.
         """
         landed = [number for number, restore in self._of_request.items() if restore.held and number not in keep]
         self._give_up(landed)
         return bool(landed)
 
     def flushed(self) -> None:
-        """Let go of everything: it is not findable any more, or never will be."""
+        """Release everything: none of it can be found any more."""
         self._give_up(list(self._of_request))
         self._tried.clear()
 
@@ -181,7 +181,7 @@ class Restores:
         self.release_unawaited()
 
     def release_unawaited(self) -> None:
-        """Let go of what nobody waits for any more; if this raises, the next call goes on."""
+        """Release restores that no request awaits. Safe to retry."""
         while landed := [restore for restore in self._unclaimed if restore.arrival is None]:
             restore = landed[0]
             if restore.is_pinned:
