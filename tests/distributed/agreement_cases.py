@@ -131,7 +131,7 @@ def error_of_a_missing_request(layout: Layout, num_on_both: int) -> str:
 def _part(run: EngineRun, how: str) -> None:
     cache = run.context.cache
     if how == "another block":
-        free = cache.kv._places._free
+        free = cache.kv._indices._free
         free[-1], free[-2] = free[-2], free[-1]
     elif how == "another token":
         original = runner_module.advance_requests
