@@ -73,7 +73,7 @@ class RequestRules:
         if needed > self.num_blocks:
             return (
                 f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {self.num_blocks}; raise "
-                "--inference-dynamic-batching-buffer-size-gb"
+                "--cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
             )
         return None
 

@@ -1,4 +1,4 @@
-"""The requests that have a request, and every change of which ones those are."""
+"""The running requests, and every change of which ones those are."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -67,7 +67,8 @@ class StateSlotAllocator:
         if len(missing) > available:
             raise CacheCapacityError(
                 f"need {len(missing)} state slots on top of those of the same call, {available} available of "
-                f"{self.slots.num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max_slots"
+                f"{self.slots.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb "
+                "where that is given, or max_slots"
             )
         for block in held:
             self.slots.pin(block)
