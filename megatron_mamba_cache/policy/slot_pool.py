@@ -1,4 +1,4 @@
-"""The owner of each slot of the state pool: live, draft, reserved and cached states share the same requests.
+"""The owner of each slot of the state pool: live, draft, reserved and cached states share one set of slots.
 
 If cached states are quantized, live and draft states have slots of their own, with numbers of their own.
 """
