@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CLEAN = (
     "examples",
-    "megatron_mamba_cache/grammars",
     "megatron_mamba_cache/command_line",
+    "megatron_mamba_cache/grammars",
     "megatron_mamba_cache/kernels",
     "megatron_mamba_cache/mcore",
     "megatron_mamba_cache/models",
@@ -31,10 +31,15 @@ CLEAN = (
     "megatron_mamba_cache/speculation",
     "megatron_mamba_cache/step",
     "megatron_mamba_cache/tiers",
+    "tests/distributed",
     "tests/grammars",
+    "tests/mcore",
     "tests/planning",
+    "tests/policy",
+    "tests/ranks",
     "tests/replicas",
     "tests/speculation",
+    "tests/step",
     "tests/test_words.py",
     "tests/tiers",
 )

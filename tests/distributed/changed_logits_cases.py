@@ -30,7 +30,7 @@ def replies(layout: Layout) -> dict[int, list[int]]:
 
 
 def replies_despite_a_failure(layout: Layout, num_drafts: int) -> tuple[dict[int, list[int]], str]:
-    """Return the tokens of requests beside one whose grammar becomes too complex, and why that one failed."""
+    """Return the tokens of requests next to one whose grammar becomes too complex, and why that one failed."""
     matching._MOST_ITEMS = 500
     schema = {"type": "object", "properties": {f"p{number}": {} for number in range(200)}}
     grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]

@@ -1,4 +1,4 @@
-"""On a rank: a layout of ranks, and tiny models shared out by it beside the fp64 oracle of the whole model."""
+"""On a rank: a layout of ranks, and tiny models shared out by it, and the fp64 oracle of the whole model."""
 
 import gc
 from collections.abc import Iterator
@@ -90,8 +90,8 @@ def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
     """Return all weights of the model that a rank has a part of, under the attributes that a model has."""
     whole = SimpleNamespace(config=model.config, position_embedding_type=model.position_embedding_type)
     whole.share_embeddings_and_output_weights = False
-    for name, drawn in random_weights(sizes):
-        _set(whole, name.split("."), drawn.to(torch.cuda.current_device()))
+    for name, value in random_weights(sizes):
+        _set(whole, name.split("."), value.to(torch.cuda.current_device()))
     whole.decoder.layers = [vars(whole.decoder.layers)[str(number)] for number in range(len(sizes.pattern))]
     whole.decoder.layer_type_list = list(sizes.pattern)
     for layer in (layer for layer, symbol in zip(whole.decoder.layers, sizes.pattern, strict=True) if symbol == "E"):

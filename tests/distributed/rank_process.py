@@ -37,7 +37,7 @@ def start(rank: int, size: int, meeting: str) -> None:
 
 
 def has_devices(size: int) -> bool:
-    """Whether each of so many ranks can have a CUDA device."""
+    """True if each of so many ranks can have a CUDA device."""
     return torch.cuda.device_count() >= size
 
 

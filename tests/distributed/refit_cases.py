@@ -17,13 +17,13 @@ PROMPT_LEN = 50
 
 @dataclass(frozen=True, slots=True)
 class RefitOutcome:
-    """What a refit came to on a rank.
+    """Outcome of a refit on a rank.
 
     Args:
         computed: Prompt tokens of one prompt: before the refit, after it, and after it once more.
         before: Generated tokens of the requests that ran across the refit, before it.
         texts: All their generated tokens.
-        graphs_kept, graphs_of_moved_kept: Whether graphs outlived weights loaded in place, and weights that moved on
+        graphs_kept, graphs_of_moved_kept: True if graphs outlived weights loaded in place, and weights that moved on
             the second rank alone.
     """
 
@@ -39,7 +39,7 @@ def refit(layout: Layout, resident_pools: bool) -> RefitOutcome:
     """Change the weights of a model between a suspend and a resume, with requests that run and one that waits."""
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
-        shares_experts = layout.expert > 1  # ranks that do may run ahead; the others compare each step
+        shares_experts = layout.expert > 1  # ranks that do may overlap steps; the others compare each step
         return _refit(resident_pools, "M*EM" if shares_experts else "M*M*", 0 if shares_experts else 1)
 
 
@@ -82,7 +82,7 @@ def _refit(resident_pools: bool, pattern: str, digest_steps: int) -> RefitOutcom
 
 
 def errors_of_versions(layout: Layout, versions: list[str | None], resident_pools: bool) -> tuple[str, str]:
-    """Return the errors of a resume and a flush whose ranks were told different versions; then all agree."""
+    """Return the errors of a resume and a flush whose ranks were given different versions; then all agree."""
     mine = versions[dist.get_rank()]
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())

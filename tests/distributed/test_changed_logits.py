@@ -1,4 +1,4 @@
-"""Ranks that share a model bar, bias and penalise alike, with drafts and without, as one process does."""
+"""Ranks that share a model mask, bias and penalise alike, with drafts and without, as one process does."""
 
 import pytest
 

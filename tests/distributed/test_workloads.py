@@ -68,7 +68,7 @@ REPLICAS = [
 
 @dataclass(slots=True)
 class Totals:
-    """What all workloads came to."""
+    """Totals of all workloads."""
 
     tally: OracleTally = field(default_factory=OracleTally)
     num_decisions: int = 0
@@ -118,7 +118,7 @@ def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
     worlds: Worlds,
     totals: Totals,
 ) -> None:
-    """Where ranks compare their decisions in every step, none runs ahead; where they do not, steps do on all alike."""
+    """Where ranks compare their decisions in every step, none overlaps; where they do not, steps do on all alike."""
     first = run_on_each(worlds, layout, flavour, seed, num_graphs, digest_steps, form)
     assert bool(first.num_early) is not bool(first.decisions)
     assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
@@ -206,7 +206,7 @@ def test_replicas_side_by_side_generate_the_oracles_tokens(
     worlds: Worlds,
     totals: Totals,
 ) -> None:
-    """Those that share experts replay graphs of one shape together and run ahead together."""
+    """Ranks that share experts replay graphs of one shape together and overlap together."""
     world = worlds.of(layout.tensor * len(flavours))
     outcomes = world.run(run_workloads_of_replicas, layout, flavours, seed, num_graphs, digest_steps, form)
     assert outcomes[0].texts != outcomes[-1].texts

@@ -1,4 +1,4 @@
-"""What a test says of ranks that fail or hang."""
+"""Failures of tests whose ranks fail or hang."""
 
 import time
 
@@ -17,7 +17,7 @@ def fail_or_wait(failing_rank: int) -> None:
 
 
 @pytest.mark.skipif(is_rank(), reason="starts ranks of its own")
-def test_the_first_failure_of_any_rank_is_told_at_once_with_where_the_others_wait() -> None:
+def test_the_first_failure_of_a_rank_is_reported_at_once() -> None:
     world = SpawnedWorld(2)
     began = time.monotonic()
     with pytest.raises(AssertionError) as failure:

@@ -56,7 +56,7 @@ _ONE_KV_HEAD = {"num_query_groups": 1}  # of which two ranks have a copy
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What workloads came to on a rank.
+    """Outcome of workloads on a rank.
 
     Args:
         texts: Prompt and reply of each request, with drafts and without.
@@ -131,7 +131,7 @@ def _run_workloads_of_replica(
         work = _workload(flavours[replica], own_seed, num_graphs, digest_steps, replays=replays)
         if layout.expert > 1:  # settings are the same on all ranks, loads are not: fewer requests, and later
             later = (replace(arrival, step=arrival.step + 5 * replica) for arrival in work.arrivals)
-            # Others take no part in one rank's flush or suspend; a fault of one rank is what they must not notice.
+            # Others take no part in one rank's flush or suspend; they must not notice an error of one rank.
             work = replace(
                 work,
                 arrivals=tuple(later)[: len(work.arrivals) - 2 * replica],
@@ -169,7 +169,7 @@ class SharedSteps:
 
     def __init__(self) -> None:
         self._controller: Any = None
-        self._peers = expert_peers_of_process()  # a round that waits for the device would wait for an early step
+        self._peers = expert_peers_of_process()  # a round that waits for the device would wait for an overlapped step
         self.num_idle = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutco
 
 @contextmanager
 def _counted_overlapped_steps() -> Iterator[list[OverlappedStep]]:
-    """Collect the steps that run ahead in the block."""
+    """Collect the overlapped steps of the block."""
     early: list[OverlappedStep] = []
     launch_next = StepGraph.launch_next
 

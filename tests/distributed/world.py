@@ -24,7 +24,7 @@ _TAIL = 6000
 
 
 def is_rank() -> bool:
-    """Whether torchrun has started this process as one of several ranks."""
+    """True if torchrun has started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -60,7 +60,7 @@ class SpawnedWorld:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the ranks are gone."""
+        """True if the ranks are gone."""
         return not self._processes
 
     def close(self) -> None:

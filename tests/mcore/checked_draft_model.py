@@ -47,7 +47,7 @@ class CheckedDraftModel(DraftModelDrafter):
 
     @property
     def counters(self) -> CacheCounters:
-        """What the draft model did so far."""
+        """Counters of the draft model."""
         return self._counters
 
     def assert_nothing_held(self) -> None:

@@ -146,7 +146,7 @@ def cache_config(
     """Return settings that buy exactly `kv_blocks` usable blocks and rows for `cached_states` cached states.
 
     Paused requests may keep `paused_blocks` of the blocks; None takes the package's default. Where cached states are
-    quantized, drafts have slots beside them.
+    quantized, drafts have slots next to them.
     """
     small = {
         "block_size_tokens": 2 * sizes.ssm_chunk_size,
@@ -243,7 +243,7 @@ class EngineRun:
 
     @property
     def counters(self) -> Any:
-        """What the cache did so far."""
+        """Counters of the cache."""
         return self.context.counters
 
     def add(self, request_id: int, prompt: Sequence[int], sampling: SamplingParams | int = 8, **settings: Any) -> None:
@@ -308,14 +308,14 @@ class EngineRun:
             found = self.subject.oracle.logits_and_gaps([*prompt, *generated])
             logits, gaps = (values[len(prompt) - 1 : -1] for values in found)
             chosen = logits.gather(1, torch.tensor(generated, device=logits.device)[:, None])[:, 0]
-            behind, is_sure = logits.amax(1) - chosen, gaps >= routing_margin
-            assert (behind[is_sure] < margin).all(), (
+            below, is_sure = logits.amax(1) - chosen, gaps >= routing_margin
+            assert (below[is_sure] < margin).all(), (
                 f"request {request_id} of {len(prompt)} prompt tokens, {self.engine.cached_tokens(request_id)} of them "
-                f"cached, chooses tokens by {behind.tolist()} worse than the oracle's: {generated}, where experts are "
+                f"cached, chooses tokens by {below.tolist()} worse than the oracle's: {generated}, where experts are "
                 f"chosen by {gaps.tolist()}"
             )
             num_tokens += len(generated)
-            tally.add(OracleTally(int(is_sure.sum()), int((behind[is_sure] > 0).sum())))
+            tally.add(OracleTally(int(is_sure.sum()), int((below[is_sure] > 0).sum())))
         assert tally.num_compared >= num_tokens // 2, f"only {tally.num_compared} of {num_tokens} tokens were compared"
         return tally
 

@@ -13,7 +13,7 @@ from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
 
 class ComputesAgain:
-    """Takes the place of `CudaRecorder`: results lie at fixed addresses, and a replay fills them anew."""
+    """Stands in for `CudaRecorder`: results have fixed addresses, and a replay fills them anew."""
 
     def num_bytes(self) -> int:
         return 0
@@ -68,7 +68,7 @@ def capture_without_cuda(
     """Let engines on a CPU capture what would be captured on a GPU; nothing happens where CUDA is.
 
     Args:
-        model: Of the engines, if its weights are going to lie elsewhere.
+        model: Of the engines, if its weights are going to move.
         recorder: Of the engines whose weights stay.
     """
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Faults that a test injects into one call of a step."""
+"""Errors that a test injects into one call of a step."""
 
 from collections.abc import Callable
 from typing import Any

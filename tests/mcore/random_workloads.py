@@ -89,7 +89,7 @@ HALF_MARGIN, HALF_EXPERTS_MARGIN, HALF_ROUTING_MARGIN = 0.3, 0.8, 0.02
 """The same of models in half precision, whose logits spread by 1.6, without experts and with them.
 
 The worst of 2,000 tokens without experts was 0.06; with a wrong KV block in each step 1 to 5 in every workload. A token
-whose last expert scores hardly more than the next may choose that one, and is 1.5 behind: it is left out: 3 % of
+whose last expert scores hardly more than the next may choose that one, and is 1.5 below: it is left out: 3 % of
 tokens, 27 % with LATENT_EXPERTS. The worst of 5,000 others was 0.6.
 """
 _HALF = {
@@ -199,7 +199,7 @@ class Workload:
     subject: Hybrid
     config: CacheConfig
     arrivals: tuple[Arrival, ...]
-    disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
+    disturbed_share: float = 0.0  # of the steps: a flush, a suspend or an error comes before or in them
     has_log_probs: bool = False  # then reports may fail too
     disturbances: tuple[str, ...] = ("flush", "suspend", "error", "error")
     disk_gb: float | None = None  # of a directory that `run_workload` makes
@@ -223,7 +223,7 @@ class Flavour:
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
         gaps: Steps between two arrivals, one of which is drawn.
-        is_disturbed: Whether steps fail, and caches are flushed and suspended.
+        is_disturbed: True if steps fail, and caches are flushed and suspended.
         num_texts: Texts that share nothing; each later request is the next turn of an earlier one. None: most requests
             share a beginning with others.
     """
@@ -419,12 +419,12 @@ def make_workload(
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
     Args:
-        has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
+        has_log_probs: True if most requests want log-probs, and steps are disturbed whatever the flavour.
         sampled_share: How many of the requests draw their tokens at random.
         changed_share: How many of them change their logits.
-        has_grammars: Whether about half of the requests have to follow a grammar, and no others have stop words.
+        has_grammars: True if about half of the requests have to follow a grammar, and no others have stop words.
         models: Sizes of models, one of which is drawn; None: MODELS.
-        replays: Whether states are replayed, from rings of some length; else what the device's default is.
+        replays: True if states are replayed, from rings of some length; else what the device's default is.
         cached_form: How cached states are stored.
     """
     rng = random.Random(f"{flavour.name} {seed}")
@@ -514,7 +514,7 @@ def undisturbed(work: Workload) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOutcome:
-    """What a workload came to: counters, the oracle's tally, and each request's text."""
+    """Outcome of a workload: counters, the oracle's tally, and each request's text."""
 
     seen: Counter[str]
     tally: OracleTally
@@ -618,7 +618,7 @@ def _prefilling(run: EngineRun) -> dict[int, int]:
 def disturbed_step(
     rng: random.Random, run: EngineRun, seen: Counter[str], points: ErrorPoints, disturbances: Sequence[str]
 ) -> None:
-    """Run a step behind a flush or a suspend, or with a fault in it."""
+    """Run a step after a flush or a suspend, or with an error in it."""
     disturbance = rng.choice(disturbances)
     if disturbance == "flush":
         run.engine.flush()

@@ -85,10 +85,10 @@ def _choices(values: list[float], position: int, asked: Asked) -> list[int]:
         return [token for token, value in enumerate(values) if value > best - MARGIN]
     uniform = counter_uniform(asked.seed, position, DrawPurpose.SAMPLE)
     near = (-MARGIN / 10, MARGIN / 10)
-    return sorted({_drawn(values, uniform + by, asked, shift) for by in near for shift in near})
+    return sorted({_sampled(values, uniform + by, asked, shift) for by in near for shift in near})
 
 
-def _drawn(values: list[float], uniform: float, asked: Asked, shift: float) -> int:
+def _sampled(values: list[float], uniform: float, asked: Asked, shift: float) -> int:
     """Return the token whose part of the cumulative probability has the random number, ids in order.
 
     Args:

@@ -20,7 +20,7 @@ from tests.policy.split_space import SplitSpace
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig(CacheConfig):
-    """Settings with numbers of places.
+    """Settings with numbers of blocks and slots.
 
     Args:
         num_blocks: Usable KV blocks; None: the memory is as `CacheConfig` says.
@@ -55,7 +55,7 @@ class SplitSlab(SlabShape):
 
 @dataclass(frozen=True, slots=True)
 class SplitCapacity(CacheCapacity):
-    """Sizes of the pools with the places of a `SplitConfig`."""
+    """Sizes of the pools of a `SplitConfig`."""
 
     num_split_slots: int = 0
 
@@ -68,7 +68,7 @@ _capacity_of, _slab_tensors = CacheCapacity.of, memory.slab_tensors
 
 
 def _split_capacity_of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheCapacity:
-    """Return what `CacheCapacity.of` does, with the places of a `SplitConfig`."""
+    """Return what `CacheCapacity.of` does, for a `SplitConfig`."""
     found = _capacity_of(config, shape, ranks)
     if not isinstance(config, SplitConfig) or config.num_blocks is None:
         return found

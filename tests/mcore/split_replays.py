@@ -1,4 +1,4 @@
-"""Replays of two parts where there is no CUDA: what lies before the split is computed when the replay begins."""
+"""Replays of two parts where there is no CUDA: the part before the split is computed when the replay begins."""
 
 import inspect
 import threading

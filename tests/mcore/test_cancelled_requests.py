@@ -44,7 +44,7 @@ def test_a_cancelled_request_holds_nothing_after_the_call(num_steps: int) -> Non
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_paused_row_goes_on_when_the_others_are_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_request_goes_on_when_the_others_are_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(kv_blocks=4, paused_blocks=2, max_sequence_length=64, prefix_caching=False)
     run.add(0, some_tokens(33, seed=0), 14)  # three blocks, in which it stays
     run.add(1, some_tokens(10, seed=1), 20)  # one, and needs a second

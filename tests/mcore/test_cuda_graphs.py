@@ -137,7 +137,7 @@ def test_random_workloads_with_drafts_match_the_oracle(
 
 @forms
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_graphs_may_have_more_rows_than_requests_can_run(
+def test_graphs_may_hold_more_requests_than_can_run(
     models: Any, replays: bool, num_drafts: int, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured_shapes, "_is_slow", lambda num_tokens: True)
@@ -172,7 +172,7 @@ def test_every_step_that_a_shape_holds_replays_a_graph() -> None:
         run.step()
         run.step()
     run.finish()
-    # Prompts of 30 tokens fit, the later two behind one and two requests that decode.
+    # Prompts of 30 tokens fit, the later two after one and two decoding requests.
     assert run.counters.steps - run.counters.graph_steps == 1
     run.assert_exact()
 
@@ -209,8 +209,8 @@ def test_many_prompts_at_once_replay_a_graph(models: Any, replays: bool, monkeyp
     run.assert_exact()
 
 
-@pytest.mark.parametrize("beside", [10, 60])
-def test_rows_beside_a_prompt_draft_only_where_no_graph_is_lost(beside: int) -> None:
+@pytest.mark.parametrize("num_prompt", [10, 60])
+def test_drafts_join_prompts_only_where_no_graph_is_lost(num_prompt: int) -> None:
     """Graphs hold up to 40 prompt tokens and no drafts: only longer prompts run with drafts."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject, cache_config(subject.sizes))
@@ -223,15 +223,15 @@ def test_rows_beside_a_prompt_draft_only_where_no_graph_is_lost(beside: int) -> 
     run.add(0, some_tokens(20), greedy(40))
     while run.counters.draft_tokens == 0:
         run.step()
-    run.add(1, some_tokens(beside, seed=1), greedy(2))
+    run.add(1, some_tokens(num_prompt, seed=1), greedy(2))
     before = replace(run.counters)
     run.step()
     while run.counters.prefill_tokens_computed == before.prefill_tokens_computed:
         before = replace(run.counters)
         run.step()
     found = run.counters.graph_steps - before.graph_steps, run.counters.draft_tokens - before.draft_tokens
-    print(f"beside {beside} prompt tokens: {found[0]} graph steps and {found[1]} drafts of one step")
-    assert found == ((1, 0) if beside < 40 else (0, 3))
+    print(f"with {num_prompt} prompt tokens: {found[0]} graph steps and {found[1]} drafts of one step")
+    assert found == ((1, 0) if num_prompt < 40 else (0, 3))
     run.finish()
     run.assert_exact()
 
@@ -307,7 +307,7 @@ def test_after_suspend_and_resume_steps_replay_new_graphs_over_the_new_memory() 
 
 @pytest.mark.parametrize("resident_pools", [False, True])
 def test_nothing_is_left_of_a_closed_engine_that_is_still_referred_to(resident_pools: bool) -> None:
-    """Steps of it run ahead, and one is launched; process groups wait for graphs that hold their collectives."""
+    """Its steps overlap, and one is launched; process groups wait for graphs that hold their collectives."""
     run = start(resident_pools=resident_pools)
     run.add(0, some_tokens(30), 12)
     while run.context.overlapped_step is None:
@@ -334,7 +334,7 @@ def test_sampled_tokens_are_those_without_graphs(num_drafts: int) -> None:
     assert texts[0] == texts[1]
 
 
-def test_prompts_are_scored_beside_graphs() -> None:
+def test_prompts_are_scored_next_to_graphs() -> None:
     subject = tiny_hybrid()
     config = with_graphs(cache_config(subject.sizes))
     run = EngineRun.start(subject, config, scores_prompts=True)
@@ -365,7 +365,7 @@ def test_log_probs_are_those_without_graphs(only_last: bool) -> None:
         run.finish()
         num_steps, num_graphs = run.counters.steps - num_steps, run.counters.graph_steps - num_graphs
         is_captured = settings is not config
-        # Where each token has logits, those behind a prompt are not where a padded step has them.
+        # Where each token has logits, those after a prompt are not where a padded step has them.
         assert num_graphs == is_captured * (num_steps if only_last else num_steps - 1)
         found.append([torch.tensor(run.finished[request_id].generated_log_probs) for request_id in (1, 2)])
     for plain, captured in zip(*found, strict=True):

@@ -9,7 +9,7 @@ NUM_TOKENS = 40
 
 
 def start(accuracy: float, **settings: int) -> EngineRun:
-    """Run requests without drafts, then start an engine that drafts what they generated, right as often as told."""
+    """Run requests without drafts, then start an engine that drafts what they generated, with a given share of right drafts."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject)
     for request_id in range(NUM_REQUESTS):

@@ -1,4 +1,4 @@
-"""What drops a step while it is computed, or the memory under an engine, costs no request a token."""
+"""Dropping a step while it is computed, or an engine's memory, loses no token."""
 
 import asyncio
 from collections.abc import Callable
@@ -84,9 +84,9 @@ def test_a_closed_engine_ends_the_step_that_is_computed() -> None:
 def test_a_closed_engine_refuses_the_requests_that_are_left_one_after_another() -> None:
     run = start_run(max_requests=1)
     run.step()
-    assert [row.request_id for row in run.context.running_requests] == [1] and list(run.engine.waiting_request_ids) == [
-        2
-    ]
+    assert [request.request_id for request in run.context.running_requests] == [1] and list(
+        run.engine.waiting_request_ids
+    ) == [2]
     run.engine.close()
     for num_failed in range(2 * FAILURES_BEFORE_REFUSAL):
         assert len(run.engine.failed_request_ids) == num_failed // FAILURES_BEFORE_REFUSAL
@@ -149,7 +149,7 @@ def test_the_digest_follows_steps_that_a_caller_takes_by_itself(digest_steps: in
     assert subject.oracle.check_greedy(prompt, tokens, 1e-5).first_mismatch is None
 
 
-def test_rows_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     for _ in range(3):
         run.step()
@@ -160,13 +160,13 @@ def test_rows_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypa
     raise_once(monkeypatch, context.runner.requests, "grow")
     with pytest.raises(InjectedError):
         context.update_requests([1, 1], best)
-    assert [row.scheduled for row in context.running_requests] == [0, 0]
+    assert [request.scheduled for request in context.running_requests] == [0, 0]
     context.runner.drop_failed_step()
     assert not context.running_requests and not context.is_computing
     context.check_integrity()
 
 
-def test_an_evicted_row_is_released_once_though_growth_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evicted_request_is_released_once_though_growth_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     settings = {"kv_blocks": 5, "paused_blocks": 1, "max_sequence_length": 64, "prefix_caching": False}
     run = EngineRun.start(subject, cache_config(subject.sizes, **settings))

@@ -17,7 +17,7 @@ def distinct_tokens(num_tokens: int, seed: int) -> list[int]:
 
 
 def start_run(block_size: int, *, ssm_chunk_size: int | None = None, **settings: object) -> EngineRun:
-    """Return an engine whose blocks are one SSM chunk each, unless told otherwise."""
+    """Return an engine whose blocks are one SSM chunk each by default."""
     subject = tiny_hybrid(vocab_size=VOCAB, ssm_chunk_size=ssm_chunk_size or block_size)
     roomy = {"max_tokens": 2048, "max_sequence_length": 2048} | settings
     return EngineRun.start(subject, cache_config(subject.sizes, block_size_tokens=block_size, **roomy))

@@ -1,4 +1,4 @@
-"""A fault while a step is reported: every list of a request is that of an undisturbed run, as long as its tokens."""
+"""An error while a step is reported: every list of a request is that of an undisturbed run, as long as its tokens."""
 
 from functools import cache
 from typing import Any
@@ -48,7 +48,7 @@ def plain_texts() -> dict[int, list[int]]:
 
 @cache
 def undisturbed(wish: str) -> EngineRun:
-    """Return the same requests, finished without a fault and without drafts."""
+    """Return the same requests, finished without an error and without drafts."""
     run = start_run(wish, 0)
     run.finish()
     return run
@@ -58,7 +58,7 @@ def undisturbed(wish: str) -> EngineRun:
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_a_fault_leaves_every_list_as_long_as_its_tokens(
+def test_an_error_leaves_every_list_as_long_as_its_tokens(
     num_drafts: int, wish: str, point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(wish, num_drafts)
@@ -70,7 +70,7 @@ def test_a_fault_leaves_every_list_as_long_as_its_tokens(
 
 
 @pytest.mark.parametrize("point", ["before the report", "the report", "after updating requests", "the last tokens"])
-def test_a_fault_while_the_next_step_runs_already_leaves_every_list_whole(
+def test_an_error_during_an_overlapped_step_leaves_every_list_whole(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -1,4 +1,4 @@
-"""A step that raises anywhere gives back what it reserved, and its requests go on to the same tokens."""
+"""A step that raises anywhere releases what it reserved, and its requests continue to the same tokens."""
 
 import random
 from typing import Any
@@ -26,7 +26,7 @@ def start_run(**settings: Any) -> EngineRun:
 
 
 def step_until_error(run: EngineRun) -> None:
-    """Run until a step raises the injected fault."""
+    """Run until a step raises the injected error."""
     with pytest.raises(InjectedError):
         run.finish()
 
@@ -41,7 +41,7 @@ def assert_nothing_reserved(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("point", ERROR_POINTS)
-def test_a_fault_anywhere_returns_reservations_and_loses_no_token(
+def test_an_error_anywhere_returns_reservations_and_loses_no_token(
     point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run()
@@ -55,7 +55,7 @@ def test_a_fault_anywhere_returns_reservations_and_loses_no_token(
 
 
 @pytest.mark.parametrize("steps_between", [0, 1])
-def test_faults_in_a_row_lose_no_token(steps_between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_errors_lose_no_token(steps_between: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     for _ in range(4):
         run.step()

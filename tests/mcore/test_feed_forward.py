@@ -73,7 +73,7 @@ def test_one_token_takes_the_fused_product(
 @pytest.mark.parametrize(("activation", "gated"), [("relu2", False), ("silu", True)])
 @pytest.mark.parametrize("latent_size", [None, 32])
 @pytest.mark.parametrize("num_tokens", [256, 257, 1024, 1025])
-def test_a_layer_whose_shared_expert_begins_beside_the_routing_computes_the_same(
+def test_overlapping_the_shared_expert_with_routing_changes_no_output(
     num_tokens: int, latent_size: int | None, activation: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first product then is a grouped one; on a GPU in long tiles."""

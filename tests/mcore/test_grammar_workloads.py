@@ -67,7 +67,7 @@ def test_tokens_are_the_oracles_best_of_those_that_the_grammar_allows(
         pytest.param("roomy", False, marks=pytest.mark.long),
     ],
 )
-def test_rows_that_follow_grammars_and_rows_beside_them_are_right_in_graphs(
+def test_requests_with_and_without_grammars_are_right_in_graphs(
     name: str, keeps_all_logits: bool, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

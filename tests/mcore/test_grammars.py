@@ -136,8 +136,8 @@ DISTURBANCES: dict[str, Callable[[EngineRun], object]] = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
-def test_steps_with_a_grammar_run_ahead(disturbance: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward is launched before the tokens are known that decide what the grammar bars."""
+def test_steps_with_a_grammar_overlap(disturbance: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is launched before the tokens are known that decide the grammar's mask."""
     schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 10, "maxItems": 14}
     grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]
     wishes = [replace(wish, temperature=temperature) for wish in wishes_for(grammars, 2)]

@@ -89,7 +89,7 @@ def test_replies_are_those_of_fp64_whatever_was_asked_for_and_whatever_interrupt
     flavour, disturbances, exercises = INTERRUPTIONS[name]
 
     def run(seed: int) -> WorkloadOutcome:
-        """Run a workload; every second one has grammars, graphs that run ahead, and states that are replayed."""
+        """Run a workload; every second one has grammars, graphs with overlapped steps, and states that are replayed."""
         rng = random.Random(f"interrupted {name} {has_drafts} {seed}")
         work = make_workload(
             FLAVOURS[flavour],

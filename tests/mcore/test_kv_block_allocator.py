@@ -144,7 +144,7 @@ def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
     assert own.pool.find(BlockKey(5)) == cached
 
 
-def test_blocks_that_rows_share_are_counted_once() -> None:
+def test_blocks_that_requests_share_are_counted_once() -> None:
     requests = (request(0, 1, 2), request(0, 1, 3), request(4, 5, paused=True), request(4, 6, paused=True))
     own = allocator(requests=requests)
     assert (own.get_active_used(), own.get_paused_used()) == (4, 3)

@@ -1,4 +1,4 @@
-"""What happens to the cache around requests: idle steps, flushes, new weights, suspends, memory pressure."""
+"""The cache around requests: idle steps, flushes, new weights, suspends, memory pressure."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def test_idle_and_dummy_steps_clear_nothing(event: Callable[[EngineRun], None]) 
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 6, 30])
-def test_nothing_published_after_a_flush_by_rows_from_before_is_found(steps_before: int) -> None:
+def test_nothing_published_after_a_flush_by_requests_from_before_is_found(steps_before: int) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(50), 40)
     for _ in range(steps_before):

@@ -69,7 +69,7 @@ def test_lists_are_those_of_an_undisturbed_run(
         pytest.param(0.3, True, marks=pytest.mark.long),
     ],
 )
-def test_lists_are_those_of_an_undisturbed_run_where_steps_are_captured_and_run_ahead(
+def test_captured_overlapped_steps_yield_the_lists_of_a_plain_run(
     scores_prompts: bool, changed_share: float, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -1,4 +1,4 @@
-"""What this package takes for granted about megatron-core: the shape of every method that it overrides or calls.
+"""Assumptions of this package about megatron-core: the shape of every method that it overrides or calls.
 
 Another version of megatron-core fails here first, by name.
 """

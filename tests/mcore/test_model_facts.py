@@ -1,4 +1,4 @@
-"""What decides what a model computes is in its facts: whatever its class calls it, in every process the same."""
+"""A model's facts hold all that decides its results, the same in every process."""
 
 from dataclasses import dataclass, field
 from typing import Any

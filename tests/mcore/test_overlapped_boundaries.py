@@ -1,4 +1,4 @@
-"""Steps run ahead over the ends of KV blocks: blocks and slots are there in time, and are published as ever."""
+"""Steps overlap across the ends of KV blocks: blocks and slots are there in time, and are published as ever."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish(run: EngineRun) -> tuple[int, int]:
-    """Run all requests to their end; return how many steps there were, and how many of them had run ahead."""
+    """Run all requests to their end; return how many steps there were, and how many of them were overlapped."""
     num_steps = num_ahead = 0
     while run.engine.has_unfinished_requests():
         num_ahead += is_ahead(run)
@@ -60,7 +60,7 @@ def test_what_is_published_ahead_is_found_as_what_is_published_later(settings: d
         assert ahead.engine.cached_tokens(10) > 3 * BLOCK
 
 
-def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request's own block is free from then on, when a step that reads it runs already."""
     run = start(1, 60)
     reported: list[bool] = []
@@ -87,7 +87,7 @@ def test_rows_of_one_text_hold_one_block_where_they_complete_it(monkeypatch: pyt
     run.assert_exact()
 
 
-def test_no_step_runs_ahead_into_a_block_that_is_not_there() -> None:
+def test_no_step_overlaps_into_a_missing_block() -> None:
     """Three requests come to hold 15 blocks of 12: some wait, and each reply is complete all the same."""
     run = start(3, 60, kv_blocks=12)
     num_steps, num_ahead = finish(run)
@@ -98,8 +98,8 @@ def test_no_step_runs_ahead_into_a_block_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("limit", [{"max_requests": 3}, {"kv_blocks": 12}], ids=["a request", "memory"])
-def test_rows_come_to_boundaries_ahead_of_a_request_that_waits_for_a_row(limit: dict[str, int]) -> None:
-    """What is published there might make room for one that waits for memory, which would join a step later."""
+def test_overlapped_steps_cross_boundaries_while_a_request_waits(limit: dict[str, int]) -> None:
+    """A state published there might make room for one that waits for memory, which would join a step later."""
     run = start(3, 60, **limit)
     run.add(3, some_tokens(20 if "max_requests" in limit else 110, seed=9), 5)
     num_ahead = num_at_edges = 0
@@ -115,7 +115,7 @@ def test_rows_come_to_boundaries_ahead_of_a_request_that_waits_for_a_row(limit: 
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_what_was_reserved_for_a_row_that_ends_is_returned(length: int) -> None:
+def test_what_was_reserved_for_a_request_that_ends_is_returned(length: int) -> None:
     """A token ends it, which makes its text so long beyond whole blocks; the step after that runs already."""
     plain = start(3, 60, run_ahead=False)
     plain.finish()
@@ -148,7 +148,7 @@ def test_states_that_are_reserved_ahead_of_a_flush_are_not_published() -> None:
 
 
 def penalised() -> SamplingParams:
-    """Return what a request asks for whose tokens are drawn once the ones before are read."""
+    """Return settings whose tokens are sampled once the preceding ones are read."""
     sampling = greedy(60)
     add_fields(sampling, logits={"presence_penalty": 1.5})
     return sampling
@@ -199,7 +199,7 @@ def assert_nothing_is_copied_for(request: RunningRequest, run: EngineRun) -> Non
     assert bool((states == 7.0).all())
 
 
-def test_nothing_is_copied_for_a_row_that_leaves_before_its_step_is_verified() -> None:
+def test_nothing_is_copied_for_a_request_that_leaves_before_its_step_is_verified() -> None:
     """Its slot may be another's by then."""
     run = start_with_penalised()
     assert_nothing_is_copied_for(step_until_reserved(run, 0), run)

@@ -29,10 +29,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MostlyRight:
-    """Drafts the replies with a wrong token here and there, and sometimes nothing, as the place in the text says.
+    """Drafts the replies with a wrong token here and there, and sometimes nothing, by the position in the text.
 
     Args:
-        is_sampled: Whether drafts come with distributions, of which each token is sure.
+        is_sampled: True if drafts come with distributions, of which each token is sure.
     """
 
     def __init__(self, replies: Sequence[Sequence[int]], *, is_sampled: bool = False) -> None:
@@ -102,7 +102,7 @@ def test_steps_with_drafts_are_launched_early(form: str, is_sampled: bool) -> No
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_states_at_boundaries_of_early_steps_are_found(form: str, is_sampled: bool, checkpoints: str) -> None:
+def test_states_at_boundaries_of_overlapped_steps_are_found(form: str, is_sampled: bool, checkpoints: str) -> None:
     runs = [
         start_drafted(
             draft_states=form,
@@ -131,7 +131,7 @@ def test_states_at_boundaries_of_early_steps_are_found(form: str, is_sampled: bo
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_is_copied_for_a_drafting_row_that_leaves_before_its_step_is_verified(form: str) -> None:
+def test_no_state_is_copied_for_a_request_that_leaves_before_verification(form: str) -> None:
     """Its slot may be another's by then."""
     run = start_drafted(draft_states=form, decode_checkpoints="all", cached_states=80)
     while not (is_ahead(run) and run.context.running_requests[0].reserved):
@@ -184,7 +184,7 @@ def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gon
 
 
 @in_either_form
-def test_a_request_that_arrives_joins_after_the_launched_step() -> None:
+def test_an_arriving_request_joins_after_the_overlapped_step() -> None:
     run = start_drafted(block_size_tokens=64)
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -218,9 +218,7 @@ LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
 @in_either_form
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("name", LOOKED_AT)
-def test_rows_that_are_looked_at_between_steps_get_what_they_get_without_early_steps(
-    name: str, is_cancelled: bool
-) -> None:
+def test_reading_requests_between_steps_changes_no_result(name: str, is_cancelled: bool) -> None:
     found = []
     for overlaps in (False, True):
         run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
@@ -267,7 +265,9 @@ ERRORS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("point", ERRORS)
-def test_a_fault_beside_an_early_step_loses_no_token(point: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_during_an_overlapped_step_loses_no_token(
+    point: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start_drafted(draft_states=form, block_size_tokens=64)
     for _ in range(3):
         step_until_ahead(run)
@@ -282,7 +282,7 @@ def test_a_fault_beside_an_early_step_loses_no_token(point: str, form: str, monk
 
 
 @in_either_form
-def test_reports_say_what_those_without_early_steps_say() -> None:
+def test_reports_are_those_of_a_run_without_overlapped_steps() -> None:
     reports = []
     for overlaps in (False, True):
         run = start_drafted(block_size_tokens=64, run_ahead=overlaps)
@@ -300,7 +300,7 @@ def test_reports_say_what_those_without_early_steps_say() -> None:
 @in_either_form
 @pytest.mark.parametrize("gone", [0, 1, 2])
 @pytest.mark.parametrize("only_last", [False, True])
-def test_log_probs_stay_those_of_their_rows_when_a_row_leaves_an_early_step(only_last: bool, gone: int) -> None:
+def test_log_probs_keep_their_requests_when_one_leaves_an_overlapped_step(only_last: bool, gone: int) -> None:
     found = []
     for overlaps in (False, True):
         subject = tiny_hybrid()

@@ -1,4 +1,4 @@
-"""Steps run ahead while the drafts of all requests rest, and drafts are the same as where no step does."""
+"""Steps overlap while drafting is paused for all requests, and drafts stay the same."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -53,7 +53,7 @@ class RightOrNothing:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_no_row_loses_drafts_because_others_rest(order: int) -> None:
+def test_no_request_loses_drafts_because_others_rest(order: int) -> None:
     plain = start(2, 80)
     plain.finish()
     replies = [plain.tokens(0), plain.tokens(1)]
@@ -67,7 +67,7 @@ def test_no_row_loses_drafts_because_others_rest(order: int) -> None:
     assert drafts[0] == drafts[1] and drafts[0][1].accepted > 10
 
 
-def test_steps_run_ahead_while_drafts_rest() -> None:
+def test_steps_overlap_while_drafting_is_paused() -> None:
     plain = start(1, 80)
     plain.finish()
     reply = plain.tokens(0)

@@ -32,7 +32,7 @@ def replies() -> dict[int, list[int]]:
 
 
 def last_of_new_ones(reply: list[int], before: int) -> int:
-    """Return the index of the last token before a place that is not among those before it."""
+    """Return the index of the last token before an index that is not among those before it."""
     return max(index for index, token in enumerate(reply[:before]) if token not in reply[:index])
 
 
@@ -61,7 +61,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_is_fed_are_read(monkeypatc
 
 
 @pytest.mark.parametrize("ending", [(0,), (1, 2), (0, 1, 2)])
-def test_a_row_ends_with_a_token_while_the_next_step_computes_it_on(
+def test_a_request_ends_with_a_token_while_the_next_step_computes_it_on(
     ending: tuple[int, ...], replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = {request_id: last_of_new_ones(replies[request_id], NUM_TOKENS - 5) for request_id in ending}
@@ -84,10 +84,10 @@ def test_a_row_ends_with_a_token_while_the_next_step_computes_it_on(
 
 @pytest.mark.parametrize("num_waiting", [1, 4])
 @pytest.mark.parametrize("ends_by_token", [True, False])
-def test_a_request_that_waits_for_a_row_to_end_joins_once_what_runs_then_has_landed(
+def test_a_waiting_request_joins_after_the_step_in_which_another_ends(
     ends_by_token: bool, num_waiting: int, replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A length is known before, so that the step behind it is not launched early."""
+    """A length is known before, so that the step after it is not launched early."""
     last = last_of_new_ones(replies[1], NUM_TOKENS - 5) if ends_by_token else NUM_TOKENS - 1
     run = start(ends={1: replies[1][last]} if ends_by_token else {}, max_requests=3)
     for request_id in range(3, 3 + num_waiting):
@@ -139,7 +139,7 @@ def test_a_reading_is_of_the_time_when_it_began(device: str) -> None:
     assert reading.wait() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_request_that_arrives_where_there_is_no_row_for_it_keeps_no_step_back() -> None:
+def test_a_request_without_room_delays_no_step() -> None:
     run = start(max_requests=3)
     num_ahead = 0
     for request_id in range(3, 15):
@@ -151,7 +151,7 @@ def test_a_request_that_arrives_where_there_is_no_row_for_it_keeps_no_step_back(
     run.assert_exact()
 
 
-def test_a_request_that_may_join_by_now_unsettles_the_queue() -> None:
+def test_a_request_that_may_join_reopens_the_queue() -> None:
     """Until the scheduler has looked at it."""
     runner = start().context.runner
     runner.queue.note_waiting(has_waiting=False)

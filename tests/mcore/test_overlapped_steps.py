@@ -93,7 +93,7 @@ def count_overlapped_steps(run: EngineRun) -> int:
 
 
 @pytest.mark.parametrize("model", [MAMBA2, GATED_DELTA], ids=KINDS)
-def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would(model: dict[str, Any]) -> None:
+def test_most_decode_steps_overlap_and_change_no_request(model: dict[str, Any]) -> None:
     run, num_ahead = start(model=model), 0
     num_steps = run.counters.steps
     while run.engine.has_unfinished_requests():
@@ -117,7 +117,7 @@ def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would(model: dict
 
 def test_every_step_but_the_first_is_launched_early() -> None:
     run = start(1, 30)
-    assert run.context.block_size_tokens == 16  # 29 decode steps behind 20 tokens come to the boundaries at 32 and 48
+    assert run.context.block_size_tokens == 16  # 29 decode steps after 20 tokens come to the boundaries at 32 and 48
     assert count_overlapped_steps(run) == 28
 
 
@@ -142,7 +142,7 @@ SAMPLED = {
 
 
 def start_sampled(**settings: Any) -> EngineRun:
-    """Return an engine whose requests draw their tokens, each with settings of its own, beside a greedy one."""
+    """Return an engine whose requests sample, each with settings of its own, next to a greedy one."""
     run = start(1, 40, **settings)
     for request_id, sampling in enumerate(SAMPLED.values(), 1):
         params = SamplingParams(num_tokens_to_generate=40, termination_id=-1, **sampling)
@@ -152,14 +152,14 @@ def start_sampled(**settings: Any) -> EngineRun:
 
 @cache
 def sampled_tokens() -> dict[int, list[int]]:
-    """Return what these requests draw where no step runs ahead and nothing is cached."""
+    """Return the tokens of these requests without overlapped steps and cache."""
     run = start_sampled(run_ahead=False, prefix_caching=False)
     run.finish()
     return {request_id: run.tokens(request_id) for request_id in range(1 + len(SAMPLED))}
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefix_caching": False}, {"num_speculative_tokens": 3}], ids=str)
-def test_sampled_rows_run_ahead_and_draw_the_same_tokens(settings: dict[str, Any]) -> None:
+def test_overlapped_steps_sample_the_same_tokens(settings: dict[str, Any]) -> None:
     drafter = PromptLookupDrafter(min_match=3) if "num_speculative_tokens" in settings else None
     run, num_ahead = start_sampled(drafter=drafter, **settings), 0
     while run.engine.has_unfinished_requests():
@@ -193,12 +193,12 @@ ASKED: dict[str, dict[str, Any]] = {
         for at, others in enumerate(("greedy", "sampled"))
     ],
 )
-def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], are_others_sampled: bool) -> None:
+def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any], are_others_sampled: bool) -> None:
     found = []
     for may_be_ahead in (True, False):
         run, num_ahead, num_steps = start_sampled(run_ahead=may_be_ahead), 0, 0
-        for request_id, drawn in ((8, {}), (9, SAMPLED["both"] if are_others_sampled else {})):
-            sampling = greedy(60, **drawn)
+        for request_id, chosen in ((8, {}), (9, SAMPLED["both"] if are_others_sampled else {})):
+            sampling = greedy(60, **chosen)
             add_fields(sampling, **asked)
             run.add(request_id, some_tokens(20, seed=request_id), sampling, seed=request_id)
         while len(run.context.running_requests) < 7 or any(
@@ -231,7 +231,7 @@ def test_steps_run_ahead_beside_rows_that_ask_for_more(asked: dict[str, Any], ar
     print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
 
 
-def test_what_a_row_asks_for_changes_its_tokens() -> None:
+def test_what_a_request_asks_for_changes_its_tokens() -> None:
     """So that the comparison above is one."""
     texts = set()
     for asked in ({}, *ASKED.values()):
@@ -250,7 +250,7 @@ def test_an_empty_stop_word_ends_nothing() -> None:
     assert not run.counters.steps_aborted and len(run.tokens(2)) == 20
 
 
-def test_steps_run_ahead_of_a_row_with_a_longer_stop_word() -> None:
+def test_steps_overlap_with_a_longer_stop_word() -> None:
     alone = start(1, 20)
     alone.run(2, some_tokens(20, seed=9), greedy(40))
     tokens = alone.tokens(2)
@@ -278,10 +278,10 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
 @pytest.mark.parametrize("changed_share", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
 @pytest.mark.parametrize("models", [MODELS, pytest.param(GATED_DELTA_MODELS, marks=pytest.mark.long)], ids=KINDS)
-def test_random_workloads_with_sampled_rows_draw_the_same_tokens(
+def test_random_workloads_with_sampled_requests_draw_the_same_tokens(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
-    """With graphs, running ahead, the cache, drafts and faults, or without any of these."""
+    """With graphs, overlapped steps, the cache, drafts and errors, or without any of these."""
     shares = {"sampled_share": 0.6, "changed_share": changed_share}
     work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, models=models, **shares)
     plain = undisturbed(work)
@@ -294,7 +294,7 @@ def test_random_workloads_with_sampled_rows_draw_the_same_tokens(
         assert outcome.seen["early steps that need the host" if changed_share else "early steps"]
 
 
-def test_steps_run_ahead_of_rows_with_several_end_tokens() -> None:
+def test_steps_overlap_with_several_end_tokens() -> None:
     """As models have them whose replies end a turn or a text."""
     subject = tiny_hybrid()
     alone = EngineRun.start(subject)
@@ -313,7 +313,7 @@ def test_steps_run_ahead_of_rows_with_several_end_tokens() -> None:
     run.assert_exact()
 
 
-def test_a_request_that_arrives_joins_behind_the_step_that_runs() -> None:
+def test_an_arriving_request_joins_after_the_running_step() -> None:
     run = start()
     step_until_ahead(run)
     run.add(3, some_tokens(25, seed=3), 20)
@@ -336,7 +336,7 @@ def test_nothing_is_scheduled_while_a_step_runs() -> None:
     run.assert_exact()
 
 
-def test_steps_run_ahead_of_requests_that_find_no_room() -> None:
+def test_steps_overlap_while_waiting_requests_find_no_room() -> None:
     run = start(max_requests=3)
     run.add(3, some_tokens(25, seed=3), 20)
     for _ in range(5):
@@ -424,7 +424,7 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("point", ["append_tokens", "land", "launch_next"])
-def test_a_fault_beside_a_step_that_runs_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_the_next_step_runs_loses_no_token(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_mamba_cache.mcore import engine as engine_module
     from megatron_mamba_cache.step import runner as runner_module
 
@@ -446,7 +446,7 @@ def test_a_fault_beside_a_step_that_runs_loses_no_token(point: str, monkeypatch:
     run.assert_nothing_held()
 
 
-def test_live_states_are_not_shown_while_they_are_ahead_of_their_rows() -> None:
+def test_live_states_are_not_shown_while_they_are_ahead_of_their_requests() -> None:
     run = start()
     step_until_ahead(run)
     with pytest.raises(CacheIntegrityError, match="run_ahead=False"):
@@ -456,7 +456,7 @@ def test_live_states_are_not_shown_while_they_are_ahead_of_their_rows() -> None:
     assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.running_requests)
 
 
-def test_a_step_that_ran_ahead_takes_the_time_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlapped_step_takes_the_time_since_its_predecessor(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     monkeypatch.setattr(run.engine, "_step_ended", run.engine._step_ended - 100.0)
@@ -511,9 +511,7 @@ def test_a_layout_that_is_broken_off_is_not_gone_on_from(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["rehearsal", "capture", "drop"])
-def test_the_launched_step_is_waited_for_before_its_buffers_are_written(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_are_written_after_the_overlapped_step_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     events: list[str] = []
@@ -531,7 +529,7 @@ def test_the_launched_step_is_waited_for_before_its_buffers_are_written(
     run.assert_exact()
 
 
-def test_every_launched_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_overlapped_step_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     waits: list[None] = []
     monkeypatch.setattr(overlapped_step.torch.cuda, "synchronize", lambda: waits.append(None))
@@ -548,7 +546,7 @@ def recapture(run: EngineRun) -> None:
     run.engine.create_cuda_graphs()
 
 
-def test_a_launched_step_lets_go_of_graphs_that_are_captured_again() -> None:
+def test_an_overlapped_step_releases_graphs_at_recapture() -> None:
     run = start()
     step_until_ahead(run)
     graphs = [weakref.ref(graph) for graph in run.context.graphs._graphs.values()]
@@ -561,7 +559,7 @@ def test_a_launched_step_lets_go_of_graphs_that_are_captured_again() -> None:
     run.assert_exact()
 
 
-def test_no_row_joins_a_launched_step() -> None:
+def test_no_request_joins_an_overlapped_step() -> None:
     run = start()
     step_until_ahead(run)
     candidate = Candidate(run.context.running_requests[0].spec)
@@ -587,7 +585,7 @@ def test_a_step_that_the_caller_lands_launches_no_other() -> None:
     )
 
 
-def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_other_than_those_fed_to_an_overlapped_step_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     context = run.context
@@ -601,7 +599,7 @@ def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: py
     assert [request.generated[-2:] for request in context.running_requests] == [[token, token] for token in fed]
 
 
-def test_reports_of_early_steps_say_what_those_of_others_say() -> None:
+def test_reports_of_overlapped_steps_equal_those_of_others() -> None:
     reports, runs = [], [start(), start(run_ahead=False)]
     for run in runs:
         reports.append([])

@@ -47,7 +47,7 @@ def test_identical_prompts_in_one_step_hold_one_block_a_key() -> None:
     run.assert_exact()
 
 
-def test_rows_that_compute_the_same_blocks_in_one_step_adopt_one_copy() -> None:
+def test_requests_that_compute_the_same_blocks_in_one_step_adopt_one_copy() -> None:
     run = start_run(keeps_all_logits=True, max_tokens=128)
     for request_id in (0, 1):  # a request for prompt log-probs skips nothing, so it does not wait either
         run.add(request_id, some_tokens(50), greedy(8, return_log_probs=True))
@@ -101,7 +101,7 @@ def test_shared_blocks_are_never_written() -> None:
 # Waiting.
 
 
-def test_waiting_for_a_prefix_does_not_hold_up_those_behind() -> None:
+def test_waiting_for_a_prefix_does_not_hold_up_later_requests() -> None:
     run = start_run(max_tokens=160)
     run.add(0, some_tokens(50))
     run.add(1, some_tokens(50))

@@ -1,4 +1,4 @@
-"""What a coordinator is told of running requests: every token once, whatever fails."""
+"""Reports to a coordinator of running requests: every token once, whatever fails."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

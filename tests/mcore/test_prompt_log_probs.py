@@ -90,7 +90,7 @@ def test_tokens_with_the_same_text_are_all_among_the_best(monkeypatch: pytest.Mo
         (2, {"return_log_probs": True, "skip_prompt_log_probs": True}, "skip_prompt_log_probs=False"),
     ],
 )
-def test_ranks_that_cannot_be_told_are_refused(count: Any, settings: dict[str, Any], words: str) -> None:
+def test_ranks_that_cannot_be_reported_are_refused(count: Any, settings: dict[str, Any], words: str) -> None:
     run = start_run()
     ranked = greedy(2, **settings)
     add_fields(ranked, prompt_top_n=count)
@@ -99,7 +99,7 @@ def test_ranks_that_cannot_be_told_are_refused(count: Any, settings: dict[str, A
     assert words in str(run.finished[0].events[0].payload)
 
 
-def test_an_engine_that_keeps_all_logits_tells_no_ranks() -> None:
+def test_an_engine_that_keeps_all_logits_reports_no_ranks() -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes), materialize_only_last_token_logits=False)
     ranked = greedy(2, **SCORED)

@@ -93,7 +93,7 @@ def digest_of(states: StoredStates, slot: int) -> bytes:
 def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[bytes]]]:
     """Check that what a request starts from is, bit for bit, what a request has published under its key.
 
-    Whatever lay between: evictions, other tiers, suspended engines. Yields the digests of what was published.
+    Whatever happens between: evictions, other tiers, suspended engines. Yields the digests of what was published.
     """
     published: dict[BlockKey, set[bytes]] = defaultdict(set)
     memories: list[CacheMemory] = []

@@ -51,7 +51,7 @@ class Refit:
         self._are_those_of(version)
 
     def replace(self, version: int) -> None:
-        """Put new parameters with the weights of a version in the place of those there are."""
+        """Put new parameters with the weights of a version instead of the current ones."""
         weights = self.versions[version].model.state_dict()
         for name, parameter in list(self.run.subject.model.named_parameters()):
             path, _, last = name.rpartition(".")
@@ -79,7 +79,7 @@ class Refit:
 
 
 class ReportedKeys:
-    """A coordinator that writes down what it is told."""
+    """A coordinator that records its reports."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[BoundaryChanges, KeySalt | None]] = []
@@ -287,7 +287,7 @@ def test_capturing_again_between_two_steps_costs_running_requests_no_token(resid
     run.add(0, some_tokens(PROMPT_LEN), 30)
     for _ in range(6):
         run.step()
-    resident.replace(0)  # the same weights at another place
+    resident.replace(0)  # the same weights at another address
     run.engine.flush()
     assert run.context.graphs is not graphs
     run.finish()

@@ -1,4 +1,4 @@
-"""A request that makes steps fail again and again is found and fails alone; reports lose nothing to a fault."""
+"""A request that makes steps fail again and again is found and fails alone; reports lose nothing to an error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def finish_through_errors(run: EngineRun) -> int:
 
 
 def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
-    """Assert that one request failed, said why, and that all others went to their ends."""
+    """Assert that one request failed with its reason, and that all others went to their ends."""
     reason = failure_reason(run.finished[poisoned])
     assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedError" in reason
     others = [request_id for request_id in run.prompts if request_id != poisoned]
@@ -137,7 +137,7 @@ def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.M
     run.assert_exact()
 
 
-def test_an_interrupt_is_no_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(1)
 
     def interrupt(*_: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_interrupt_is_no_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> 
     run.assert_exact()
 
 
-# Faults after the step, while it is reported.
+# Errors after the step, while it is reported.
 
 
 @pytest.mark.parametrize("call", range(1, 9))
@@ -168,7 +168,7 @@ def test_text_that_cannot_be_made_loses_no_token_and_no_report(call: int, monkey
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_blocks", [12, 200])
-def test_a_fault_between_two_requests_of_a_report_loses_no_token(
+def test_an_error_between_two_requests_of_a_report_loses_no_token(
     call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(kv_blocks=kv_blocks)

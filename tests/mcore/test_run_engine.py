@@ -65,7 +65,7 @@ def test_requests_that_other_threads_add_are_served_whether_the_engine_idles_or_
     asyncio.run(serve())
 
 
-def test_a_request_that_is_refused_while_the_engine_idles_is_told_so() -> None:
+def test_a_request_refused_by_an_idle_engine_gets_the_reason() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             await note_end(run, run.engine.add_request(0, some_tokens(9), greedy(100_000)))

@@ -30,7 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def sampled(name: str) -> SamplingParams:
-    """Return parameters of a request that draws its tokens."""
+    """Return parameters of a request that samples."""
     params = SamplingParams(**SETTINGS[name], num_tokens_to_generate=NUM_TOKENS, termination_id=-1)
     add_fields(params, logits=CHANGES.get(name, {}))
     return params
@@ -123,7 +123,7 @@ def add_all(run: EngineRun) -> None:
 @pytest.mark.parametrize(
     "start", [in_a_batch, from_the_cache, in_prefill_chunks, evicted, suspended, after_a_failed_step]
 )
-def test_drawn_tokens_do_not_depend_on(start: Callable[[], EngineRun]) -> None:
+def test_sampled_tokens_do_not_depend_on(start: Callable[[], EngineRun]) -> None:
     run = start()
     run.finish()
     for index, name in enumerate(SETTINGS):

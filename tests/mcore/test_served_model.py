@@ -12,7 +12,7 @@ from tests.mcore.engine_runs import EngineRun, tiny_hybrid
 
 
 class FirstOfTwoStages(OneRank):
-    """A rank whose twin is the stage behind it."""
+    """A rank whose twin is the next stage."""
 
     num_ranks = num_stages = 2
 

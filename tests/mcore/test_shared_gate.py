@@ -1,4 +1,4 @@
-"""The shared expert behind a gate: its output times the sigmoid of one number a token, by whichever launch adds it."""
+"""The shared expert with a gate: its output times the sigmoid of one number a token, by whichever launch adds it."""
 
 from types import SimpleNamespace
 from typing import Any

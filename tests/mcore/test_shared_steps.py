@@ -42,7 +42,7 @@ def _num_exchanged(wrapper: Any) -> int:
 
 
 class Launches:
-    """What forwards each thread launches: a graph's shape, or the tokens to exchange; and which of them early."""
+    """Forwards that each thread launches: a graph's shape, or the tokens to exchange; and which of them early."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._mine = threading.local()
@@ -93,14 +93,14 @@ def serve(
     """Serve this rank's requests in step with the other ranks; return what was launched.
 
     Args:
-        asks: Whether requests ask for more than tokens.
+        asks: True if requests ask for more than tokens.
     """
-    drawn = random.Random(100 * seed + rank)
+    rng = random.Random(100 * seed + rank)
     settings = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": 40, "max_requests": 4, "max_tokens": 96}
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=drafts, **settings))
     arrivals = {}
-    for _ in range(drawn.randrange(1, NUM_REQUESTS)):
-        arrivals[drawn.randrange(40)] = (drawn.randrange(5, 60), drawn.randrange(1, 50))
+    for _ in range(rng.randrange(1, NUM_REQUESTS)):
+        arrivals[rng.randrange(40)] = (rng.randrange(5, 60), rng.randrange(1, 50))
     noted, step = launches.begin(), 0
     while True:
         due = [(count, step) for step_due, count in arrivals.items() if step_due == step]

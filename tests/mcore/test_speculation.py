@@ -145,7 +145,7 @@ def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follow
     reply = text[13:]
     end = next(end for end in range(length, NUM_TOKENS + 1) if reply[end - length : end] == word)
     assert run.tokens(0) == reply[:end]
-    # A prompt that goes on as the text would have gone on finds nothing behind the kept tokens.
+    # A prompt that goes on as the text would have gone on finds nothing after the kept tokens.
     computed = run.run(1, text[: 13 + NUM_TOKENS], 1)
     kept = 13 + end
     assert 13 + NUM_TOKENS - computed <= kept // BLOCK * BLOCK
@@ -309,7 +309,7 @@ def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: py
 
 
 @pytest.mark.parametrize(("checkpoints", "num_left"), [("rolling", 1), ("all", 5), ("none", 0)])
-def test_request_leaves_the_decode_checkpoints_it_is_told_to(checkpoints: str, num_left: int) -> None:
+def test_a_request_leaves_the_configured_decode_checkpoints(checkpoints: str, num_left: int) -> None:
     run = start_run(3, accuracy=0.8, decode_checkpoints=checkpoints)
     run.run(0, prompt_of(0), NUM_TOKENS)
     prompt_states = 1  # the last boundary of 13 tokens
@@ -416,7 +416,7 @@ def test_drafter_that_fails_forgets_the_requests_it_was_asked_for_before_it_is_a
 
 
 class ForgetsWithDifficulty(NoisyDrafter):
-    """Raises whenever it is told that a request has left."""
+    """Raises whenever a request has left."""
 
     def forget(self, request_id: int) -> None:
         super().forget(request_id)

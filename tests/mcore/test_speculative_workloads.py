@@ -83,7 +83,7 @@ def start_draft_model(rng: random.Random, work: Workload, subject: Hybrid, **set
     """Return a model that drafts for a workload's, with random settings where none are given."""
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2])
     max_requests = rng.randrange(2, 9)
-    drawn = {
+    chosen = {
         "block_size_tokens": block,
         "max_requests": max_requests,
         "max_tokens": rng.choice([max_requests, 4 * block, 256]),
@@ -94,7 +94,7 @@ def start_draft_model(rng: random.Random, work: Workload, subject: Hybrid, **set
         "cached_states": rng.choice([1, 4, 40]),
         "prefix_caching": rng.random() < 0.8,
     }
-    return CheckedDraftModel.start(subject, **drawn | settings)
+    return CheckedDraftModel.start(subject, **chosen | settings)
 
 
 @pytest.fixture(autouse=True)

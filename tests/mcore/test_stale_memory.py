@@ -1,4 +1,4 @@
-"""Memory that KV blocks and states share: what one left behind is no number for the other, and changes no token."""
+"""Memory that KV blocks and states share: what one leaves there is no number for the other, and changes no token."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ NUM_SEEDS = 4
 
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
-    """Let all memory begin as not-a-number, as if states had lain in every slab; return the spaces that are made."""
+    """Let all memory begin as not-a-number, as if every slab had held states; return the spaces that are made."""
     spaces: list[SlabSpace] = []
     initialise = CacheMemory.__init__
 
@@ -81,7 +81,7 @@ def test_tokens_are_the_oracles_where_states_have_left_no_numbers(
     assert num_compared > 200 and len(spoiled) >= NUM_SEEDS and num_checked["blocks"] > 500
 
 
-def test_so_are_those_of_steps_that_run_ahead_into_new_blocks(
+def test_overlapped_steps_read_no_stale_memory_in_new_blocks(
     spoiled: list[SlabSpace], num_checked: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
@@ -94,6 +94,6 @@ def test_so_are_those_of_steps_that_run_ahead_into_new_blocks(
     while run.engine.has_unfinished_requests():
         run.step()
         num_ahead += run.context.overlapped_step is not None
-    print(f"{num_ahead} steps ran ahead, {len(spoiled)} memories, {num_checked}")
+    print(f"{num_ahead} steps overlapped, {len(spoiled)} memories, {num_checked}")
     assert num_ahead > 90 and num_checked["blocks"] > 500
     run.assert_exact()

@@ -1,4 +1,4 @@
-"""What a model's decode steps are reckoned to read, and which policy plans their drafts."""
+"""Estimated reads of a model's decode steps, and which policy plans their drafts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a step moves between host and device, counted by the profiler and compared with megatron-core's own context."""
+"""Bytes that a step moves between host and device, by the profiler, next to megatron-core's own context."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -161,7 +161,7 @@ def test_a_step_sends_one_buffer_and_reads_the_sampled_tokens_once() -> None:
     assert (counts["HtoD"], counts["DtoH"]) == (1, 1)
 
 
-def test_a_prefill_of_cache_hits_adds_one_copy_to_the_device_and_no_wait_to_megatrons_bookkeeping() -> None:
+def test_a_prefill_of_hits_adds_one_copy_and_no_wait() -> None:
     stock, ours = _transfers(_stock_prefill_bookkeeping()), _transfers(_our_whole_prefill())
     print(f"megatron-core's bookkeeping of a prefill step: {dict(stock)}; our whole step: {dict(ours)}")
     assert ours["HtoD"] <= stock["HtoD"] + 1

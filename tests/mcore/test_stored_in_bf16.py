@@ -43,7 +43,7 @@ class TokenByToken:
 
 @given(ring_len=st.sampled_from((4, 8, 16, 32)), computed=st.integers(0, 200), limit=st.integers(0, 8))
 @example(ring_len=4, computed=3, limit=8)
-def test_no_draft_lies_behind_a_rounding(ring_len: int, computed: int, limit: int) -> None:
+def test_no_draft_follows_a_rounding(ring_len: int, computed: int, limit: int) -> None:
     drafts = ReplayStates(1, rounding_len=ring_len).most_drafts(computed, limit)
     assert 0 <= drafts <= limit and computed // ring_len == (computed + drafts) // ring_len
     assert drafts == limit or (computed + drafts + 1) % ring_len == 0, "no fewer than need be"
@@ -83,9 +83,9 @@ def served(
 def test_tokens_and_states_are_those_without_drafts(ring_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "torch", TokenByToken(torch))
     monkeypatch.setattr(feed_forward, "F", TokenByToken(F))
-    subject, drawn = tiny_hybrid(pattern=MAMBA_LAYERS, ssm_chunk_size=8), random.Random(ring_len)
+    subject, rng = tiny_hybrid(pattern=MAMBA_LAYERS, ssm_chunk_size=8), random.Random(ring_len)
     vocab = subject.sizes.vocab_size
-    prompts = [[drawn.randrange(vocab) for _ in range(length)] for length in (5, 23)]
+    prompts = [[rng.randrange(vocab) for _ in range(length)] for length in (5, 23)]
     replies, states = served(subject, ring_len, None, 0, prompts)
     texts = {request: [*prompts[request], *reply] for request, reply in enumerate(replies)}
     assert len(states) >= 4 and all(state.dtype == torch.bfloat16 for _, state in states.values())

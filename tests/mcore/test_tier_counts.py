@@ -1,4 +1,4 @@
-"""What an engine tells of its tiers: tokens that came back, bytes by use, copies under way, copies that were lost."""
+"""Reports of an engine's tiers: tokens that came back, bytes by use, copies under way, copies that were lost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def run_texts(run: EngineRun, first_id: int = 0) -> list[TierTokens]:
     return found
 
 
-def test_a_request_tells_what_came_back_for_it_from_the_host_and_keeps_telling() -> None:
+def test_a_request_keeps_reporting_tokens_restored_from_the_host() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     assert run_texts(run) == [TierTokens()] * NUM_TEXTS
     run.assert_exact()
@@ -61,7 +61,7 @@ def test_what_stayed_on_the_device_came_from_no_tier() -> None:
     assert run.engine.tier_tokens(99) == TierTokens()
 
 
-def test_a_restarted_engine_tells_the_disk(tmp_path: Path) -> None:
+def test_a_restarted_engine_reports_the_disk(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
     run_texts(run)
     run.assert_exact()
@@ -70,7 +70,7 @@ def test_a_restarted_engine_tells_the_disk(tmp_path: Path) -> None:
     assert run_texts(run) == [TierTokens(from_disk=FOUND)] * NUM_TEXTS
 
 
-def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
+def test_bytes_of_the_tiers_are_reported_by_use_and_add_up(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
     host = run.context._below._host
     before = run.context.snapshot()
@@ -90,7 +90,7 @@ def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
     assert CacheSnapshot.of_dict(after.as_dict()) == after
 
 
-def test_copies_under_way_are_told_with_what_they_hold() -> None:
+def test_copies_in_flight_are_reported_with_their_bytes() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run.run(0, TEXTS[0], 4)  # its last boundary is on its way until the next step
     reported = run.context.snapshot()
@@ -105,7 +105,7 @@ def test_copies_under_way_are_told_with_what_they_hold() -> None:
     assert run.context.snapshot().tier_copies["device"] == 0
 
 
-def test_boundaries_on_their_way_to_the_disk_are_told(tmp_path: Path) -> None:
+def test_boundaries_being_written_to_disk_are_reported(tmp_path: Path) -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
     run.run(0, TEXTS[0], 4)
     run.context.memory.below._tier._copies.wait([0])  # it is on the host now, and about to be stored
@@ -115,7 +115,7 @@ def test_boundaries_on_their_way_to_the_disk_are_told(tmp_path: Path) -> None:
     assert run.context.snapshot().tier_copies["disk"] == 0
 
 
-def test_without_tiers_nothing_is_told_of_them() -> None:
+def test_without_tiers_none_are_reported() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
     run.run(0, TEXTS[0], 4)
     reported = run.context.snapshot()

@@ -105,10 +105,8 @@ def resolve(run: EngineRun) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_copies_begin_for_a_request_that_comes_while_all_rows_are_taken(
-    run_ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps run ahead while it waits, and its prefix is there when the request ends."""
+def test_copies_begin_for_a_request_that_arrives_at_the_limit(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps overlap while it waits, and its prefix is there when the request ends."""
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid()
     config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=1), subject.shape, 12)
@@ -128,7 +126,7 @@ def test_copies_begin_for_a_request_that_comes_while_all_rows_are_taken(
         run.step()
         num_early += run.context.overlapped_step is not None
         began = number if began is None and tiers.takes_room else began
-    print(num_early, "steps ran ahead; the copy began in step", began)
+    print(num_early, "steps overlapped; the copy began in step", began)
     assert 100 in run.engine.requests and (num_early >= 5 if run_ahead else not num_early)
     assert began is not None and began < 3
     run.end_copies()
@@ -192,7 +190,7 @@ def test_a_flush_empties_the_host_too(is_suspended: bool) -> None:
     run.assert_exact()
 
 
-def test_a_cancelled_request_lets_go_of_what_came_for_it() -> None:
+def test_a_cancelled_request_releases_its_restore() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)
@@ -232,7 +230,7 @@ def test_ends_of_prompts_are_on_disk_where_requests_start_from_them(is_repeated:
     run = EngineRun.start(tiny_hybrid(), config)
     for number, prompt in enumerate(prompts):
         for again in range(1 + is_repeated):
-            run.run(2 * number + again, prompt, 20)  # the reply ends behind another boundary
+            run.run(2 * number + again, prompt, 20)  # the reply ends after another boundary
     resolve(run)
     run.engine.close()
     run = EngineRun.start(tiny_hybrid(), config)
@@ -297,7 +295,7 @@ def test_a_flush_that_cannot_be_written_empties_memory_and_leaves_the_disk_alone
     run.assert_exact()
 
 
-def test_an_engine_that_nobody_closes_leaves_no_thread() -> None:
+def test_an_engine_that_is_not_closed_leaves_no_thread() -> None:
     def num_lanes() -> int:
         gc.collect()
         return sum(thread.name in {lane.value for lane in Lane} for thread in threading.enumerate())
@@ -335,7 +333,7 @@ def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None
 
 
 def test_a_text_heals_after_one_of_its_files_was_bad(tmp_path: Path) -> None:
-    """Nothing is written behind an entry that cannot be read any more."""
+    """Nothing is written after an entry that cannot be read any more."""
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -544,8 +542,8 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), file))
 
 
-def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restored KV lies where states lay, which steps clear before they may read it."""
+def test_a_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored KV is written to memory of former states, which steps clear before they may read it."""
     subject = tiny_hybrid()
     limits = cache_config(subject.sizes, max_sequence_length=160, max_requests=2)
     config = with_host_tier(with_one_budget(limits, subject.shape, 5), subject.shape, 60)
@@ -563,7 +561,7 @@ def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkey
     run.assert_exact()
 
 
-def test_a_restore_for_which_no_room_can_be_made_by_a_fault_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_that_an_error_leaves_without_room_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)

@@ -1,4 +1,4 @@
-"""What a step does about requests that wait, counted in calls: it does not grow with how many there are."""
+"""Calls of a step for waiting requests: their number does not grow with the queue."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def test_a_step_looks_at_as_many_of_ten_thousand_waiting_requests_as_of_a_hundre
     assert 0 < num_plans <= 2 * (MOST_PASSED_OVER + 2) and num_keys <= num_plans + BRANCH_WINDOW
 
 
-def test_a_request_behind_many_that_wait_for_a_prefix_is_admitted_once_they_have_it() -> None:
+def test_a_request_after_many_that_await_a_prefix_is_admitted() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes, max_requests=4))
     for request_id in range(MOST_PASSED_OVER + 2):
         run.add(request_id, [*some_tokens(2 * BLOCK), request_id], 1)
@@ -70,7 +70,7 @@ def test_a_prompt_is_read_once_not_in_a_step(monkeypatch: pytest.MonkeyPatch) ->
     run.assert_exact()
 
 
-def test_rows_that_stay_paused_are_not_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_stay_paused_are_not_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, kv_blocks=6, paused_blocks=3, max_requests=2))
     run.add(0, some_tokens(2 * BLOCK + 1, seed=1), 2 * BLOCK - 1)

@@ -169,7 +169,7 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 24, 64, 128, 300])
 @pytest.mark.parametrize("max_requests", [1, 2, 3, 5, 16, 33, 100, 256])
-def test_rehearsed_numbers_of_rows_bring_every_form_of_the_scan(
+def test_rehearsed_numbers_of_requests_bring_every_form_of_the_scan(
     num_heads: int, max_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
@@ -223,7 +223,7 @@ def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("max_requests", [1, 3])
-def test_rehearsal_of_steps_that_no_single_row_fills(max_requests: int) -> None:
+def test_rehearsal_of_steps_that_no_single_request_fills(max_requests: int) -> None:
     run = start_run(MODELS["bf16-experts"], 0, max_requests=max_requests, max_tokens=512, max_sequence_length=96)
     rehearse_engine(run)
     run.run(0, some_tokens(90), 5)
@@ -231,7 +231,7 @@ def test_rehearsal_of_steps_that_no_single_row_fills(max_requests: int) -> None:
 
 
 @pytest.mark.parametrize("max_length", [92, 96])
-def test_no_row_of_a_rehearsal_is_longer_than_the_model_reads(max_length: int) -> None:
+def test_no_request_of_a_rehearsal_is_longer_than_the_model_reads(max_length: int) -> None:
     sizes = tiny_sizes(**SMALL, pattern="ME*", use_rope=True, max_sequence_length=max_length)
     run = start_run(sizes, 0, max_sequence_length=max_length)
     rehearse_engine(run)
@@ -242,7 +242,7 @@ def test_no_row_of_a_rehearsal_is_longer_than_the_model_reads(max_length: int) -
 @needs_compiler
 @pytest.mark.parametrize("pattern", ["M-M*-M-M*-", "ME*"])
 @pytest.mark.parametrize(("num_drafts", "form"), [(0, "window"), (3, "window"), (3, "replay")])
-def test_a_rehearsal_without_launches_leaves_nothing_behind(pattern: str, num_drafts: int, form: str) -> None:
+def test_a_rehearsal_without_launches_changes_nothing(pattern: str, num_drafts: int, form: str) -> None:
     """Its kernels compute nothing, as while they are compiled ahead."""
     run = start_run(tiny_sizes(**SMALL, pattern=pattern), num_drafts, draft_states=form)
     with recorded_launches(on_hopper=False) as record:
@@ -355,7 +355,7 @@ def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.data())
-def test_no_rehearsed_step_has_more_rows_or_tokens_than_there_is_room_for(data: st.DataObject) -> None:
+def test_no_rehearsed_step_has_more_requests_or_tokens_than_there_is_room_for(data: st.DataObject) -> None:
     max_requests, max_tokens = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 600))
     limits = StepLimits(
         max_tokens=max_tokens,

@@ -44,7 +44,7 @@ class ToyMixer(nn.Module):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What decides what the mixer computes with its weights."""
+        """Settings that decide the mixer's result with its weights."""
         return self.recurrence, self.is_first
 
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **_: Any) -> tuple[Tensor, None]:
@@ -68,7 +68,7 @@ class ToyMixer(nn.Module):
 
 
 def put_toys(model: Any, sizes: RandomHybridConfig) -> None:
-    """Put toys in the place of the mixers of this rank's part of a model."""
+    """Put toys instead of the mixers of this rank's part of a model."""
     for index, symbol in enumerate(model.decoder.layer_type_list):
         if symbol == "M":
             layer = model.decoder.layers[index]

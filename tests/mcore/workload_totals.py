@@ -1,4 +1,4 @@
-"""What all random workloads of a test module came to."""
+"""Totals of the random workloads of a test module."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -46,7 +46,7 @@ def small_cache(
         slabs: How many slabs KV blocks and states share, and how many blocks and states fit one; None: they share
             nothing, and there are `num_blocks` and `num_slots`.
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
-        replays: Whether drafts take a buffer a request instead of slots, for at most `max_requests` requests.
+        replays: True if drafts take a buffer a request instead of slots, for at most `max_requests` requests.
         num_running: Slots of live and draft states, under numbers of their own; None: they share those of cached ones.
     """
     space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
@@ -148,7 +148,7 @@ def verify(cache: PrefixCache, request: RunningRequest, drafts: Sequence[int], k
 
 
 def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
-    """Run a request from admission to release, no other beside it, and return the prompt tokens that it skipped."""
+    """Run a request from admission to release, no other next to it, and return the prompt tokens that it skipped."""
     request = admit(cache, spec)
     skipped = request.computed
     run_step(cache, [request], 0)

@@ -6,10 +6,10 @@ from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 
 
 class SplitSpace:
-    """Blocks and slots with places of their own, in the place of `SlabSpace`."""
+    """Blocks and slots with indices of their own, instead of `SlabSpace`."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
-        """Start with every place free.
+        """Start with every index free.
 
         Raises:
             ValueError: If a number is negative.

@@ -174,7 +174,7 @@ def test_reservations_that_fill_the_slot_pool_are_a_refusal() -> None:
     assert pools.plan(4) is Refusal.NO_SLOT
 
 
-def test_source_of_the_match_is_not_the_row_s_own_slot_while_another_comes_free() -> None:
+def test_source_of_the_match_is_not_the_request_s_own_slot_while_another_comes_free() -> None:
     pools = Pools(num_slots=2)
     pools.cache(1, states_at=(0,))
     pools.slots.reserve()
@@ -188,7 +188,7 @@ def test_source_of_the_match_gives_way_where_no_other_slot_comes_free() -> None:
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_source_that_another_row_pins_takes_no_slot_away() -> None:
+def test_source_that_another_request_pins_takes_no_slot_away() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.kv.acquire(blocks)
@@ -219,7 +219,7 @@ def test_source_of_the_match_leaves_its_slab_to_the_request_s_blocks() -> None:
     assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)
 
 
-def test_source_of_the_match_stays_for_a_request_that_waits_for_a_row_to_end() -> None:
+def test_source_of_the_match_stays_for_a_request_that_waits_for_a_request_to_end() -> None:
     pools = shared_memory(5)
     pools.cache(2, states_at=(1,))
     slot = pools.slots.take_live()

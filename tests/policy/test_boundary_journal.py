@@ -1,4 +1,4 @@
-"""The journal tells a router, in few words, exactly which boundaries a replica can resume from."""
+"""The journal reports exactly the boundaries that a replica can resume from."""
 
 import random
 
@@ -21,14 +21,14 @@ def apply(changes: BoundaryChanges, known: set[BlockKey | None]) -> set[BlockKey
     return kept | {*changes.published}
 
 
-def test_what_was_there_before_is_told_first() -> None:
+def test_the_first_report_has_all_boundaries() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     serve(cache, new_spec(0, range(10)))
     cache.slots.observe(journal)
     assert {*journal.take(cache.kv.key_of).published} == resumable(cache) != set()
 
 
-def test_a_boundary_that_came_and_went_is_not_told() -> None:
+def test_a_boundary_that_came_and_went_is_not_reported() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     cache.slots.observe(journal)
     serve(cache, new_spec(0, range(10)))
@@ -36,7 +36,7 @@ def test_a_boundary_that_came_and_went_is_not_told() -> None:
     assert not journal.take(cache.kv.key_of)
 
 
-def test_a_flush_voids_what_was_told() -> None:
+def test_a_flush_cancels_earlier_reports() -> None:
     cache, journal = small_cache(), BoundaryJournal()
     cache.slots.observe(journal)
     serve(cache, new_spec(0, range(10)))
@@ -51,7 +51,7 @@ def test_a_block_without_a_key_is_left_out() -> None:
     assert not journal.take(lambda _: None)
 
 
-def test_a_key_that_moves_to_another_block_is_told_of_both() -> None:
+def test_a_key_that_moves_is_reported_of_both_blocks() -> None:
     journal = BoundaryJournal()
     journal.published(BlockId(3))
     journal.take(lambda _: BlockKey(7))

@@ -115,7 +115,7 @@ def test_a_beginning_that_one_step_cannot_hold_is_computed_once_too() -> None:
     assert steps[0] == 2 * BLOCK
 
 
-def test_requests_that_part_at_two_places_start_from_both() -> None:
+def test_prompts_that_branch_twice_start_from_both_branches() -> None:
     a, b = [1] * BLOCK, [2] * BLOCK
     specs = [
         new_spec(0, a + b + [3] * 5),

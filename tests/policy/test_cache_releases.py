@@ -237,7 +237,7 @@ def lose_a_reservation(requests: list[object]) -> None:
         swap_live_slot_and_column,
     ],
 )
-def test_check_integrity_finds_rows_that_disagree_with_the_pools(new_cache: NewCache, corrupt: object) -> None:
+def test_check_integrity_finds_requests_that_disagree_with_the_pools(new_cache: NewCache, corrupt: object) -> None:
     cache = new_cache()
     requests = [prefill(cache, new_spec(0, [*A, 9])), admit(cache, new_spec(1, [*B, 9]))]
     cache.schedule_decode(requests[0], [8])

@@ -1,4 +1,4 @@
-"""Logs of decisions: equal ones have equal hashes, and of those that part the first difference is told."""
+"""Logs of decisions: equal ones have equal hashes, and the first difference of others is reported."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_rank_that_decided_less_has_nothing_there() -> None:
     assert reported.endswith("rank 1: nothing")
 
 
-def test_memory_is_bounded_and_a_difference_long_ago_is_told_as_such() -> None:
+def test_memory_is_bounded_and_old_differences_are_reported_as_old() -> None:
     many = [(DecisionKind.EVICT, -1, (number,)) for number in range(10_000)]
     one, other = log_of(many), log_of([(DecisionKind.EVICT, -1, (-5,)), *many[1:]])
     assert len(one.recent().decisions) < 5000

@@ -39,7 +39,7 @@ def positions_with_a_state(cache: PrefixCache, request: RunningRequest) -> list[
 
 
 def turn_after(request: RunningRequest) -> list[int]:
-    """Return the prompt of a next turn: all that was said, and a question."""
+    """Return the prompt of a next turn: the whole conversation, and a question."""
     return [*map(int, request.tokens(0, request.length)), 7, 7, 7, 7, 7]
 
 
@@ -62,7 +62,7 @@ def test_decoding_leaves_the_checkpoints_that_are_configured(
     assert planned(cache, new_spec(1, turn)).match.skip_tokens == positions[-1]
 
 
-def test_next_turn_starts_behind_the_last_whole_block_of_the_reply() -> None:
+def test_next_turn_resumes_after_the_last_full_block_of_the_reply() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5, 6, 7, 8, 9, 10])
@@ -171,7 +171,7 @@ def test_nothing_past_the_kept_tokens_is_ever_findable(num_kept: int) -> None:
     cache.check_integrity([request])
 
 
-def test_drafts_grow_the_row_by_the_block_that_they_need() -> None:
+def test_drafts_grow_the_request_by_the_block_that_they_need() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     cache.schedule_decode(request)
@@ -190,7 +190,7 @@ def test_drafts_that_find_no_block_are_left_out() -> None:
     cache.check_integrity([request])
 
 
-def test_aborted_drafts_leave_the_row_where_it_was() -> None:
+def test_aborted_drafts_leave_the_request_where_it_was() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5], [4, 9])
@@ -204,7 +204,7 @@ def test_aborted_drafts_leave_the_row_where_it_was() -> None:
     assert (request.cursor.accepted, request.cursor.draft_slots) == (1, [])
 
 
-def test_row_that_restarts_takes_no_column_along() -> None:
+def test_request_that_restarts_takes_no_column_along() -> None:
     cache = small_cache()
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5], [4, 5, 6])
@@ -231,7 +231,7 @@ def test_release_that_fails_at_a_column_can_be_repeated(monkeypatch: pytest.Monk
     assert cache.slots.num_available == cache.slots.num_slots
 
 
-def test_drafts_are_counted_by_place() -> None:
+def test_drafts_are_counted_by_position() -> None:
     cache = small_cache(block_size=16)
     request = prefill(cache, new_spec(0, [1, 2]), first_token=3)
     verify(cache, request, [4, 5, 6], [4, 5, 9])

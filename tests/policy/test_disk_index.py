@@ -44,7 +44,7 @@ def test_the_index_is_what_was_added_and_not_removed(seed: int, limit: int) -> N
             assert {e for e in before if e.key in index} == before
             continue
         assert not kept & {e.key for e in leaving}
-        for left in leaving:  # nothing was left behind without what it follows, as far as that was there
+        for left in leaving:  # nothing is left without what it follows, as far as that was there
             del known[left.key]
             assert not any(other.anchor == left.key for other in known.values())
         index.add(name)
@@ -59,7 +59,7 @@ def test_a_chain_leads_from_what_is_known_to_the_deepest_entry() -> None:
     first, second, fourth = entry(keys, 0, 2), entry(keys, 2, 5), entry(keys, 6, 8)
     for name in (first, second, fourth):
         index.add(name)
-    assert index.chain(keys, 0) == [first, second]  # what lies before the last is missing
+    assert index.chain(keys, 0) == [first, second]  # an entry before the last is missing
     assert index.chain(keys, 2) == [second]
     assert index.chain(keys, 6) == [fourth]
     assert index.chain(keys[:4], 0) == [first]

@@ -14,7 +14,7 @@ NOW = 100
 
 
 class Push(NamedTuple):
-    """What an id is pushed with."""
+    """Arguments of a pushed id."""
 
     last_used: int
     num_tokens: int
@@ -58,14 +58,14 @@ def test_the_least_recently_used_goes_first() -> None:
 
 @pytest.mark.parametrize(("age", "first"), [(4, 0), (7, 1)])
 def test_ages_count_from_some_uses_on(age: int, first: int) -> None:
-    # 1 / 12 beside 1.5 / (12 + age)
+    # 1 / 12 against 1.5 / (12 + age)
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
     order.push(1, NOW - age, 1, Weight(gain=1.5))
     assert order.first(NOW, equally) == first
 
 
-def test_of_equal_worth_the_deeper_goes_first_then_the_lower_id() -> None:
+def test_equal_priorities_evict_the_deeper_then_the_lower_id() -> None:
     order = EvictionOrder()
     for entry_id, num_tokens in [(5, 1), (3, 2), (4, 2), (1, 1)]:
         order.push(entry_id, 7, num_tokens, Weight())
@@ -221,7 +221,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
-def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
+def test_the_first_has_least_priority_within_half_an_octave(
     steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()
@@ -248,7 +248,7 @@ def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
 
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
-def test_the_first_is_worth_least_where_gains_are_powers_of_two(
+def test_the_first_has_least_priority_for_power_of_two_gains(
     steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()

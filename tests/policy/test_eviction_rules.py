@@ -74,7 +74,7 @@ def test_every_rule_of_the_settings_exists() -> None:
 
 
 @given(ENTRIES)
-def test_to_lru_all_states_are_worth_the_same(entry: CachedEntry) -> None:
+def test_lru_gives_all_states_one_priority(entry: CachedEntry) -> None:
     assert priority(EVICTION_RULES["lru"](STATE_LEN), entry) == 1.0
 
 
@@ -95,7 +95,7 @@ def test_lru_learns_nothing() -> None:
 
 
 @given(LOST, LOST)
-def test_a_state_that_stands_for_more_tokens_is_worth_more(lost: int, more: int) -> None:
+def test_more_tokens_give_a_state_more_priority(lost: int, more: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     for entry_of in (end, inside, prompt_end, branch):
         assert priority(rule, entry_of(lost)) < priority(rule, entry_of(lost + more))
@@ -114,7 +114,7 @@ def test_a_state_inside_known_text_saves_its_tokens_for_its_own_bytes(lost: int)
 
 
 @given(LOST)
-def test_the_more_likely_hit_is_worth_more_unless_it_keeps_as_many_times_the_bytes(lost: int) -> None:
+def test_priority_grows_with_likelihood_per_byte(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     kinds = (end, branch, prompt_end, inside)
     ends, branches, prompt_ends, insides = (rule.likelihood(_kind(rule, entry_of(lost))) for entry_of in kinds)
@@ -151,7 +151,7 @@ def _kind(rule: EvictionRule, entry: CachedEntry) -> int:
 
 
 @given(ENTRIES, st.floats(0, 1e6))
-def test_every_state_has_a_worth_that_can_be_ordered(entry: CachedEntry, state_len: float) -> None:
+def test_every_state_has_a_comparable_priority(entry: CachedEntry, state_len: float) -> None:
     rule = EVICTION_RULES["cost"](state_len)
     assert 0 <= priority(rule, entry) < float("inf")
 
@@ -195,7 +195,7 @@ def test_a_load_that_has_changed_is_learned_anew() -> None:
     assert rule.likelihood(_kind(rule, end(8))) < 0.15
 
 
-def test_ends_that_are_never_hit_become_worth_less_than_the_inside() -> None:
+def test_ends_without_hits_lose_priority() -> None:
     rule = RecomputeCost(STATE_LEN)
     teach(rule, end(1000), 2000, 0)
     teach(rule, inside(1000), 2000, 400)
@@ -206,7 +206,7 @@ def test_ends_that_are_never_hit_become_worth_less_than_the_inside() -> None:
 
 
 class Recorder(LeastRecentlyUsed):
-    """LRU that records what it is told; a state that another follows is of kind 1, else 0."""
+    """LRU that records its calls; a state that another follows is of kind 1, else 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class BranchRecorder(Recorder):
 
 
 class EndRecorder(Recorder):
-    """A recorder that tells ends from other states."""
+    """A recorder that distinguishes ends from other states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(ENDS[0] if entry.is_end else ENDS.stop)

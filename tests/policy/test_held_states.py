@@ -1,4 +1,4 @@
-"""States that are held until some time: which are, whatever is held again, forgotten and told of the time."""
+"""States that are held until some time: which are, whatever is held again or forgotten, and whatever the time is."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *indices
 
 
 def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
-    """Prefill a request and let it go."""
+    """Prefill a request and release it."""
     request = cache.admit(
         candidate_of(cache, spec), planned(cache, spec), branches=cache.branches(candidate_of(cache, spec), ())
     )

@@ -1,6 +1,6 @@
 """The host tier under random requests, with copies that are late, fail, and read their source as late as they may.
 
-Each place of memory holds the key of the text that was last written there, or None for garbage; whatever can be found,
+Each index of memory holds the key of the text that was last written there, or None for garbage; whatever can be found,
 on either side, must hold what its key stands for. Where blocks and slots share slabs, what is written to one overwrites
 the others of its slab.
 """
@@ -73,7 +73,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Fate:
-    """What will become of a copy: how often two ranks find it under way, whether it fails on each, when it reads."""
+    """Fate of a copy: how often two ranks find it under way, whether it fails on each, when it reads."""
 
     late: tuple[int, int] = (0, 0)
     fails: tuple[bool, bool] = (False, False)

@@ -15,7 +15,7 @@ from megatron_mamba_cache.policy.slabs import SlabIndexPool, SlabSpace
 from tests.policy.split_space import SplitSpace
 
 
-def test_low_numbers_are_taken_first_and_the_last_given_back_again() -> None:
+def test_lowest_indices_are_taken_first_and_the_last_released_again() -> None:
     indices = FixedIndexPool(4)
     assert indices.take(3) == [0, 1, 2]
     for index in (2, 0):
@@ -47,7 +47,7 @@ def test_blocks_and_slots_of_a_split_space_do_not_count_on_each_other() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(-1, 1), (1, -1)])
-def test_a_negative_number_of_places_is_refused(num_blocks: int, num_slots: int) -> None:
+def test_a_negative_number_of_indices_is_refused(num_blocks: int, num_slots: int) -> None:
     with pytest.raises(ValueError, match="need num_blocks >= 0"):
         SplitSpace(num_blocks, num_slots)
 
@@ -62,7 +62,7 @@ def test_a_negative_number_of_places_is_refused(num_blocks: int, num_slots: int)
         lambda indices: setattr(indices, "num_available", 6),
     ],
 )
-def test_check_integrity_finds_broken_places_of_a_split_space(corrupt: object) -> None:
+def test_check_integrity_finds_broken_indices_of_a_split_space(corrupt: object) -> None:
     space = SplitSpace(5, 5)
     space.blocks.take(2)
     corrupt(space.blocks)  # type: ignore[operator]
@@ -78,7 +78,7 @@ Use = int
 
 
 class IndexPoolMachine(RuleBasedStateMachine):
-    """Blocks and slots are taken, fixed, unfixed and given back; the model knows which are taken, and which fixed."""
+    """Blocks and slots are taken, fixed, unfixed and released; the model knows which are taken, and which fixed."""
 
     uses = st.integers(0, 1)
 
@@ -99,7 +99,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
         return sorted(index for index, is_fixed in self.is_fixed[use].items() if not is_fixed)
 
     def _slabs(self, use: Use) -> Counter[int]:
-        """Return the slabs that a use has taken places in, and how many."""
+        """Return the slabs that a use has taken indices in, and how many."""
         indices = self._indices(use)
         assert isinstance(indices, SlabIndexPool)
         return Counter(index // indices.per_slab for index in self.is_fixed[use])
@@ -129,7 +129,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.is_fixed))
     @rule(data=st.data(), num_indices=st.integers(1, 4))
     def change(self, data: st.DataObject, num_indices: int) -> None:
-        """Unfix what is fixed; fix or give back what is not."""
+        """Unfix what is fixed; fix or release what is not."""
         use = data.draw(st.sampled_from([use for use in (0, 1) if self.is_fixed[use]]))
         indices, is_fixed = self._indices(use), self.is_fixed[use]
         for index in data.draw(st.lists(st.sampled_from(sorted(is_fixed)), max_size=num_indices, unique=True)):
@@ -144,7 +144,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
                 del is_fixed[index]
 
     def _emptied(self, kept: tuple[Sequence[int], Sequence[int]] = ((), ())) -> CacheSpace:
-        """Return the space once everything has been given back that is not fixed and need not stay."""
+        """Return the space once everything has been released that is not fixed and need not stay."""
         space = deepcopy(self.space)
         for use in (0, 1):
             for index in self._evictable(use):

@@ -422,7 +422,7 @@ def test_flush_forgets_states_that_follow_each_other_and_have_been_counted() -> 
     assert (pools.kv.num_free, pools.slots.num_free) == (4, 20)
 
 
-def test_a_row_from_before_a_flush_cannot_publish_behind_it() -> None:
+def test_a_request_cannot_publish_across_a_flush() -> None:
     pools = new_pools(6)
     held = hold(pools, [1])
     (new,) = pools.kv.allocate(1)
@@ -466,7 +466,7 @@ def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str)
 
 @dataclass(slots=True)
 class Row:
-    """What a request knows: its tokens, its blocks, how many of them are registered."""
+    """State of a request: its tokens, its blocks, how many of them are registered."""
 
     path: list[int]
     blocks: list[BlockId]
@@ -476,7 +476,7 @@ class Row:
 
 @dataclass(slots=True)
 class Model:
-    """The pools said in the plainest way: three dicts, and a search for what a state can resume."""
+    """The plainest model of the pools: three dicts, and a search for what a state can resume."""
 
     refs: dict[BlockId, int] = field(default_factory=dict)
     registered: dict[BlockKey, BlockId] = field(default_factory=dict)
@@ -532,7 +532,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pools = CachePools.over(SlabSpace(*slabs), LeastRecentlyUsed(), block_size=1)
 
     def _num_free(self, blocks: Collection[int], slots: Collection[int]) -> tuple[int, int]:
-        """Return how many blocks and slots are free beside some."""
+        """Return how many blocks and slots are free next to some."""
         if self.slabs is None:
             return 8 - len(blocks), 4 - len(slots)
         num_slabs, blocks_per_slab, slots_per_slab = self.slabs

@@ -67,41 +67,41 @@ def plan_or_skip(requests: list[RequestDemand], num_available: int, paused_capac
 ANY_CASE = given(request_demands(), st.integers(0, 5), st.integers(0, 12))
 
 
-def test_no_row_changes_when_none_needs_a_block() -> None:
+def test_no_request_changes_when_none_needs_a_block() -> None:
     assert plan_preemption([content(0), content(1, prefilling=True)], 0, 0) == PreemptionPlan((), (), ())
 
 
-def test_oldest_rows_get_the_blocks_that_are_left() -> None:
+def test_oldest_requests_get_the_blocks_that_are_left() -> None:
     requests = [demand(3), demand(1), demand(2)]
     assert plan_preemption(requests, 2, 10) == PreemptionPlan((1, 2), (3,), ())
 
 
-def test_older_paused_row_resumes_before_a_younger_row_goes_on() -> None:
+def test_older_paused_request_resumes_before_a_younger_request_goes_on() -> None:
     assert plan_preemption([demand(2), demand(1, paused=True)], 1, 10) == PreemptionPlan((1,), (2,), ())
 
 
-def test_equal_ages_are_ordered_by_row() -> None:
+def test_equal_ages_are_ordered_by_request() -> None:
     requests = [RequestDemand(number, 0, True, own(number, 1), False, False) for number in (2, 0, 1)]
     assert plan_preemption(requests, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
-def test_youngest_leaves_when_no_row_would_be_active() -> None:
+def test_youngest_leaves_when_no_request_would_be_active() -> None:
     assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
 
 
-def test_blocks_that_another_row_holds_are_not_freed() -> None:
+def test_blocks_that_another_request_holds_are_not_freed() -> None:
     requests = [demand(0, num_own=1), demand(1, num_own=1), demand(2, num_own=0, shared=own(0, 1))]
     assert plan_preemption(requests, 0, 100) == PreemptionPlan((0,), (), (2, 1))
 
 
-def test_blocks_shared_only_by_evicted_rows_are_freed() -> None:
+def test_blocks_shared_only_by_evicted_requests_are_freed() -> None:
     requests = [demand(0), demand(1, num_own=0, shared=SHARED), demand(2, num_own=0, shared=SHARED)]
     assert plan_preemption(requests, 0, 100) == PreemptionPlan((0,), (), (2, 1))
     paused = [content(0), demand(1), demand(2, num_own=0, shared=SHARED), demand(3, num_own=0, shared=SHARED)]
     assert plan_preemption(paused, 0, 0) == PreemptionPlan((1,), (), (3, 2))
 
 
-def test_blocks_shared_with_a_row_that_needs_none_stay() -> None:
+def test_blocks_shared_with_a_request_that_needs_none_stay() -> None:
     requests = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED)]
     assert plan_preemption(requests, 0, 0) == PreemptionPlan((), (), (1,))
 
@@ -116,26 +116,26 @@ def test_youngest_leaves_when_the_paused_hold_too_much() -> None:
     assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1,), (2,))
 
 
-def test_a_block_of_several_paused_rows_counts_once() -> None:
+def test_a_block_of_several_paused_requests_counts_once() -> None:
     requests = [content(0, shared=SHARED), *(demand(request, num_own=0, shared=SHARED) for request in (1, 2, 3))]
     assert plan_preemption(requests, 0, 2) == PreemptionPlan((), (1, 2, 3), ())
 
 
-def test_prefilling_row_counts_as_active() -> None:
+def test_prefilling_request_counts_as_active() -> None:
     assert plan_preemption([content(0, prefilling=True), demand(1)], 0, 10) == PreemptionPlan((), (1,), ())
 
 
-def test_lone_row_without_a_block_names_the_setting() -> None:
+def test_lone_request_without_a_block_names_the_setting() -> None:
     with pytest.raises(CacheCapacityError, match="--inference-dynamic-batching-buffer-size-gb"):
         plan_preemption([demand(0)], 0, 100)
 
 
-def test_lone_row_with_a_block_goes_on_whatever_it_holds() -> None:
+def test_lone_request_with_a_block_goes_on_whatever_it_holds() -> None:
     assert plan_preemption([demand(0, num_own=9)], 1, 0) == PreemptionPlan((0,), (), ())
 
 
 @ANY_CASE
-def test_each_needy_row_meets_one_fate(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_each_needy_request_meets_one_fate(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     needy = [request.index for request in requests if request.needs_block]
     assert sorted(plan.grants + plan.paused + plan.evicted) == sorted(needy)
@@ -150,7 +150,7 @@ def test_grants_never_exceed_what_is_available(
 
 
 @ANY_CASE
-def test_no_block_is_left_while_a_row_is_paused(
+def test_no_block_is_left_while_a_request_is_paused(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -158,7 +158,7 @@ def test_no_block_is_left_while_a_row_is_paused(
 
 
 @ANY_CASE
-def test_granted_rows_are_older_than_paused_and_paused_older_than_evicted(
+def test_granted_requests_are_older_than_paused_and_paused_older_than_evicted(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -167,7 +167,7 @@ def test_granted_rows_are_older_than_paused_and_paused_older_than_evicted(
 
 
 @ANY_CASE
-def test_oldest_waiting_row_leaves_only_when_no_other_is_paused(
+def test_oldest_waiting_request_is_evicted_last(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -178,13 +178,13 @@ def test_oldest_waiting_row_leaves_only_when_no_other_is_paused(
 
 
 @ANY_CASE
-def test_some_row_is_always_active(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_some_request_is_always_active(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     assert not requests or plan.grants or any(not request.needs_block for request in requests)
 
 
 @ANY_CASE
-def test_paused_rows_fit_their_capacity(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_paused_requests_fit_their_capacity(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     assert len(distinct_blocks(requests, plan.paused)) <= capacity
 
@@ -210,7 +210,7 @@ def test_capacity_error_means_that_no_eviction_could_help(
 
 
 @ANY_CASE
-def test_plan_does_not_depend_on_the_order_of_rows(
+def test_plan_does_not_depend_on_the_order_of_requests(
     requests: list[RequestDemand], num_available: int, capacity: int
 ) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
@@ -218,7 +218,7 @@ def test_plan_does_not_depend_on_the_order_of_rows(
 
 
 @pytest.mark.parametrize(("needs_block", "paused", "prefilling"), [(False, True, False), (True, False, True)])
-def test_row_refuses_a_state_that_cannot_be(needs_block: bool, paused: bool, prefilling: bool) -> None:
+def test_request_refuses_a_state_that_cannot_be(needs_block: bool, paused: bool, prefilling: bool) -> None:
     with pytest.raises(ValueError, match="request 0"):
         RequestDemand(0, 0, needs_block, (1, 2), paused, prefilling)
 

@@ -1,4 +1,4 @@
-"""What a request skips and shares, and what is kept apart; an example each."""
+"""Skipped, shared and separated tokens of requests; an example each."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_nothing_is_skipped_without_a_state_however_much_kv_is_known(new_cache: 
     assert second.block_ids[:2] == request.block_ids[:2] and second.num_shared_blocks == 2
 
 
-def test_row_of_known_blocks_without_a_state_reserves_where_its_match_ends(new_cache: NewCache) -> None:
+def test_request_of_known_blocks_without_a_state_reserves_where_its_match_ends(new_cache: NewCache) -> None:
     cache = new_cache()
     prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     request = admit(cache, new_spec(1, [*A, *D, *D, 9]))
@@ -193,7 +193,7 @@ def test_keys_depend_on_tenant_weights_and_epoch(new_cache: NewCache) -> None:
     assert len(roots) == 5
 
 
-def test_row_admitted_before_a_flush_publishes_nothing_after_it(new_cache: NewCache) -> None:
+def test_request_admitted_before_a_flush_publishes_nothing_after_it(new_cache: NewCache) -> None:
     cache = new_cache()
     decoding = prefill(cache, new_spec(0, [*A, *B, 9]))
     prefilling = admit(cache, new_spec(1, [*C, *D, 9]))
@@ -207,7 +207,7 @@ def test_row_admitted_before_a_flush_publishes_nothing_after_it(new_cache: NewCa
     assert (cache.slots.num_reserved, cached_states(cache)) == (0, [])
 
 
-def test_flush_frees_the_state_that_a_row_starts_from_once_the_row_has_read_it(new_cache: NewCache) -> None:
+def test_flush_frees_the_state_that_a_request_starts_from_once_the_request_has_read_it(new_cache: NewCache) -> None:
     cache = new_cache()
     serve(cache, new_spec(0, [*A, *B, 9]))
     request = admit(cache, new_spec(1, [*A, *B, 8]))
@@ -221,7 +221,7 @@ def test_flush_frees_the_state_that_a_row_starts_from_once_the_row_has_read_it(n
     cache.check_integrity([request])
 
 
-def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_cache: NewCache) -> None:
+def test_requests_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_cache: NewCache) -> None:
     cache = new_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     cache.flush()
@@ -232,7 +232,7 @@ def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_
 # Identical content in one step.
 
 
-def test_rows_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_cache: NewCache) -> None:
+def test_requests_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     own = [list(request.block_ids) for request in requests]
@@ -248,7 +248,7 @@ def test_rows_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_cach
     assert (cache.kv.num_cached, cache.kv.num_referenced) == (2, 0)
 
 
-def test_rows_of_equal_replies_leave_one_block_for_each_key(new_cache: NewCache) -> None:
+def test_requests_of_equal_replies_leave_one_block_for_each_key(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [prefill(cache, new_spec(index, [*A, 9]), first_token=5) for index in range(2)]
     for token in (6, 7, 8, 8, 8, 8):
@@ -262,7 +262,7 @@ def test_rows_of_equal_replies_leave_one_block_for_each_key(new_cache: NewCache)
     cache.check_integrity(requests)
 
 
-def test_row_after_an_adoption_extends_the_adopted_chain(new_cache: NewCache) -> None:
+def test_request_after_an_adoption_extends_the_adopted_chain(new_cache: NewCache) -> None:
     cache = new_cache()
     requests = [admit(cache, new_spec(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     run_step(cache, requests)

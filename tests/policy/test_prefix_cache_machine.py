@@ -2,7 +2,7 @@
 
 KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
 and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
-is rejected leaves what it wrote behind. Where blocks and slots share slabs, what is written to one overwrites the
+is rejected leaves what it wrote. Where blocks and slots share slabs, what is written to one overwrites the
 others of its slab. Live and draft states may have slots of their own, as where cached states are quantized.
 """
 
@@ -67,7 +67,7 @@ def fed_to(request: RunningRequest) -> Text:
 
 @dataclass(slots=True)
 class Memory:
-    """What each token of a block and each slot was last written with; None for garbage.
+    """Last write to each token of a block and each slot; None for garbage.
 
     Slots of live and draft states that are not among the others are -1, -2, ...
     """
@@ -212,12 +212,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert plan.match.skip_tokens < plan.chunk_end <= min(spec.prompt_len, plan.match.skip_tokens + budget)
 
     def _has_room(self, num_new: int, blocks: Sequence[BlockId], source: BlockId | None) -> bool:
-        """Return whether a live slot and new blocks fit beside what a match keeps."""
+        """Return whether a live slot and new blocks fit next to what a match keeps."""
         slot = None if source is None or self.cache.slots.is_pinned(source) else self.cache.slots.slot_of(source)
         kept = [block for block in blocks if not self.cache.kv.num_refs(block)]
         return self.cache.pools.fits(num_new, 0, kept, [] if slot is None else [slot])
 
-    def _place(self, slot: SlotId) -> SlotId:
+    def _address(self, slot: SlotId) -> SlotId:
         """Return where the memory has a live or draft state."""
         return slot if self.cache.slots.shares_slots else SlotId(-1 - slot)
 
@@ -242,7 +242,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.memory.windows[request.source_slot] == {0: sequence.upto(skip)}
         else:
             assert request.source_slot is None
-        self.memory.write_state(self._place(request.cursor.live_slot), None, {})
+        self.memory.write_state(self._address(request.cursor.live_slot), None, {})
         self._check_kv(request, len(plan.match.blocks) * BLOCK)
 
     def _note_prompt_boundaries(self, request: RunningRequest) -> None:
@@ -320,7 +320,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     ) -> None:
         """Run all requests that are not paused; each samples `token` everywhere, but for one that may differ.
 
-        Up to `cut` of the tokens that a request's drafts bring are not kept, as behind a stop word, and end the
+        Up to `cut` of the tokens that a request's drafts bring are not kept, as after a stop word, and end the
         request.
         """
         for _ in range(num_steps):
@@ -378,7 +378,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.memory.write_state(reserved.slot, None, {})
             return
         assert (copy.destination_column + 1) * BLOCK == reserved.position
-        columns = [self._place(slot) for slot in (request.cursor.live_slot, *request.cursor.draft_slots)]
+        columns = [self._address(slot) for slot in (request.cursor.live_slot, *request.cursor.draft_slots)]
         window = {0: self.memory.windows[columns[0]][copy.shift]}
         self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
@@ -440,13 +440,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self._write_states(request)
 
     def _columns(self, request: RunningRequest) -> list[SlotId]:
-        """Return the slots behind the tokens of a decode step, or the live slot, which a prefill writes."""
+        """Return the slots after the tokens of a decode step, or the live slot, which a prefill writes."""
         slots = (
             [request.cursor.live_slot]
             if request.is_prefilling
             else [request.cursor.live_slot, *request.cursor.draft_slots]
         )
-        return [self._place(slot) for slot in slots]
+        return [self._address(slot) for slot in slots]
 
     def _written_slots(self, request: RunningRequest) -> list[SlotId]:
         return [*self._columns(request), *(state.slot for state in request.reserved)]
@@ -456,8 +456,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             slot, window_slot, offset = request.source_slot, request.source_slot, 0
         else:
             slot, window_slot, offset = (
-                self._place(request.cursor.state_slot),
-                self._place(request.cursor.live_slot),
+                self._address(request.cursor.state_slot),
+                self._address(request.cursor.live_slot),
                 request.cursor.accepted - 1,
             )
         assert slot not in written_by_others
@@ -478,14 +478,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         fed, start, end = fed_to(request), request.computed, request.computed + request.scheduled
         assert all(start < state.position <= end and state.position % BLOCK == 0 for state in request.reserved)
         if request.is_prefilling:
-            self.memory.write_state(self._place(request.cursor.live_slot), fed.upto(end), {0: fed.upto(end)})
+            self.memory.write_state(self._address(request.cursor.live_slot), fed.upto(end), {0: fed.upto(end)})
             for state in request.reserved:
                 self.memory.write_state(state.slot, fed.upto(state.position), {0: fed.upto(state.position)})
             return
         after = [fed.upto(position + 1) for position in range(start, end)]
         for column, text in zip(self._columns(request), after, strict=False):
             self.memory.write_state(column, text, {})
-        self.memory.windows[self._place(request.cursor.live_slot)] = dict(enumerate(after))
+        self.memory.windows[self._address(request.cursor.live_slot)] = dict(enumerate(after))
 
     def _note_keys(self, request: RunningRequest, end: int) -> None:
         sequence = sequence_of(request).upto(end)
@@ -587,7 +587,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 (SlotOwner.DRAFT, request.cursor.draft_slots),
             ):
                 assert all(self.cache.slots.owner_of_running(slot) is owner for slot in slots)
-                assert not findable & {self._place(slot) for slot in slots}
+                assert not findable & {self._address(slot) for slot in slots}
 
     def _registered(self) -> list[tuple[BlockId, BlockKey]]:
         keys = ((BlockId(block), self.cache.kv.key_of(BlockId(block))) for block in range(self.cache.kv.num_blocks))

@@ -122,7 +122,7 @@ def test_chunk_that_ends_inside_a_block_publishes_the_boundary_before_it_only() 
     assert len(planned(cache, new_spec(1, [*A, *B, 9])).match.blocks) == 1
 
 
-def test_shared_blocks_stay_as_they_are_while_a_row_recomputes_them() -> None:
+def test_shared_blocks_stay_as_they_are_while_a_request_recomputes_them() -> None:
     cache = small_cache()
     first = prefill(cache, new_spec(0, [*A, *B, *C, 9]))
     drop_states(cache)

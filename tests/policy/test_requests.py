@@ -131,14 +131,14 @@ def test_all_accepted_tokens_are_kept_where_none_ends_the_request() -> None:
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_nothing_behind_an_end_token_inside_accepted_drafts_is_kept(index: int) -> None:
+def test_no_draft_is_kept_after_an_end_token(index: int) -> None:
     emitted = [1, 2, 3, 4, 5]
     request = drafted(running_request([9], [9], sampling=SamplingSettings(termination_id=emitted[index])), 4)
     assert request.keep(emitted) == KeptTokens(tuple(emitted[: index + 1]), ends=True)
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_nothing_behind_the_length_limit_is_kept(index: int) -> None:
+def test_no_token_is_kept_after_the_length_limit(index: int) -> None:
     request = drafted(running_request([9], [9], max_len=3 + index), 4)
     assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[: index + 1], ends=True)
 
@@ -146,7 +146,7 @@ def test_nothing_behind_the_length_limit_is_kept(index: int) -> None:
 @pytest.mark.parametrize(
     ("word", "num_kept"), [((7, 8, 1), 1), ((8, 1, 2), 2), ((2, 3, 4), 4), ((7, 8, 1, 2, 3, 4, 5), 5)]
 )
-def test_nothing_behind_a_stop_word_is_kept_wherever_it_began(word: tuple[int, ...], num_kept: int) -> None:
+def test_no_token_is_kept_after_a_stop_word(word: tuple[int, ...], num_kept: int) -> None:
     request = drafted(running_request([9], [7, 8], sampling=SamplingSettings(stop_words=(word,))), 4)
     assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
 
@@ -156,7 +156,7 @@ def test_stop_word_that_only_rejected_drafts_complete_ends_nothing() -> None:
     assert request.keep([1]) == KeptTokens((1,), ends=False)
 
 
-def test_row_in_mid_prefill_keeps_nothing() -> None:
+def test_request_in_mid_prefill_keeps_nothing() -> None:
     request = running_request([1, 2, 3], [], sampling=SamplingSettings(termination_id=4))
     request.computed, request.scheduled = 0, 2
     assert request.keep([4]) == KeptTokens((), ends=False)
@@ -217,7 +217,7 @@ def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
     assert list(request.tokens(3, 3)) == []
 
 
-def test_row_samples_only_when_its_last_known_token_is_computed() -> None:
+def test_request_samples_only_when_its_last_known_token_is_computed() -> None:
     request = running_request([1, 2, 3], [])
     request.computed, request.scheduled = 0, 2
     assert not request.samples_this_step and request.is_prefilling

@@ -98,7 +98,7 @@ def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Ref
     return requests.admit(candidate_of(requests.cache, new_spec(request_id, [request_id] * 4)), requests.budget)
 
 
-def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None:
+def test_prompts_keep_their_limit_in_steps_that_decode() -> None:
     requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_mixed_prompt_tokens=8)
     first = requests.admit(candidate_of(requests.cache, new_spec(0, [1] * 20)), requests.prompt_budget)
     assert isinstance(first, RunningRequest) and first.scheduled == 20  # no request decodes yet
@@ -128,7 +128,7 @@ def test_only_requests_that_wait_for_a_prefix_count_as_deferred() -> None:
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 
-def test_a_release_that_raises_leaves_its_row_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_raises_leaves_its_request_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = running(4)
     first, second, third, fourth = requests
     release = requests.cache.release

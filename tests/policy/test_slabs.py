@@ -1,4 +1,4 @@
-"""Slabs that change hands; an example each. The model of all places is in test_places."""
+"""Slabs that change hands; an example each. The model of all indices is in test_index_pools."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def leave(indices: IndexPool, *numbers: int) -> None:
         indices.release(index)
 
 
-def test_a_place_has_the_address_of_its_slab() -> None:
+def test_an_index_has_the_address_of_its_slab() -> None:
     space = SlabSpace(3, blocks_per_slab=2, slots_per_slab=3)
     assert (space.blocks.num_indices, space.slots.num_indices) == (6, 9)
     assert space.blocks.take(1) == [0]
@@ -56,7 +56,7 @@ def test_a_slab_that_came_back_from_the_other_use_is_listed_once() -> None:
     assert sorted(space.blocks.take(4)) == [0, 1, 2, 3]
 
 
-def test_one_fixed_place_keeps_its_slab_from_the_other_use() -> None:
+def test_a_fixed_index_keeps_its_slab_from_the_other_use() -> None:
     space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
     blocks = space.blocks.take(8)
     for block in blocks[1:]:
@@ -73,7 +73,7 @@ def test_blocks_and_slots_are_not_promised_the_same_slab() -> None:
     assert not space.fits(4, 2)
 
 
-def test_a_place_that_must_stay_keeps_its_slab_and_shares_it_with_its_own_use() -> None:
+def test_a_kept_index_holds_its_slab_for_its_own_use() -> None:
     space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
     first, second = space.blocks.take(2)
     for block in (first, second):

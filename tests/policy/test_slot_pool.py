@@ -200,7 +200,7 @@ def test_a_reserved_slot_that_is_not_reached_becomes_free() -> None:
     pool.check_integrity()
 
 
-def test_a_slot_is_given_back_only_by_its_owner() -> None:
+def test_only_the_owner_releases_a_slot() -> None:
     pool = SlotPool(4)
     live, (reserved,), (cached,) = pool.take_live(), pool.reserve(), cache(pool, 0)
     before = snapshot(pool)
@@ -526,7 +526,7 @@ class SlotMachine(RuleBasedStateMachine):
         self._check_distinct()
 
     def _check_distinct(self) -> None:
-        """Each slot has one use, of those that have their numbers from the same places."""
+        """Each slot has one use, of those that have their numbers from the same pool."""
         running = [slot for owner in (SlotOwner.LIVE, SlotOwner.DRAFT) for slot in self.held[owner]]
         cached = [*self.held[SlotOwner.RESERVED], *self.states.values()]
         cached += [slot for slots in self.orphans.values() for slot in slots]

@@ -70,7 +70,7 @@ def test_a_text_has_one_prompt_end_that_of_its_newest_prompt() -> None:
         assert prompt_ends(lineage, *path) == end
 
 
-def test_the_state_before_a_dropped_prompt_end_takes_its_place() -> None:
+def test_the_state_before_a_dropped_prompt_end_replaces_it() -> None:
     lineage = chain(10, 25, 60)
     lineage.mark_prompt_end([BlockId(0), BlockId(1), BlockId(2)], 60)
     assert lineage.pass_prompt_end_on(BlockId(1), {BlockId(0), BlockId(2)}) is None  # it ends no prompt

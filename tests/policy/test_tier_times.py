@@ -23,7 +23,7 @@ def test_the_slowest_copies_and_the_fastest_prefill_count() -> None:
     assert times.now() == CopyTimes(6, 50, 8, 8, 70)
 
 
-def test_what_is_agreed_stays_and_asks_nobody_again() -> None:
+def test_agreed_times_stay_without_another_exchange() -> None:
     measured, calls = [CopyTimes(1, 2, 3, 4, 5)], []
 
     def agree(values: Sequence[int]) -> list[int]:

@@ -35,7 +35,7 @@ def num_drafts(slots: SlotPool) -> int:
     return slots.count_by_owner()["draft"]
 
 
-def test_row_gets_a_column_for_each_draft() -> None:
+def test_request_gets_a_column_for_each_draft() -> None:
     slots = SlotPool(9)
     request = live_request(slots)
     assert WindowStates(slots, 1, keeps_checkpoints=False).widen(request.cursor, 3) == 3
@@ -77,7 +77,7 @@ def test_window_is_widened_by_what_it_lacks_and_never_narrowed() -> None:
     assert num_drafts(slots) == 5
 
 
-def test_row_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> None:
+def test_request_keeps_the_columns_it_has_where_there_is_no_room_for_more() -> None:
     slots = SlotPool(4)
     windows, request = WindowStates(slots, 1, keeps_checkpoints=False), live_request(slots)
     windows.widen(request.cursor, 2)

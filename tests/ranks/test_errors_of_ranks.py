@@ -82,9 +82,9 @@ def example_of(kind: type[Exception]) -> Exception:
     if kind.__init__ in (base.__init__ for base in vars(builtins).values() if isinstance(base, type)):
         return kind("what was needed, what was found")
     parameters = inspect.signature(kind).parameters.values()
-    by_place = [EXAMPLES[one.annotation.__name__] for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    by_position = [EXAMPLES[one.annotation.__name__] for one in parameters if one.kind is not one.KEYWORD_ONLY]
     by_name = {one.name: EXAMPLES[one.annotation.__name__] for one in parameters if one.kind is one.KEYWORD_ONLY}
-    return kind(*by_place, **by_name)
+    return kind(*by_position, **by_name)
 
 
 def caught(act: Callable[[], Any]) -> Exception:
@@ -163,7 +163,7 @@ def test_a_line_of_a_command_says_which_rank_the_error_is_of() -> None:
             assert str(found.value).endswith(" (raised on rank 1 of the model)")
 
 
-def test_an_error_of_a_part_of_a_budget_can_be_said_of_the_whole_on_each_rank() -> None:
+def test_an_error_of_a_part_of_a_budget_is_raised_on_each_rank() -> None:
     assert {CacheBudgetError, HostBudgetError, CacheCapacityError} < set(OWN)
     error = CacheBudgetError(1.0, 2.0, 3)
     found = [one.of_whole(0.5) for one in raised_by_one(error) if isinstance(one, CacheBudgetError)]

@@ -43,7 +43,7 @@ def running_request(
     num_drafts: int = 0,
     accepted: int = 1,
 ) -> RunningRequest:
-    """Return a request whose tokens, blocks and slots all follow from its index and can be told apart."""
+    """Return a request whose tokens, blocks and slots all follow from its index and are distinct."""
     num_blocks = -(-(prompt_len + num_generated + num_drafts) // BLOCK)
     prompt = np.arange(prompt_len, dtype=np.int64) + 1000 * index
     spec = RequestSpec(index, prompt, 10_000, sampling or SamplingSettings(top_k=1))
@@ -144,7 +144,7 @@ def random_sampling(draw: random.Random) -> SamplingSettings:
 
 @dataclass(slots=True)
 class Expected:
-    """What a walk over the requests, token by token, says the step holds."""
+    """Contents of a step, by a walk over the requests, token by token."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -231,7 +231,7 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: int) -> None:
+def test_prefill_batch_agrees_with_a_walk_over_its_tokens(device: str, seed: int) -> None:
     requests = random_requests(seed)
     prefill, expected = lay_out(requests, device).prefill, walk(requests)
     if not expected.final_slots:
@@ -250,7 +250,7 @@ def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_decode_rows_name_the_columns_of_each_window_and_where_its_state_lies(device: str, seed: int) -> None:
+def test_decode_batch_has_the_columns_and_state_of_each_window(device: str, seed: int) -> None:
     requests = [request for request in random_requests(seed) if not request.is_prefilling]
     batch, expected = lay_out(requests, device), walk(requests)
     if not requests:
@@ -267,7 +267,7 @@ def test_decode_rows_name_the_columns_of_each_window_and_where_its_state_lies(de
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_align_rows_name_the_slot_that_each_row_reserved(device: str, seed: int) -> None:
+def test_align_batch_has_the_slot_that_each_request_reserved(device: str, seed: int) -> None:
     requests = random_requests(seed)
     decode = [request for request in requests if not request.is_prefilling]
     batch = lay_out(requests, device)
@@ -285,7 +285,7 @@ def test_align_rows_name_the_slot_that_each_row_reserved(device: str, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_align_rows_reach_the_boundary_that_is_reserved_and_no_other(device: str, seed: int) -> None:
+def test_align_batch_reaches_only_the_reserved_boundary(device: str, seed: int) -> None:
     for request in random_requests(seed):
         align = lay_out([request], device).align
         if align is None:
@@ -297,7 +297,7 @@ def test_align_rows_reach_the_boundary_that_is_reserved_and_no_other(device: str
             assert (plan is not None) == (request.computed + accepted >= reserved.position)
             if plan is not None:
                 assert (plan.destination_column + 1) * BLOCK == reserved.position
-                # Column j holds the state behind the step's token j.
+                # Column j holds the state after the step's token j.
                 assert plan.source_column == plan.shift == reserved.position - 1 - request.computed
 
 
@@ -350,7 +350,9 @@ def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
         ([SamplingSettings(top_k=2), SamplingSettings(top_k=1)], Draws.KEPT_TOKENS),
     ],
 )
-def test_a_step_draws_in_the_first_way_that_draws_for_all_rows(settings: list[SamplingSettings], draws: Draws) -> None:
+def test_a_step_draws_in_the_first_way_that_draws_for_all_requests(
+    settings: list[SamplingSettings], draws: Draws
+) -> None:
     assert Draws.of([decoding(index, sampling=sampling) for index, sampling in enumerate(settings)]) is draws
 
 
@@ -377,7 +379,7 @@ def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: st
 @pytest.mark.parametrize(
     ("computed", "source_slot", "initial"), [(0, None, PAD_SLOT), (8, 7, 7), (8, None, 51), (3, None, 51)]
 )
-def test_row_starts_from_nothing_a_cached_slot_or_its_live_slot(
+def test_request_starts_from_nothing_a_cached_slot_or_its_live_slot(
     device: str, computed: int, source_slot: int | None, initial: int
 ) -> None:
     request = running_request(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)
@@ -414,7 +416,7 @@ def test_largest_steps_fit_the_buffers(device: str) -> None:
     assert batch.prefill is not None and len(batch.prefill.chunk_requests) == 8 * 9
 
 
-def test_most_drafts_of_most_rows_fit_the_buffers(device: str) -> None:
+def test_most_drafts_of_most_requests_fit_the_buffers(device: str) -> None:
     requests = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_requests)]
     logits = lay_out(requests, device).logits
     assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_requests * (1 + MOST_DRAFTS)
@@ -431,7 +433,7 @@ def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None
     assert ints(buffers.device("align_slots")[:2]) == [PAD_SLOT, PAD_SLOT]
 
 
-def test_step_without_room_for_drafts_has_one_column_a_row(device: str) -> None:
+def test_step_without_room_for_drafts_has_one_column_a_request(device: str) -> None:
     limits = replace(LIMITS, max_drafts=0)
     batch = lay_out_step([decoding(0), decoding(1)], StepBuffers(limits, device), GEOMETRY)
     assert batch.decode is not None and ints(batch.decode.columns) == [[50], [51]]

@@ -49,7 +49,7 @@ def test_every_section_arrives_where_it_was_written(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_requests", range(LIMITS.max_requests + 1))
-def test_send_copies_the_used_table_rows_and_nothing_after_them(device: str, num_requests: int) -> None:
+def test_send_copies_the_used_table_requests_and_nothing_after_them(device: str, num_requests: int) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(num_requests)
@@ -61,7 +61,7 @@ def test_send_copies_the_used_table_rows_and_nothing_after_them(device: str, num
     assert sent == expected
 
 
-def test_a_later_step_leaves_the_rows_it_does_not_use_as_they_were(device: str) -> None:
+def test_a_later_step_leaves_the_requests_it_does_not_use_as_they_were(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(LIMITS.max_requests)
@@ -105,7 +105,7 @@ def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
     assert table.tolist() == buffers.host_block_table().tolist()
 
 
-def test_columns_of_a_row_lie_side_by_side(device: str) -> None:
+def test_columns_of_a_request_lie_side_by_side(device: str) -> None:
     buffers = StepBuffers(replace(LIMITS, max_drafts=2), device)
     columns = np.arange(15).reshape(5, 3)
     buffers.host_columns()[:] = columns

@@ -45,7 +45,7 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     ("max_requests", "max_drafts", "total"),
     [(64, 6, 65 * 7), (64, 4, 65 * 5), (104, 3, 105 * 4), (64, 7, 512), (64, 3, 256), (40, 15, 640), (63, 6, 441)],
 )
-def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
+def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_request_more(
     max_requests: int, max_drafts: int, total: int
 ) -> None:
     width = 1 + max_drafts
@@ -58,7 +58,7 @@ def test_a_verify_step_of_a_total_that_products_take_slowly_has_a_row_more(
 
 
 @pytest.mark.parametrize("max_requests", [32, 64, 72, 100, 256])
-def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_requests: int) -> None:
+def test_mixed_shapes_decode_an_odd_number_of_few_or_nearly_all(max_requests: int) -> None:
     shapes = prefill_shapes(1024, max_requests, 8192, 1024)
     some, most = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 4} - {0})
     assert some % 2 == 1 and max_requests // 8 - 1 <= some <= max_requests // 8 and most == max_requests - 1
@@ -67,7 +67,7 @@ def test_decode_rows_beside_prompts_are_an_odd_number_of_few_or_nearly_all(max_r
 
 
 @pytest.mark.parametrize("max_requests", [8, 32, 64, 256])
-def test_steps_beside_any_rows_have_totals_that_products_take_fast(max_requests: int) -> None:
+def test_mixed_steps_have_token_totals_of_fast_gemms(max_requests: int) -> None:
     shapes = shapes_of_few(4096, max_requests)
     for num_decode in {shape.num_decode_requests for shape in shapes}:
         sizes = [shape.num_prefill_tokens for shape in shapes if shape.num_decode_requests == num_decode]
@@ -86,7 +86,7 @@ def test_no_step_of_a_prompt_has_a_total_that_products_are_slow_for(max_requests
     assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
 
 
-def test_whole_steps_of_a_long_prompt_have_shapes_alone_and_beside_rows() -> None:
+def test_full_prompt_chunks_have_shapes_with_and_without_decoding() -> None:
     shapes = shapes_of_few(8192, 64)
     largest = {shape.num_decode_requests: shape.num_prefill_tokens for shape in shapes}
     assert largest == {0: 8192, 7: 8192 - 7, 63: 8192 - 63}
@@ -176,7 +176,7 @@ def test_many_prompts_have_few_sizes(max_requests: int, most_launched: int, size
 
 
 @given(st.data())
-def test_the_forwards_of_a_draft_model_have_shapes_without_decode_rows(data: st.DataObject) -> None:
+def test_draft_models_have_shapes_without_decoding(data: st.DataObject) -> None:
     max_requests = data.draw(st.integers(1, 300))
     max_tokens = data.draw(st.sampled_from([max_requests, max_requests + 1, 4 * max_requests, 8192]))
     config = CacheConfig(

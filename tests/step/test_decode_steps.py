@@ -165,7 +165,7 @@ def publish(requests: list[RunningRequest], draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_step_runs_on_exactly_where_all_rows_go_on(device: str, seed: int) -> None:
+def test_a_step_runs_on_exactly_where_all_requests_go_on(device: str, seed: int) -> None:
     draw, num_on = random.Random(seed), 0
     for _ in range(40):
         requests = [
@@ -244,7 +244,7 @@ def test_steps_that_run_on_are_as_if_laid_out_anew(device: str, fold_len: int, s
     ],
     ids=["stop words", "penalties", "log-probs"],
 )
-def test_a_step_goes_on_whatever_its_rows_ask_for(device: str, spec: dict[str, object]) -> None:
+def test_a_step_goes_on_whatever_its_requests_ask_for(device: str, spec: dict[str, object]) -> None:
     requests = [decoding(0), decoding(1)]
     requests[1].spec = replace(requests[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)

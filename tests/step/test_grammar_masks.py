@@ -121,7 +121,7 @@ def test_ranks_that_draw_nothing_only_cut_drafts() -> None:
     assert allowed_tokens(masks, [request]) == [[set(range(TOKENIZER.vocab_size))]]
 
 
-def test_a_row_that_leaves_its_grammar_is_noted_alone() -> None:
+def test_a_request_that_leaves_its_grammar_is_noted_alone() -> None:
     grammars = compiled()
     masks, other = GrammarMasks(grammars), running_request(ANSWER.text, request_id=2)
     request = running_request(ANSWER.text, generated=[0])

@@ -21,7 +21,7 @@ def laid_out(*top_n: int | None) -> StepBatch:
     return lay_out(requests, "cpu")
 
 
-def test_what_a_row_gets_depends_on_no_other_row() -> None:
+def test_what_a_request_gets_depends_on_no_other_request() -> None:
     """Though many logits are equal."""
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB).mul(4).round().bfloat16()

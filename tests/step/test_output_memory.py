@@ -1,4 +1,4 @@
-"""Outputs of graphs lie in one memory."""
+"""Outputs of graphs share one memory."""
 
 import pytest
 import torch

@@ -127,7 +127,7 @@ def answer(conditions: Conditions) -> tuple[bool, Graph]:
 
 
 @pytest.mark.parametrize("name", HOLDING)
-def test_a_step_may_run_ahead_if_every_condition_holds(name: str) -> None:
+def test_a_step_may_overlap_if_every_condition_holds(name: str) -> None:
     conditions = HOLDING[name]
     is_allowed, graph = answer(conditions)
     assert is_allowed
@@ -137,17 +137,17 @@ def test_a_step_may_run_ahead_if_every_condition_holds(name: str) -> None:
 
 @pytest.mark.parametrize("holding", HOLDING)
 @pytest.mark.parametrize("failing", FAILING)
-def test_no_step_runs_ahead_if_one_condition_fails(failing: str, holding: str) -> None:
+def test_no_step_overlaps_if_one_condition_fails(failing: str, holding: str) -> None:
     assert not answer(replace(HOLDING[holding], **FAILING[failing]))[0]  # type: ignore[arg-type]
 
 
-def test_no_step_runs_ahead_of_a_waiting_request_while_tokens_are_unknown() -> None:
+def test_no_step_with_unknown_tokens_overlaps_while_a_request_waits() -> None:
     assert not answer(replace(ALL_HOLD, has_waiting=True))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConditions:
-    """All that a step with drafts depends on, behind one of two requests; by default all of it is in favour."""
+    """All that a step with drafts depends on, after one of two requests; by default all of it is in favour."""
 
     is_wanted: bool = True
     has_drafter: bool = True

@@ -55,7 +55,7 @@ def send(requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape)
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_row_has_more_query_tokens_than_a_shape_says(shape: StepShape, seed: int) -> None:
+def test_no_request_has_more_query_tokens_than_a_shape_says(shape: StepShape, seed: int) -> None:
     draw = random.Random(seed)
     requests = some_requests(draw, shape)
     most = shape.most_queries
@@ -68,7 +68,7 @@ def test_no_row_has_more_query_tokens_than_a_shape_says(shape: StepShape, seed: 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, seed: int) -> None:
+def test_requests_are_laid_out_as_without_padding(device: str, shape: StepShape, seed: int) -> None:
     requests = some_requests(random.Random(seed), shape)
     plain, padded = StepBuffers(LIMITS, device), filled_with_junk(device)
     lay_out_step(requests, plain, GEOMETRY)

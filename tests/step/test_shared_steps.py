@@ -1,4 +1,4 @@
-"""What ranks that share experts conclude from each other's numbers: the same, whoever asks and whatever they have."""
+"""Ranks that share experts conclude the same from each other's numbers, whichever asks."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def on_each(ranks: Sequence[SharedSteps], ask: Callable[[int, SharedSteps], obje
         ((Rows(9), Rows(1)), StepShape(9)),
     ],
 )
-def test_all_compute_in_the_smallest_shape_that_holds_the_rows_of_each(
+def test_all_compute_in_the_smallest_shape_that_holds_the_requests_of_each(
     requests: tuple[Rows, Rows], shape: StepShape
 ) -> None:
     ranks = ranks_with(requests)
@@ -92,7 +92,7 @@ def test_all_compute_in_the_smallest_shape_that_holds_the_rows_of_each(
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a rank says when it looks ahead."""
+    """Arguments of a rank's agreement on the next step."""
 
     requests: int
     queue: QueueState
@@ -103,9 +103,7 @@ sayings = st.builds(Ahead, st.integers(0, 9), st.sampled_from([SURE, UNSURE]), s
 
 
 @given(st.lists(sayings, min_size=2, max_size=4), st.integers(0, 8))
-def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it_in_the_present_shape(
-    reports: list[Ahead], present: int
-) -> None:
+def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it(reports: list[Ahead], present: int) -> None:
     ranks = ranks_with([Rows(present)] * len(reports))
     on_each(ranks, lambda _, rank: rank.next_shape())
     owed = on_each(
