@@ -9,7 +9,7 @@ NUM_TOKENS = 40
 
 
 def start(accuracy: float, **settings: int) -> EngineRun:
-    """Run requests without drafts, then start an engine that drafts what they generated, with a given share of right drafts."""
+    """Start an engine that drafts the replies of an earlier run, a given share of them right."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject)
     for request_id in range(NUM_REQUESTS):
