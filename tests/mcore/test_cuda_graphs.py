@@ -239,7 +239,7 @@ def test_drafts_join_prompts_only_where_no_graph_is_lost(num_prompt: int) -> Non
 def test_shapes_of_many_prompts_end_where_computing_takes_as_long_as_launching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_shape, "_LAUNCHED_PRODUCTS", 100 * tiny_hybrid().shape.layer_weights)
+    monkeypatch.setattr(model_shape, "_LAUNCHED_MACS", 100 * tiny_hybrid().shape.layer_weights)
     subject = tiny_hybrid()
     settings = cache_config(subject.sizes, max_requests=8, max_tokens=512, num_speculative_tokens=1)
     settings = with_graphs(settings, prefill_tokens=200)
