@@ -57,7 +57,7 @@ class Chat:
         if arguments.system is not None:
             self._start.append({"role": "system", "content": arguments.system})
         self._messages = list(self._start)
-        self._user_text: list[str] | None = arguments.say or None
+        self._given_turns: list[str] | None = arguments.say or None
 
     def run(self) -> int:
         """Take turns until the input ends; drop turns that the server refuses.
@@ -65,9 +65,9 @@ class Chat:
         Raises:
             ChatError: If a turn fails that was given by a flag.
         """
-        if self._user_text is None:
+        if self._given_turns is None:
             print(f"{self._model} at {self._client.url}: {_HELP}")
-        for line in self._typed() if self._user_text is None else self._user_text:
+        for line in self._typed() if self._given_turns is None else self._given_turns:
             if line == "/quit":
                 break
             if line == "/clear":
@@ -89,7 +89,7 @@ class Chat:
             turn.finish_reason = "interrupted"
         except ChatError as error:
             self._messages.pop()
-            if self._user_text is not None:
+            if self._given_turns is not None:
                 raise
             print(f"\n{error}", file=sys.stderr)
             return

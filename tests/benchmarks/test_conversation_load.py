@@ -1,4 +1,4 @@
-"""Loads of conversations: the same seed makes the same tokens, and what is shared is shared."""
+"""Loads of conversations: reproducible by seed, with shared prefixes."""
 
 import json
 from collections import Counter

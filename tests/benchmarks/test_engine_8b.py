@@ -1,4 +1,4 @@
-"""The benchmark of the whole engine runs on any machine with its tiny models, and notices what differs."""
+"""The whole-engine benchmark with tiny models: it runs anywhere and detects differences."""
 
 import json
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The bound that knows the future: exact where the best is plain to see, and above what any real cache saves."""
+"""The offline bound: exact in simple cases, and above every real cache."""
 
 import random
 from importlib import import_module

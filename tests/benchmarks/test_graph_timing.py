@@ -1,4 +1,4 @@
-"""The plain copies that benchmarks compare with move the bytes that they say, within their memory."""
+"""Reference copies of benchmarks move the stated bytes within their memory."""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Figures of recorded loads: which requests are taken, how memory is cut, and what the table says."""
+"""Hit rates of recorded loads: choice of requests, split of memory, and table."""
 
 import json
 from importlib import import_module

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_mamba_cache.planning.recorded_load import read_load
 from tests.command_line.command_runs import REPOSITORY, run_script_here
-from tests.planning.test_recorded_load import request, session, written
+from tests.planning.load_files import request, session, written
 
 VOCABULARY = 1000
 

@@ -1,4 +1,4 @@
-"""The benchmark of routing counts what its table says."""
+"""The benchmark of routing: counts and table."""
 
 from importlib import import_module
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Serving a load: arrivals and prompts are what the load says, and figures are computed as they are described."""
+"""The serving benchmark: arrivals and prompts follow the load, and figures their definitions."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Simulated tiers: which sessions are served, with what settings, and what the table says."""
+"""Simulated tiers: sessions, settings and table."""
 
 import json
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The benchmark of steps runs with a tiny model; its drafters are right and wrong, and its lines fit."""
+"""The benchmark of steps with a tiny model: drafters and fitted lines."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""When requests of a recorded load come: in an open loop, and after the answers that they wait for."""
+"""Arrivals of a recorded load: in an open loop, and after earlier answers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The benchmark of later turns runs with a tiny model, and skips in each mode what that mode caches."""
+"""The benchmark of later turns with a tiny model: each mode skips what it caches."""
 
 from importlib import import_module
 from types import ModuleType

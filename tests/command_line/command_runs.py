@@ -1,4 +1,4 @@
-"""Run the command line in this process or in one of its own."""
+"""Runs of the command line in this process or in a subprocess."""
 
 import os
 import runpy
@@ -43,7 +43,7 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished
 
 
 def run_script_here(capsys: pytest.CaptureFixture[str], script: Path, *arguments: object) -> Finished:
-    """Run a script in this process, which has imported already what takes long."""
+    """Run a script in this process, which has the slow imports."""
     capsys.readouterr()
     status = 0
     with patch.object(sys, "argv", [str(script), *map(str, arguments)]), patch.object(sys, "path", sys.path.copy()):

@@ -1,4 +1,4 @@
-"""The API keys of flags and files, and what logs call them."""
+"""API keys of flags and files, and their names in logs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The flags of what may reach the coordinator, and what `serve` refuses before it loads anything."""
+"""Flags of the coordinator's access, and refusals of `serve` before loading."""
 
 from pathlib import Path
 

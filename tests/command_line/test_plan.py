@@ -1,4 +1,4 @@
-"""The command `plan`: what it prints, and how it refuses what it cannot use."""
+"""The command `plan`: its output and its refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The commands over a quantized model directory: they run it, and say what was quantized."""
+"""Commands on a quantized model directory run it and report the quantization."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The flag --cached-state-dtype: what is stored, with tiers and drafts, and what the comparison says of it."""
+"""The flag --cached-state-dtype with tiers and drafts, and the comparison of outputs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The flags of the tiers: what works in generate and serve, and one line for what cannot, before memory is taken."""
+"""Flags of the tiers in generate and serve, and refusals before memory is allocated."""
 
 import json
 import os

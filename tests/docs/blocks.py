@@ -1,4 +1,4 @@
-"""The fenced code blocks of the documentation, and what their marks say. Imports the standard library only.
+"""Fenced code blocks of the documentation and their marks; standard library only.
 
 A block is marked by an HTML comment right before it:
 
@@ -68,7 +68,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def error_of(blocks: list[Block], index: int) -> str | None:
-    """Return what is wrong with the mark of a page's block; None if nothing is."""
+    """Return the error of a block's mark; None if it is valid."""
     block = blocks[index]
     before = blocks[index - 1] if index else None
     match block.kind:
@@ -98,7 +98,7 @@ def pip_lines(text: str) -> list[str]:
 
 
 def matches(expected: str, printed: str, *, times_vary: bool) -> bool:
-    """Return whether a program printed what a page says.
+    """Return True if a program printed the output on the page.
 
     Args:
         times_vary: Decimal numbers that are no percentages, whole numbers of s, ms and tokens/s, and the width of gaps

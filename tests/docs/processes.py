@@ -20,7 +20,7 @@ _READY = "serving "
 
 
 class BlockError(Exception):
-    """A block failed, or printed something else than its page says."""
+    """A block failed, or its output differs from the page."""
 
 
 class PythonWorker:
@@ -38,7 +38,7 @@ class PythonWorker:
         )
 
     def run(self, block: Block, text: str) -> str:
-        """Execute a block and return what it printed.
+        """Execute a block and return its output.
 
         Raises:
             BlockError: If it raises.
@@ -87,11 +87,11 @@ class ServerProcess:
         self._reader.start()
 
     def printed(self) -> str:
-        """Return what it has printed so far."""
+        """Return the output so far."""
         return "".join(self._printed)
 
     def wait_until_it_serves(self) -> None:
-        """Wait for the line that says where it listens.
+        """Wait for the line with its address.
 
         Raises:
             BlockError: If it ends before that, or takes too long.

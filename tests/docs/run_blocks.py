@@ -37,7 +37,7 @@ def blocks_to_run(page: Path, environment: str) -> list[Block]:
 
 @contextmanager
 def folder_like_repository() -> Iterator[Path]:
-    """Make a folder with links to what the repository has."""
+    """Make a folder with links to the repository's files."""
     with tempfile.TemporaryDirectory() as name:
         for entry in REPOSITORY.iterdir():
             if entry.name != ".git":
@@ -132,7 +132,7 @@ def check_printed(block: Block, printed: str) -> None:
 
 
 def main() -> int:
-    """Run what the flags name; return the exit status."""
+    """Run the blocks of the flags; return the exit status."""
     parser = argparse.ArgumentParser(description="Run the code blocks of the documentation as written.")
     parser.add_argument("--environment", choices=ENVIRONMENTS, required=True)
     parser.add_argument("--page", action="append", type=Path, help="default: the README and all pages of docs/")

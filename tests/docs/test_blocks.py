@@ -1,4 +1,4 @@
-"""No block of the documentation escapes: each is run, or says what it needs and is parsed."""
+"""Every block of the documentation is run, or parsed if it states its needs."""
 
 import ast
 import importlib.util

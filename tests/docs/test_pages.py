@@ -1,4 +1,4 @@
-"""Links resolve, the README is short and leads everywhere, and no page names a flag or a default that is not there."""
+"""Links, flags, defaults and names of the documentation exist."""
 
 import ast
 import functools
@@ -226,7 +226,7 @@ def test_methods_make_the_calls_on_the_maps() -> None:
 
 
 def calls_of(method: str) -> list[str]:
-    """Return the names of what `Class.method` calls, from top to bottom."""
+    """Return the names of the calls of `Class.method`, in order."""
     of_class, _, name = method.partition(".")
     (definition,) = (
         item
@@ -246,7 +246,7 @@ def calls_of(method: str) -> list[str]:
 
 @functools.cache
 def names_by_file() -> dict[str, set[str]]:
-    """Return what each file defines: functions, classes, constants, and methods as Class.method.
+    """Return the names defined in each file; methods as Class.method.
 
     These are the files of the package, and those of the tests that the maps name. A class has its inherited methods as
     well.

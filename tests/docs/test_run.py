@@ -1,4 +1,4 @@
-"""Blocks of the documentation run as written and print what the pages say.
+"""Blocks of the documentation run as written and print the output on the pages.
 
 Here, with `--run-long`, those that take seconds: Python blocks, all in one process, and those that ask a server.
 `python -m tests.docs.run_blocks` runs every block, in the environment that its page asks for, and so does `--run-slow`.
@@ -54,7 +54,7 @@ def served_by(page: Path) -> list[str]:
 
 
 def python_blocks(page: Path) -> list[Block]:
-    """Return a page's Python blocks that run, each with what it prints."""
+    """Return the Python blocks of a page with their output."""
     found: list[Block] = []
     is_wanted = False
     for block in blocks_of(page):
@@ -91,7 +91,7 @@ def test_every_block_of_the_page_prints_its_output(page: Path, environment: str,
 
 
 def block(kind: str, language: str, text: str, *values: str) -> Block:
-    """Return a block of a page that is not there."""
+    """Return a block of an imaginary page."""
     return Block(REPOSITORY / "docs" / "page.md", 1, language, text, kind, values)
 
 

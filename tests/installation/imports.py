@@ -1,4 +1,4 @@
-"""The imports of source files, and what a start from some of them reaches. Reads files; imports none of them."""
+"""Imports of source files and the modules that they reach, without importing them."""
 
 import ast
 import sys
@@ -44,7 +44,7 @@ class Sources:
                 self._files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
 
     def imports(self, module: str) -> list[Import]:
-        """Return what a module imports anywhere, but for `TYPE_CHECKING` blocks."""
+        """Return all imports of a module except in `TYPE_CHECKING` blocks."""
         if module not in self._imports:
             file = self._files[module]
             package = module if file.name == "__init__.py" else module.rpartition(".")[0]

@@ -112,7 +112,7 @@ def _client_environments() -> dict[str, Environment]:
 
 
 def declared(without: tuple[str, str] = ("", "")) -> dict[str, frozenset[str]]:
-    """Return what pyproject.toml declares; an extra that names others of this package has theirs too.
+    """Return the declared distributions of each extra, those of named extras included.
 
     Args:
         without: An extra, "" for the base install, and a distribution that is taken out of its list.
@@ -137,7 +137,7 @@ def own_requirements() -> list[tuple[str, str]]:
 
 
 def requirements_of(extra: str) -> list[Requirement]:
-    """Return what pyproject.toml declares for an extra."""
+    """Return the declared requirements of an extra."""
     return _lists()[extra]
 
 
@@ -148,7 +148,7 @@ def _lists() -> dict[str, list[Requirement]]:
 
 
 def missing(found: Declared) -> list[str]:
-    """Return what an environment needs and the declared requirements lack, each as a sentence."""
+    """Return missing requirements of environments, each as a sentence."""
     complaints = []
     for name, environment in environments().items():
         available = found[""].union(*(found[extra] for extra in environment.extras))
@@ -183,7 +183,7 @@ def _distributions_by_package() -> Mapping[str, list[str]]:
 
 @cache
 def _needed(environment: Environment) -> dict[str, str]:
-    """Return the top-level packages, or distributions, that an environment needs, and what needs each."""
+    """Return the packages that an environment needs, with the modules that import them."""
     found = sources().third_parties(environment.entries, environment.followed)
     found = {top: module for top, module in found.items() if not top.startswith("example_")}
     for script in CLIENTS.keys() & {f"{entry}.py" for entry in environment.entries}:
@@ -220,7 +220,7 @@ def _public_homes(face: str = "") -> list[str]:
 
 
 def _optional_of_hub() -> dict[str, str]:
-    """Return what is imported with its absence handled, and reported as a matter of the extra `hf`."""
+    """Return optional imports whose absence is reported as the missing extra `hf`."""
     found = {}
     for module in (f"{PACKAGE}.models.tokenizers.text_codec", f"{PACKAGE}.models.checkpoints.hugging_face"):
         for one in sources().imports(module):

@@ -1,4 +1,4 @@
-"""Recorded loads replayed through the real policy: what is skipped, counted by hand, and by a model of it."""
+"""Recorded loads replayed through the policy, compared with counts by hand and by a model."""
 
 import random
 

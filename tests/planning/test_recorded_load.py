@@ -1,27 +1,12 @@
 """Recorded loads in both formats, and the errors of lines in neither."""
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, read_load
-
-
-def written(path: Path, *lines: Any) -> Path:
-    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
-def session(*requests: dict[str, Any], block_size: int = 64) -> dict[str, Any]:
-    return {"id": "a", "block_size": block_size, "requests": list(requests)}
-
-
-def request(t: float, prompt: int, reply: int, hashes: range) -> dict[str, Any]:
-    return {"t": t, "type": "n", "in": prompt, "out": reply, "hash_ids": list(hashes)}
+from tests.planning.load_files import request, session, written
 
 
 def test_sessions_start_staggered_with_their_own_hashes(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class Fleet:
         raise AssertionError(f"the coordinator still runs after {PATIENCE_S} s")
 
     def end(self) -> None:
-        """End what still runs."""
+        """End the remaining processes."""
         for replica in self.replicas:
             replica.process.kill()
             replica.process.join()

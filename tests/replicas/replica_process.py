@@ -1,4 +1,4 @@
-"""One replica in a process of its own: a tiny engine that listens to a coordinator until it is stopped.
+"""One replica in its own process: a tiny engine that serves a coordinator until stopped.
 
 `fleet.py` runs `main` there. It says once that it takes part, with the coordinator's address and the replica's name,
 and once how it has ended.
@@ -54,7 +54,7 @@ def listening(engine: ReplicaEngine) -> list[str]:
 
 
 def _pace_steps(engine: ReplicaEngine, seconds: float, first: float) -> None:
-    """Let each step hold the process up without computing, and the first one longer, as compiling a kernel does."""
+    """Block the process in each step, and longer in the first, as compiling a kernel does."""
     forward = engine.async_forward
     pending = [first]
 
@@ -66,7 +66,7 @@ def _pace_steps(engine: ReplicaEngine, seconds: float, first: float) -> None:
 
 
 def _fail_steps(engine: ReplicaEngine, every: int) -> None:
-    """Let every so many-th step raise after its forward."""
+    """Raise after the forward of every n-th step."""
     sample = engine.context.runner._sample
     calls = iter(range(1, 10**9))
 

@@ -23,7 +23,7 @@ def some_prompt(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def assert_right(prompt: Sequence[int], answer: Answer) -> None:
-    """Assert that an answer has the tokens of an engine of its own: those of the fp64 oracle."""
+    """Assert that an answer has the tokens of the fp64 oracle."""
     assert not answer.error
     check = hybrid(SIZES).oracle.check_greedy(list(prompt), answer.tokens, ORACLE_MARGIN)
     assert check.first_mismatch is None, f"{len(prompt)} tokens on {answer.replica}: differs at {check.first_mismatch}"

@@ -50,7 +50,7 @@ def keyed(tmp_path: Path, name: str = "key", digit: str = "a") -> Path:
 
 @pytest.fixture
 def serving() -> Iterator[Any]:
-    """Yield what starts a serving coordinator."""
+    """Yield a function that starts a serving coordinator."""
     with ExitStack() as ends:
 
         def start(**settings: Any) -> Service:
@@ -63,7 +63,7 @@ def serving() -> Iterator[Any]:
 
 
 def speak(address: str, *, secret: bytes | None = None, server: bytes | None = None) -> bytes | None:
-    """Say everything that a client may say, and hello, as a client with no key or another one; return an answer."""
+    """Send every client message and a hello, without a key or with another; return an answer."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         if secret is not None:
@@ -78,7 +78,7 @@ def speak(address: str, *, secret: bytes | None = None, server: bytes | None = N
 
 
 def raw_zmtp(port: int) -> bytes:
-    """Speak ZMTP over a bare TCP connection, with no mechanism; return what comes back."""
+    """Speak ZMTP over TCP without a security mechanism; return the answer."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     stop = msgpack.packb([Headers.STOP.value])
@@ -117,7 +117,7 @@ def nothing_was_heard(service: Service, replica: FakeReplica) -> bool:
 
 
 def heard(service: Service) -> list[list[bytes]]:
-    """Return what the coordinator has handled and the test has not looked at."""
+    """Return messages handled since the last call."""
     found = []
     while not service.coordinator.handled.empty():
         found.append(service.coordinator.handled.get())

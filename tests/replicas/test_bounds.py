@@ -28,7 +28,7 @@ REQUEST_BYTES = 1300  # more than a request of `TOKENS` is counted as
 
 @pytest.fixture
 def box() -> Iterator[Mailbox]:
-    """Yield a mailbox that is read only where the test does."""
+    """Yield a mailbox that only the test reads."""
     made = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
     yield made
     made.socket.setsockopt(zmq.LINGER, 0)

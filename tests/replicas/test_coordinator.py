@@ -1,4 +1,4 @@
-"""Which replica gets a prompt, which client its reply, and what disturbs neither."""
+"""Routing of prompts to replicas and of replies to clients, despite malformed messages."""
 
 from typing import Any
 

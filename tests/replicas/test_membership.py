@@ -1,4 +1,4 @@
-"""Which peers count as there, and what becomes of the requests of those that have gone."""
+"""Peers that join, die and return, and their requests."""
 
 from multiprocessing import Pipe
 

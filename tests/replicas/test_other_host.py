@@ -36,12 +36,12 @@ def ip(*words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OtherHost:
-    """A namespace of its own."""
+    """A network namespace."""
 
     name: str
 
     def run(self, *arguments: str) -> str:
-        """Run Python there and return what it prints."""
+        """Run Python in the namespace and return its output."""
         command = ["ip", "netns", "exec", self.name, sys.executable, *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS, env=environment)
@@ -86,7 +86,7 @@ def other_host() -> Iterator[OtherHost]:
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield what starts a coordinator of a host whose name means the address of the cable."""
+    """Yield a function that starts a coordinator on the cable's address."""
     monkeypatch.setattr(access.socket, "gethostname", lambda: HERE)
     made: list[Service] = []
 

@@ -1,4 +1,4 @@
-"""A rank that waits for a word of another one hears of its death, and loses no message of the coordinator's."""
+"""A rank that waits for a dead one gets an error and loses no message of the coordinator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +15,7 @@ from tests.replicas.test_replica_link import Line, line  # noqa: F401 - a fixtur
 
 @pytest.fixture
 def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:  # noqa: F811
-    """Yield another rank's socket, and what this rank reads it by."""
+    """Yield another rank's socket and this rank's reader."""
     theirs, ours = line.context.socket(zmq.PAIR), line.context.socket(zmq.PAIR)
     theirs.bind("inproc://peers")
     ours.connect("inproc://peers")

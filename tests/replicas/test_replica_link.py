@@ -1,4 +1,4 @@
-"""A replica's link keeps to itself what is not for the engine, and says when there is no coordinator."""
+"""A replica's link passes only engine messages and detects a lost coordinator."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""A replica that several ranks compute together, in real processes: to its clients it is as one of a single process."""
+"""A replica of several ranks in real processes behaves like one of a single process."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Replicas in real processes: prompts find their prefix, and no death, slow step or failing one loses a request."""
+"""Replicas in real processes: prefix routing, and no request lost by deaths, slow or failed steps."""
 
 import asyncio
 import signal

@@ -82,7 +82,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def screenshot(self, path: Path) -> None:
-        """Write a PNG of what the page shows."""
+        """Write a screenshot of the page as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _next(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Page:
 
 @contextmanager
 def chromium_page(profile: Path) -> Iterator[Page]:
-    """Run Chromium with a profile of its own, until the block ends."""
+    """Run Chromium with its own profile for the block."""
     assert CHROMIUM is not None
     (to_read, send), (receive, to_write) = os.pipe(), os.pipe()
 

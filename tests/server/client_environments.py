@@ -1,4 +1,4 @@
-"""The scripts that drive other projects' clients, and for each kind of client an environment of its own.
+"""Scripts of other projects' clients, and their environments.
 
 An environment holds what an extra of pyproject.toml names, in its newest releases, and is kept in the folder
 CLIENTS_HOME (default: ~/.cache/megatron_mamba_cache/clients); remove the folder to get newer releases. The Node clients

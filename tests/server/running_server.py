@@ -29,7 +29,7 @@ _Answer = TypeVar("_Answer")
 
 
 def at_once(ask: Callable[[_Asked], _Answer], wishes: Sequence[_Asked]) -> list[_Answer]:
-    """Return the answers to wishes that are sent at the same time, so that they share the engine's steps."""
+    """Return the answers to concurrent requests, which share the engine's steps."""
     with ThreadPoolExecutor(len(wishes)) as threads:
         return list(threads.map(ask, wishes))
 
@@ -53,11 +53,11 @@ class RunningServer:
         return self.listening.url
 
     def between_steps(self, act: Callable[[Any], _Answer]) -> _Answer:
-        """Return what `act` returns for the engine between two steps."""
+        """Run `act` with the engine between two steps."""
         return asyncio.run_coroutine_threadsafe(self.backend.between_steps(act), self.listening.loop).result(60)
 
     def held(self) -> dict[str, int]:
-        """Return what requests hold of slots and blocks; raises if the cache's books do not balance."""
+        """Return the slots and blocks of requests; check the cache's integrity."""
 
         def look(engine: Any) -> dict[str, int]:
             engine.context.check_integrity()

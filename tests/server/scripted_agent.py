@@ -106,7 +106,7 @@ class Agent:
 
     @contextmanager
     def saying(self, reply: str, end: str = "stop") -> Iterator[None]:
-        """Let the model say this to the request that the block sends, unless that is refused."""
+        """Script the reply to the block's request."""
         refused = threading.Event()
         answer = threading.Thread(target=self._deliver, args=(reply, end, refused))
         answer.start()

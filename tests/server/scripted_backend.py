@@ -1,4 +1,4 @@
-"""A backend without an engine: a test says what it delivers, and sees what was asked of it."""
+"""A backend without an engine, whose requests and deliveries a test controls."""
 
 import asyncio
 import itertools
@@ -11,7 +11,7 @@ from megatron_mamba_cache.server.backend import BackendState, Progress, Ticket
 
 
 class ScriptedBackend:
-    """A `Backend` whose requests grow by what `deliver` is given, and otherwise wait.
+    """A `Backend` whose requests grow only by `deliver`.
 
     Attributes:
         asked: Every request so far.

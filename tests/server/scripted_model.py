@@ -1,4 +1,4 @@
-"""A server of the shipped model in which a conversation says what the model replies, so that agents get several turns.
+"""A server of the shipped model with replies scripted by the conversation.
 
 A message holds `Replies: ["first", "second"]`, and the engine generates these texts in turn, each under a grammar that
 allows nothing else: tokens, cache, usage and parsers are those of any reply. If the request has a grammar of its own, a

@@ -34,7 +34,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 @pytest.fixture(autouse=True)
 def counts() -> Iterator[None]:
-    """Count what is ignored from 0 on."""
+    """Reset the counts of ignored fields."""
     unsupported._counts.clear()
     yield
 

@@ -1,4 +1,4 @@
-"""An agent's rounds: each turn computes what is new in it, and at most two blocks more."""
+"""An agent's rounds: each turn computes only its new tokens and at most two blocks."""
 
 import json
 from typing import Any

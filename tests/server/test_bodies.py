@@ -1,4 +1,4 @@
-"""How much may come in: limits of a body, and of all bodies of an API key, that no other key can use up."""
+"""Limits of a body and of all bodies of an API key."""
 
 import gzip
 from collections.abc import Iterator

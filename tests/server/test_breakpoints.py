@@ -1,4 +1,4 @@
-"""A breakpoint leaves a state for the next session that shares what is before it, at that session's first turn."""
+"""Breakpoints cache states for later sessions with the same prefix."""
 
 import time
 from typing import Any

@@ -58,7 +58,7 @@ def streamed(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
 
 
 def added(backend: Tokenizer, before: list[int], tokens: list[int]) -> str:
-    """Return what tokens add to the text of those before them."""
+    """Return the text that tokens add to earlier ones."""
     head, whole = backend.decode(before), backend.decode([*before, *tokens])
     return whole[common_length(whole, head) :]
 

@@ -1,4 +1,4 @@
-"""The chat command, against the running server and with one of its own."""
+"""The chat command, with a running server and with its own."""
 
 import builtins
 import itertools

@@ -1,4 +1,4 @@
-"""Other projects' clients run unchanged against the server: each in a process of its own, which checks what it gets.
+"""Other projects' clients run unchanged against the server, each in its own process.
 
 They run with --run-clients, each in the environment that `client_environments` makes for it; a table of their releases
 ends the output. The scripts in clients/ run alone as well, against any server, or one of `scripted_model_server`.
@@ -66,7 +66,7 @@ def url_of(server: Server, change: Callable[[Any], Any] = lambda app: app) -> It
 
 @pytest.fixture(scope="module")
 def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run a server in which conversations say what the model replies."""
+    """Run a server with replies scripted by conversations."""
     with url_of(scripted_model_server(tmp_path_factory.mktemp("scripted") / "model", *KEYS)) as url:
         yield url
 

@@ -1,4 +1,4 @@
-"""Clients that leave: what their requests held returns within a step, and no other request is affected.
+"""Clients that disconnect: resources are freed within a step, and no other request changes.
 
 STREAM_SECONDS sets how long the 64 clients run; 300 is the long form.
 """

@@ -1,4 +1,4 @@
-"""SIGTERM under load, to a server in a process of its own: what was accepted ends, and the status is 0."""
+"""SIGTERM under load: accepted requests finish, and the status is 0."""
 
 import json
 import os

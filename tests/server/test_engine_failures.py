@@ -16,7 +16,7 @@ BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ig
 
 
 def fail_steps(server: RunningServer, error: Exception, count: int, after: int = 0) -> None:
-    """Let the next steps raise, after some that do not."""
+    """Raise in coming steps, after some successful ones."""
 
     def plant(engine: Any) -> None:
         sample, left = engine.context.runner._sample, [*[False] * after, *[True] * count]

@@ -100,7 +100,7 @@ def cut_off(url: str, rng: random.Random) -> None:
 
 
 def one_hostile_request(http: httpx.Client, server: RunningServer, rng: random.Random) -> str:
-    """Send one and return what came of it."""
+    """Send one and return the outcome."""
     if rng.random() < 0.1:
         cut_off(server.url, rng)
         return "cut"

@@ -1,4 +1,4 @@
-"""`serve --record-load`: what was served, without texts, and what `plan` makes of it."""
+"""`serve --record-load`: records without texts, and their plan."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Anthropic's messages API, by Anthropic's client: blocks, streams, tools, thinking, usage, and what is refused."""
+"""Anthropic's messages API, by Anthropic's client: blocks, streams, tools, thinking, usage and refusals."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""When a replica of a launch ends at a signal, and when it leaves signals to the front end."""
+"""Signals of a replica: it ends before warmup and ignores them after."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class WatchedEngine:
-    """An engine that only notes what signals do while it warms up, joins and runs."""
+    """An engine that records the effect of signals during warmup, join and run."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.seen: dict[str, list[Any]] = {}

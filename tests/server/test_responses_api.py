@@ -1,4 +1,4 @@
-"""OpenAI's responses API, by OpenAI's client: items, streams, tools, earlier responses, and what is refused."""
+"""OpenAI's responses API, by OpenAI's client: items, streams, tools, earlier responses and refusals."""
 
 import json
 from collections.abc import Iterator

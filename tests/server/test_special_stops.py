@@ -26,7 +26,7 @@ def agent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class StoppingAgent(Agent):
-    """An agent whose model ends a reply with the tokens that the request says, as an engine does."""
+    """An agent whose replies end with the request's stop tokens, as an engine's do."""
 
     server: FrontEnd
     tokenizer: HuggingFaceTokenizer

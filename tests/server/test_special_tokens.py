@@ -1,4 +1,4 @@
-"""Special tokens of prompts: a chat has those of its template, and a text those that the tokenizer adds."""
+"""Special tokens of chats, from the template, and of texts, from the tokenizer."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Every message that a client sends is in the prompt, whatever the family's chat template reads, or is refused."""
+"""Every message of a client is in the prompt or refused, for any chat template."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptReader]
 
 
 def conversation(messages: list[dict[str, Any]], **fields: Any) -> Conversation:
-    """Return what a chat completion with these messages is."""
+    """Return the prompt of a chat completion with these messages."""
     return ChatRequest.model_validate({"messages": messages} | fields).conversation()
 
 

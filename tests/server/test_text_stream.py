@@ -1,4 +1,4 @@
-"""Text from tokens, with every kind of tokenizer: what they add to the prompt's text, as early as it is certain."""
+"""Streamed text of tokens with every kind of tokenizer."""
 
 import json
 import random
@@ -79,7 +79,7 @@ def decoded(tokenizer: HuggingFaceTokenizer, tokens: Sequence[int], *, shows_all
 
 
 def less(whole: str, head: str) -> str:
-    """Return a text less what it has in common with a text before it."""
+    """Return a text without its common prefix with an earlier one."""
     return whole[common_length(whole, head) :]
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back over HTTP, in vLLM's shapes, and what an orchestrator asks: version and ping."""
+"""Tokenize and detokenize routes in vLLM's format, version and ping."""
 
 import json
 from pathlib import Path

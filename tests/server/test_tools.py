@@ -15,7 +15,7 @@ from tests.server.scripted_agent import ASKED, DROPS_REASONING, TEMPLATES, TOOL,
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Agent]]:
-    """One agent of each form of tool calls."""
+    """One agent of each tool call format."""
     folder = tmp_path_factory.mktemp("agents")
     with (
         agent_of(folder / "hermes", TEMPLATES["hermes"]) as hermes,

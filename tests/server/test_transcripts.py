@@ -1,4 +1,4 @@
-"""The exact tokens of earlier turns: found by text, apart for tenants, bounded, and the way a prompt is read."""
+"""Exact tokens of earlier turns: lookup by text, isolation of tenants, bounds, use in prompts."""
 
 import random
 

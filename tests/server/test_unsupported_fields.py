@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and vLLM's requests is honoured, or refused by its name; what asks for nothing passes."""
+"""Every field of OpenAI's and vLLM's requests is supported, neutral, or refused by name."""
 
 from collections.abc import Iterator
 from typing import Any, get_type_hints

@@ -1,4 +1,4 @@
-"""A server says that it is ready, and takes requests, once its engine is warm and not before."""
+"""A server is ready and accepts requests only once its engine is warm."""
 
 import threading
 

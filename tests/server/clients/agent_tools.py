@@ -1,4 +1,4 @@
-"""Tools and forms of the scripts of agents, and a five-round loop whose calls are asked for."""
+"""Tools and formats of the agent scripts, and a loop of five rounds of calls."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {"max_tokens": 300, "seed": 5}
 
 
 def run_rounds(ask: Callable[[list[Any]], tuple[Any, str, str]], result: Callable[[str, str], Any]) -> None:
-    """Let a model call a tool in each of five rounds, and check its arguments.
+    """Have a model call a tool in each of five rounds and check its arguments.
 
     Args:
         ask: Sends the messages; returns the reply as the history wants it, the id of its one call and the arguments.

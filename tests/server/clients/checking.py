@@ -54,7 +54,7 @@ class Served:
         return self.answer("/v1/chat/completions", body)["choices"][0]["message"]["content"]
 
     def answer(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return what the server answers, without a client between."""
+        """Return the server's answer, without a client library."""
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json", "User-Agent": PLAIN}
         data = None if body is None else json.dumps(body).encode()
         with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=120) as reply:

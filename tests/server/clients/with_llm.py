@@ -18,7 +18,7 @@ OPTIONS = [word for name, value in GREEDY.items() for word in ("-o", name, str(v
 
 
 def llm(*words: str) -> str:
-    """Return what the command prints."""
+    """Return the command's output."""
     command = [sys.executable, "-m", "llm", *words]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
     if done.returncode:
