@@ -280,7 +280,7 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
         resolved.extend(state.accepted - 1 for state in states)
         resolve(drafts, states)
 
-    monkeypatch.setattr(WindowStorage, "settle", counted)
+    monkeypatch.setattr(WindowStorage, "resolve", counted)
     for kv_blocks in range(9, 16):
         run = start_run(5, accuracy=0.9, kv_blocks=kv_blocks, paused_blocks=kv_blocks - 1, max_sequence_length=64)
         for request_id in range(3):
