@@ -97,7 +97,7 @@ class Queue:
 def burst(count: int, shared: int, own: int) -> list[RequestSpec]:
     """Return requests with a common beginning of `shared` tokens."""
     beginning = [1000 + index for index in range(shared)]
-    return [new_spec(index, beginning + [100 * (index + 1) + offset for offset in range(own)]) for index in range(count)]
+    return [new_spec(index, beginning + [100 * (index + 1) + nth for nth in range(own)]) for index in range(count)]
 
 
 @pytest.mark.parametrize("num_slots", [12, 40])
