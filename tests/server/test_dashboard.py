@@ -78,7 +78,8 @@ def test_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page: Pa
         stop.set()
         for thread in threads:
             thread.join()
-    assert sum(numbers(page, "slots").values()) == sum(before.values())
+    after = numbers(page, "slots")
+    assert 0 < after["cached"] <= sum(after.values()) <= sum(before.values())  # KV blocks took memory of free slots
     assert any("block" in reason or "KV" in reason for reason in numbers(page, "reasons"))
     assert "requests paused for want of blocks" in numbers(page, "evicted")
     page.resize(390, 844, is_phone=True)
