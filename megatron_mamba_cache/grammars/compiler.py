@@ -30,7 +30,7 @@ _MOST_OBJECTS_OF_PART = 2_000  # the time to compile an object grows with the sq
 _MOST_VALUES = 200_000  # of a schema that is written out
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
 TOO_COMPLEX = "the grammar of this request has become too complex to go on"
-"""How the reason begins for which a request fails whose grammar could be compiled."""
+"""Start of the failure reason of a request whose compiled grammar failed."""
 
 
 class Grammars:

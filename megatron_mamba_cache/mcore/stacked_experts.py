@@ -15,7 +15,7 @@ from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes
 from .feed_forward import fused_activation
 
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
-"""How the names of the parameters end that hold the weights of several experts."""
+"""Suffixes of the names of parameters that hold several experts' weights."""
 
 
 class StackedExperts(MegatronModule):

@@ -41,7 +41,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class GroupedSplit:
-    """How tensor-parallel ranks share rows in groups, one group for each KV head.
+    """A split of rows in groups, one for each KV head, over tensor-parallel ranks.
 
     Ranks divide the groups. If there are more ranks than groups, as many consecutive ranks have each group.
 

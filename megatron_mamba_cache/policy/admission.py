@@ -168,7 +168,7 @@ def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_s
 
 
 BRANCH_WINDOW = 32
-"""How many requests after one in the queue are compared with it."""
+"""Number of later requests in the queue that are compared with one."""
 MOST_BRANCH_POINTS = 4
 """States that one prompt keeps for waiting requests, besides those for itself."""
 

@@ -1,4 +1,4 @@
-"""How a request changes the model's logits before a token is sampled."""
+"""A request's changes of the model's logits before a token is sampled."""
 
 import math
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ from .logits_settings import PLAIN_LOGITS, LogitsSettings
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How a request's tokens are sampled and when it ends.
+    """Sampling settings and end conditions of a request.
 
     Args:
         temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.

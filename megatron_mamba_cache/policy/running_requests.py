@@ -11,7 +11,7 @@ from .requests import Candidate, RunningRequest
 
 
 class RequestCounts(NamedTuple):
-    """How many requests there are, how many of them skip the next step, and what the others compute.
+    """Counts of running requests, of those that skip the next step, and of the others' tokens.
 
     Args:
         paused: Requests that compute nothing: those without a KV block for their next token, and prompts that wait.
@@ -56,7 +56,7 @@ class RunningRequests:
 
     @property
     def num_free(self) -> int:
-        """How many requests can join before another ends."""
+        """Number of requests that can join before another ends."""
         return max(self._max_requests - len(self._requests), 0)
 
     @property

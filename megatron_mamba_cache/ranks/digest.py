@@ -128,7 +128,7 @@ class NoDigest:
 
 @dataclass(slots=True)
 class _NotedRow:
-    """How much of a request has been noted."""
+    """Progress of a request in the digest: what has been noted of it."""
 
     request: RunningRequest
     num_blocks: int

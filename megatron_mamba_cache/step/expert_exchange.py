@@ -1,4 +1,4 @@
-"""How expert-parallel ranks exchange tokens: each sends its own to all, and gets what their experts add to them."""
+"""Exchange of tokens between expert-parallel ranks: each sends its own to all, and gets their experts' outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -19,7 +19,7 @@ from .buffers import StepBuffers
 
 
 class Draws(IntEnum):
-    """How the tokens of a step are drawn; each way can draw what those before it draw, with the same tokens."""
+    """Ways to sample a step's tokens; each also serves what the ones before it serve, with the same tokens."""
 
     BEST = 0  # all requests greedy
     ALL_TOKENS = 1  # some are sampled, from all tokens

@@ -65,7 +65,7 @@ class CapturedStep(Protocol):
 
 
 class OverlapState(Enum):
-    """How much of an overlapped step is launched, and where its results are."""
+    """Progress of an overlapped step: what is launched, and where its results are."""
 
     FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
     OUTCOME = "the outcome is launched too"

@@ -27,7 +27,7 @@ NO_REQUESTS = StepShape(0)
 
 
 class Part(Enum):
-    """How far a rank is with its part of a shared step."""
+    """Progress of a rank in a shared step."""
 
     COMPLETE = "it has looked ahead"
     BEGUN = "nothing is agreed"

@@ -20,7 +20,7 @@ class SharedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How tokens choose experts from router logits, and the weights of the chosen ones.
+    """The rule by which router logits select experts and weigh them.
 
     Args:
         top_k: Experts of a token.

@@ -22,7 +22,7 @@ class Lane(Enum):
 
 
 class CopyStatus(IntEnum):
-    """How far a copy is; of several ranks' statuses the least counts."""
+    """Progress of a copy; of several ranks' statuses the least counts."""
 
     UNDER_WAY = 0
     FAILED = 1

@@ -11,7 +11,7 @@ MOST_AT_EVICTION = 4
 """Most states in offload that evictions spare; beyond it, states are lost."""
 
 LIKELY = 0.05
-"""How likely hits must be to the ends of prompts for them to be written before they are evicted."""
+"""Minimum likelihood of a hit at which ends of prompts are offloaded before they are evicted."""
 
 
 class HostWrites:
