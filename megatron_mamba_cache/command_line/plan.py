@@ -78,10 +78,7 @@ def _check(arguments: Namespace) -> None:
 
 def _sizes(arguments: Namespace) -> CacheSizes:
     """Return the cache bytes of the flags' model."""
-    given = {
-        "--kv-bytes-per-token": arguments.kv_bytes_per_token,
-        "--state-bytes": arguments.state_bytes,
-    }
+    given = {"--kv-bytes-per-token": arguments.kv_bytes_per_token, "--state-bytes": arguments.state_bytes}
     missing = [flag for flag, value in given.items() if value is None]
     if arguments.model is not None:
         if len(missing) < len(given):

@@ -67,10 +67,7 @@ def parse_line(request_id: int, line: str) -> PromptLine:
     if unknown:
         raise UsageError(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
     return PromptLine(
-        request_id=request_id,
-        prompt=_prompt_of(found),
-        num_tokens=_num_tokens_of(found),
-        session=_session_of(found),
+        request_id=request_id, prompt=_prompt_of(found), num_tokens=_num_tokens_of(found), session=_session_of(found)
     )
 
 

@@ -34,14 +34,7 @@ from .flag_sources import UsageError
 from .model_choice import ModelDirectory, fills_card
 from .ready_model import drafter_maker, engine_for, ready_model
 from .server_arguments import server_limits
-from .sizing import (
-    NUM_CUDA_GRAPHS,
-    Card,
-    card_draft_settings,
-    card_settings,
-    default_draft_settings,
-    default_settings,
-)
+from .sizing import NUM_CUDA_GRAPHS, Card, card_draft_settings, card_settings, default_draft_settings, default_settings
 
 _JOIN_S = 60.0
 

@@ -35,10 +35,7 @@ _VISIBLE = (
 )
 """All characters but `_SPACES`."""
 _DASH = r"\-"
-_ESCAPES = {
-    **{r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"},
-    **{r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"},
-}
+_ESCAPES = {**{r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"}, **{r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}}
 """Escapes of ECMA-262 in Rust's dialect, where they differ."""
 _POINTER = "(/([^/~]|~[01])*)*"
 _FORMATS: Mapping[str, Mapping[str, Any]] = {

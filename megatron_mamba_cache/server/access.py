@@ -231,11 +231,7 @@ class CrossOrigin:
         self._open: ASGIApp = app
         if origins:
             self._open = CORSMiddleware(
-                app,
-                allow_origins=list(origins),
-                allow_methods=_METHODS,
-                allow_headers=["*"],
-                expose_headers=_EXPOSED,
+                app, allow_origins=list(origins), allow_methods=_METHODS, allow_headers=["*"], expose_headers=_EXPOSED
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -102,7 +102,5 @@ class Bodies:
 def _check_coding(declared: str) -> None:
     if declared.lower() not in ("", "identity"):
         raise ApiError(
-            415,
-            f"Content-Encoding is {declared}; send the body as it is, without compression",
-            "unsupported_encoding",
+            415, f"Content-Encoding is {declared}; send the body as it is, without compression", "unsupported_encoding"
         )

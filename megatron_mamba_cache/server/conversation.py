@@ -11,10 +11,7 @@ _MARK = "\u2400"
 DEVELOPER = "developer"
 INSTRUCTING = ("system", DEVELOPER)
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-MARKING_TOOL = {
-    "type": "function",
-    "function": {"name": _MARK, "description": _MARK, "parameters": _NO_PARAMETERS},
-}
+MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": _NO_PARAMETERS}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,7 @@ class History:
     """A ring of samples, and the quantiles of the last minute."""
 
     def __init__(
-        self,
-        backend: Backend,
-        gate: QueueGate,
-        metrics: ServerMetrics,
-        clock: Callable[[], float] = time.monotonic,
+        self, backend: Backend, gate: QueueGate, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._backend = backend
         self._gate = gate

@@ -140,9 +140,7 @@ class ServerMetrics(TokenTimes):
             ["status"],
         )
         self.probe_responses = self._counter(
-            "probe_responses",
-            "HTTP responses to health checks, scrapes and the polling dashboard",
-            ["path", "status"],
+            "probe_responses", "HTTP responses to health checks, scrapes and the polling dashboard", ["path", "status"]
         )
         self.replies = self._counter(
             "replies", "Replies by finish reason; cut: ended by an error or because the client left", ["finish_reason"]

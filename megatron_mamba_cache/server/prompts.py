@@ -79,12 +79,7 @@ class PromptReader:
         return self._prompt(tenant, prompt, self._continuation, add_special_tokens)
 
     def read_to_echo(
-        self,
-        tenant: Tenant,
-        prompt: str | Sequence[int],
-        add_special_tokens: bool | None = None,
-        *,
-        has_tokens: bool,
+        self, tenant: Tenant, prompt: str | Sequence[int], add_special_tokens: bool | None = None, *, has_tokens: bool
     ) -> Prompt:
         """Return a prompt with its echo, as `read` and `echo_of`."""
         found = self.read(tenant, prompt, add_special_tokens)

@@ -74,10 +74,7 @@ class FormMaker:
         return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
-        self,
-        answer: tuple[str, Grammar] | None,
-        chosen: ChosenTools,
-        may_call_several: bool | None,
+        self, answer: tuple[str, Grammar] | None, chosen: ChosenTools, may_call_several: bool | None
     ) -> ReplyForm | None:
         """Return the form of a reply to messages; None for any text.
 

@@ -137,11 +137,7 @@ _TEMPLATE = Unsupported(instead="leave it out: the chat template is the model di
 
 COMMON: Table = {**_SAMPLING, **_GUIDED, **_SERVING}
 
-COMPLETION: Table = {
-    **COMMON,
-    "suffix": Unsupported(("",)),
-    "prompt_embeds": _NOTHING,
-}
+COMPLETION: Table = {**COMMON, "suffix": Unsupported(("",)), "prompt_embeds": _NOTHING}
 
 TEMPLATING: Table = {
     "chat_template": _TEMPLATE,

@@ -7,18 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..answer_fields import JsonSchema
-from ..field_types import (
-    INT32_MAX,
-    CacheControl,
-    Flag,
-    Int,
-    JsonObject,
-    Name,
-    Number,
-    PartlySupported,
-    Stops,
-    Text,
-)
+from ..field_types import INT32_MAX, CacheControl, Flag, Int, JsonObject, Name, Number, PartlySupported, Stops, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import own_tools
 from ..unsupported import LABELS, Table, Unsupported, note_ignored, schema_error

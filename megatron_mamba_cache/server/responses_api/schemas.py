@@ -6,18 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..answer_fields import NamedSchema
-from ..field_types import (
-    INT32_MAX,
-    CacheControl,
-    Flag,
-    Int,
-    JsonObject,
-    Metadata,
-    Name,
-    Number,
-    PartlySupported,
-    Text,
-)
+from ..field_types import INT32_MAX, CacheControl, Flag, Int, JsonObject, Metadata, Name, Number, PartlySupported, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import (
     MOST_TOOLS,
