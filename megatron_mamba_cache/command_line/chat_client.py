@@ -25,15 +25,11 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Turn:
-    """One reply: its text so far, tokens and times.
-
-    Args:
-        first_token_s: Seconds until the first text; None if there is none.
-    """
+    """One reply: its text so far, tokens and times."""
 
     text: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-    first_token_s: float | None = None
+    first_token_s: float | None = None  # seconds until the first text; None if there is none
     seconds: float = 0.0
     finish_reason: str = "cut off"
 

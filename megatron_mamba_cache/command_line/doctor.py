@@ -20,15 +20,11 @@ _VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The implementation of an operation that runs, and the reason.
-
-    Args:
-        functions: Names of the functions that run it, in `module` of the package.
-    """
+    """The implementation of an operation that runs, and the reason."""
 
     operation: str
     module: str
-    functions: tuple[str, ...]
+    functions: tuple[str, ...]  # names of the functions that run it, in `module` of the package
     reason: str
 
 

@@ -93,18 +93,12 @@ Value = str | list[str]
 
 @dataclass(frozen=True, slots=True)
 class SetFlag:
-    """A flag that a file or a variable sets.
+    """A flag that a file or a variable sets."""
 
-    Args:
-        flag: Such as "--block-size".
-        value: As argparse reads it; "true" or "false" of a flag without a value.
-        source: The variable, or the file, line and key.
-    """
-
-    flag: str
+    flag: str  # such as "--block-size"
     names: tuple[str, ...]
-    value: Value
-    source: str
+    value: Value  # as argparse reads it; "true" or "false" of a flag without a value
+    source: str  # the variable, or the file, line and key
 
 
 class SettableFlags:

@@ -29,13 +29,9 @@ class ModelFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A directory to load a model from.
+    """A directory to load a model from."""
 
-    Args:
-        path: Does not exist if --hf-model names a hub model.
-    """
-
-    path: Path
+    path: Path  # does not exist if --hf-model names a hub model
     format: ModelFormat
 
     @property

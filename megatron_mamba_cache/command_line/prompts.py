@@ -11,18 +11,12 @@ _KEYS = {"prompt", "prompt_tokens", "num_tokens_to_generate", "session"}
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One request to make.
+    """One request to make."""
 
-    Args:
-        request_id: The line's number, from 0.
-        num_tokens: Tokens to generate; None leaves it to the command line.
-        session: Lines of one session run one after another; None if the line is on its own.
-    """
-
-    request_id: int
+    request_id: int  # the line's number, from 0
     prompt: str | tuple[int, ...]
-    num_tokens: int | None = None
-    session: str | int | None = None
+    num_tokens: int | None = None  # tokens to generate; None leaves it to the command line
+    session: str | int | None = None  # lines of one session run one after another; None if the line is on its own
 
 
 def read_prompts(path: str) -> list[PromptLine]:

@@ -33,16 +33,12 @@ _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model, its tokenizer, and a line that describes them.
-
-    Args:
-        dtype: Dtype of the weights, "fp32" or "bf16".
-    """
+    """A model, its tokenizer, and a line that describes them."""
 
     model: Any
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
-    dtype: str
+    dtype: str  # of the weights, "fp32" or "bf16"
 
     @property
     def writes_text(self) -> bool:

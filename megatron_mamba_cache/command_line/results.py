@@ -19,26 +19,19 @@ _RATES = ("acceptance_rate", "acceptance_at", "tokens_per_decode_row")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request and its outcome.
-
-    Args:
-        cached_tokens: Prompt tokens skipped at its first admission.
-        cached_tokens_from_host, cached_tokens_from_disk: Of these, the ones restored from that tier.
-        draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
-        time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
-    """
+    """One request and its outcome."""
 
     request_id: int
     prompt_tokens: list[int]
     generated_tokens: list[int] = field(default_factory=list)
     text: str = ""
-    cached_tokens: int = 0
-    cached_tokens_from_host: int = 0
-    cached_tokens_from_disk: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    time_to_first_token_s: float | None = None
-    latency_s: float = 0.0
+    cached_tokens: int = 0  # prompt tokens skipped at its first admission
+    cached_tokens_from_host: int = 0  # of these, restored from host memory
+    cached_tokens_from_disk: int = 0  # of these, restored from disk
+    draft_tokens: int = 0  # drafts verified
+    accepted_tokens: int = 0  # of these, accepted
+    time_to_first_token_s: float | None = None  # since it was added; None if there was no token
+    latency_s: float = 0.0  # from then to its end
     error: str | None = None
 
     def as_dict(self) -> dict[str, object]:

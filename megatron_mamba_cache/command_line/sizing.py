@@ -58,19 +58,12 @@ DEFAULTS_IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's free memory, and the share of it that a model's steps need.
+    """A GPU's free memory, and the share of it that a model's steps need."""
 
-    Args:
-        free_bytes: Free memory once the weights are loaded; the least of all ranks that share the model.
-        fraction: Share of it for KV blocks and states.
-        widest_layer: Outputs of the widest linear layer on this rank, excluding the output layer.
-        share: The model's share of the memory for KV blocks and states; a draft model has the rest.
-    """
-
-    free_bytes: int
-    fraction: float
-    widest_layer: int
-    share: float = 1.0
+    free_bytes: int  # free memory once the weights are loaded; the least of all ranks that share the model
+    fraction: float  # share of it for KV blocks and states
+    widest_layer: int  # outputs of the widest linear layer on this rank, excluding the output layer
+    share: float = 1.0  # the model's share of the memory for KV blocks and states; a draft model has the rest
 
     @property
     def bytes_a_logit(self) -> int:

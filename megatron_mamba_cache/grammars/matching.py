@@ -30,15 +30,10 @@ _FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # work on expressions: some seconds
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The attributes that `TokenizerWrapper` reads.
+    """The attributes that `TokenizerWrapper` reads."""
 
-    Args:
-        tokens: The bytes of each token, [vocab].
-        special_token_ids: Tokens without text.
-    """
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
+    tokens: list[bytes]  # the bytes of each token, [vocab]
+    special_token_ids: list[int]  # tokens without text
     eos_token_id: int
     bos_token_id: int | None
     spell: Callable[[bytes], list[int]]
@@ -98,14 +93,10 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's vocabulary as matchers read it.
-
-    Args:
-        characters: All characters of its tokens; None: tokens can write all, since each byte is one.
-    """
+    """A model's vocabulary as matchers read it."""
 
     tokenizer: LLTokenizer
-    characters: frozenset[str] | None
+    characters: frozenset[str] | None  # of all tokens; None: each byte is a token, so all can be written
 
     def check(self, grammar: str) -> None:
         """Raise `GrammarError` if a grammar's texts have a character that no token has."""

@@ -17,30 +17,20 @@ _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 
 @dataclass(frozen=True, slots=True)
 class CallsInReasoning:
-    """Tool calls that may begin within reasoning.
+    """Tool calls that may begin within reasoning."""
 
-    Args:
-        marker: Their start, at the start of a line; if it is a token, also after a word or a sentence.
-        rest: The grammar after the marker.
-        after: The grammar after the calls and a closing marker; None: the reply ends there.
-    """
-
-    marker: str
-    rest: Grammar
-    after: Grammar | None = None
+    marker: str  # their start, at the start of a line; if it is a token, also after a word or a sentence
+    rest: Grammar  # the grammar after the marker
+    after: Grammar | None = None  # the grammar after the calls and a closing marker; None: the reply ends there
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGrammar:
-    """The grammar of reasoning, by its markers.
-
-    Args:
-        special_id: Returns the id of a marker that is a token.
-    """
+    """The grammar of reasoning, by its markers."""
 
     opening: str
     closing: str
-    special_id: SpecialId
+    special_id: SpecialId  # returns the id of a marker that is a token
 
     def before(self, grammar: Grammar, calls: CallsInReasoning | None = None, *, is_open: bool) -> Grammar:
         """Return a grammar whose text comes after reasoning.

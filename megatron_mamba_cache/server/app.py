@@ -49,31 +49,21 @@ _NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a CPU core
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """A server's settings, apart from its engines.
+    """A server's settings, apart from its engines."""
 
-    Args:
-        model_name: Name of the model for clients, used in replies.
-        other_names: Further names that clients may use.
-        end_ids: Tokens that end replies.
-        cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
-        versions: Versions that `/version` reports, by name.
-        syntax: How the model writes replies to messages.
-        describes_tokenizer: True if `/tokenizer_info` is served.
-    """
-
-    model_name: str
+    model_name: str  # name of the model for clients, used in replies
     tokenizer: Any
-    end_ids: frozenset[int]
+    end_ids: frozenset[int]  # tokens that end replies
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
     access_log: AccessLog = field(default_factory=AccessLog)
-    cors_origins: tuple[str, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    syntax: ReplySyntax = field(default_factory=ReplySyntax)
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions that `/version` reports, by name
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)  # how the model writes replies to messages
     load_record: LoadRecord = field(default_factory=LoadRecord)
-    describes_tokenizer: bool = False
+    describes_tokenizer: bool = False  # True if `/tokenizer_info` is served
     traces: Traces = field(default_factory=Traces)
-    other_names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()  # further names that clients may use
 
 
 class Server:

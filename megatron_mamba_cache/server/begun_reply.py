@@ -13,17 +13,11 @@ _MARK = "\u2400"
 
 @dataclass(frozen=True, slots=True)
 class BegunReply:
-    """The end of a prompt, after the last complete message.
+    """The end of a prompt, after the last complete message."""
 
-    Args:
-        text: Text of the template, with the reasoning of a continued message.
-        prefill: Content of a continued message.
-        token_ids: Of the whole prompt.
-    """
-
-    text: str
-    prefill: str
-    token_ids: Sequence[int]
+    text: str  # text of the template, with the reasoning of a continued message
+    prefill: str  # content of a continued message
+    token_ids: Sequence[int]  # those of the whole prompt
 
     def opens_reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> bool:
         """Return True if a reply begins within reasoning.

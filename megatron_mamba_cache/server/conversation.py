@@ -16,40 +16,24 @@ MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A position in a conversation: other conversations may share the text before it.
+    """A position in a conversation: other conversations may share the text before it."""
 
-    Args:
-        message: Index of its message; None: it is after the tools.
-        end: Characters of the message's content before it.
-        call: Index of the tool call that it follows; None: it is in the content.
-        keep_s: Seconds for which the cached prefix has more priority.
-    """
-
-    message: int | None = None
-    end: int = 0
-    keep_s: int = 0
-    call: int | None = None
+    message: int | None = None  # index of its message; None: it is after the tools
+    end: int = 0  # characters of the message's content before it
+    keep_s: int = 0  # seconds for which the cached prefix has more priority
+    call: int | None = None  # index of the tool call that it follows; None: it is in the content
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and the other inputs of a chat template.
+    """Messages and the other inputs of a chat template."""
 
-    Args:
-        messages: In OpenAI's form, oldest first; arguments of tool calls are objects.
-        tools: Definitions of functions in OpenAI's form.
-        values: Further variables of the template.
-        adds_prompt: True if the text goes on to where the assistant's reply begins.
-        continues: True if the last message is left open, to be continued.
-        breakpoints: In order.
-    """
-
-    messages: Sequence[dict[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    adds_prompt: bool = True
-    continues: bool = False
-    breakpoints: tuple[Breakpoint, ...] = ()
+    messages: Sequence[dict[str, Any]]  # in OpenAI's form, oldest first; arguments of tool calls are objects
+    tools: Sequence[Mapping[str, Any]] = ()  # definitions of functions in OpenAI's form
+    values: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    adds_prompt: bool = True  # True if the text goes on to where the assistant's reply begins
+    continues: bool = False  # True if the last message is left open, to be continued
+    breakpoints: tuple[Breakpoint, ...] = ()  # in order
 
     @property
     def has_calls(self) -> bool:

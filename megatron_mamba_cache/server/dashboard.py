@@ -33,16 +33,9 @@ _STATUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One interval: the load at its end and the counts within it.
+    """One interval: the load at its end and the counts within it."""
 
-    Args:
-        time: End of the interval, in seconds since the epoch.
-        first_token_p50, inter_token_p50 and so on: Quantiles in seconds; None if there was no token.
-        client_errors: Responses with other statuses from 400 to 498.
-        left: Responses whose client left (499).
-    """
-
-    time: float
+    time: float  # end of the interval, in seconds since the epoch
     seconds: float
     running: int
     waiting: int
@@ -52,15 +45,15 @@ class Sample:
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
     prompt_tokens_computed: int
-    first_token_p50: float | None
+    first_token_p50: float | None  # quantiles in seconds, here and below; None if there was no token
     first_token_p95: float | None
     first_token_p99: float | None
     inter_token_p50: float | None
     inter_token_p95: float | None
     inter_token_p99: float | None
-    refused: int
-    client_errors: int
-    left: int
+    refused: int  # responses of status 429
+    client_errors: int  # responses of status 400 to 498, except 429
+    left: int  # responses whose client left (499)
     server_errors: int
 
 

@@ -12,18 +12,12 @@ from .text_stream import IncrementalText
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """An echoed prompt.
+    """An echoed prompt."""
 
-    Args:
-        text: As the client sent it, or the text of its token ids.
-        tokens: Empty unless log-probs are requested.
-        offsets: For each token, the characters before it.
-    """
-
-    text: str
+    text: str  # as the client sent it, or the text of its token ids
     reader: TokenReader
-    tokens: Sequence[int] = ()
-    offsets: Sequence[int] = ()
+    tokens: Sequence[int] = ()  # empty unless log-probs are requested
+    offsets: Sequence[int] = ()  # for each token, the characters before it
 
     def piece(self, progress: Progress) -> Piece:
         """Return the piece before a reply from the reply's first progress."""

@@ -142,17 +142,13 @@ class DetokenizeReply(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizingRoutes:
-    """Routes that tokenize and detokenize.
-
-    Args:
-        describes_tokenizer: True if clients may read the tokenizer's settings and chat template.
-    """
+    """Routes that tokenize and detokenize."""
 
     model: ServedModel
     tokenizer: Any
     threads: FairThreads
     max_model_len: int
-    describes_tokenizer: bool = False
+    describes_tokenizer: bool = False  # True if clients may read the tokenizer's settings and chat template
 
     def router(self) -> APIRouter:
         router = APIRouter()

@@ -42,18 +42,12 @@ class Format(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Options of OpenAI's formats.
+    """Options of OpenAI's formats."""
 
-    Args:
-        includes_usage: True if a stream's last chunk has the usage.
-        usage_in_every_event: True if every other chunk has the usage so far.
-        request_id: The end of the reply's id; None generates one.
-    """
-
-    includes_usage: bool = False
-    usage_in_every_event: bool = False
+    includes_usage: bool = False  # True if a stream's last chunk has the usage
+    usage_in_every_event: bool = False  # True if every other chunk has the usage so far
     returns_token_ids: bool = False
-    request_id: str | None = None
+    request_id: str | None = None  # the end of the reply's id; None generates one
 
 
 class _Envelope:

@@ -23,24 +23,16 @@ from .reply import EmptyReply, Piece, Reply, ReplyPrompt
 
 @dataclass(slots=True)
 class Choice:
-    """A reply in progress.
+    """A reply in progress."""
 
-    Args:
-        index: Among the choices of all prompts.
-        ticket: Set while the engine has the request.
-        echo: The prompt's echo until it is sent.
-        num_log_probs: Alternatives per token, as in `Order`.
-        prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
-    """
-
-    index: int
+    index: int  # among the choices of all prompts
     prompt_index: int
     spec: RequestSpec
     reply: Reply
-    ticket: Ticket | None = None
-    echo: Echo | None = None
-    num_log_probs: int | None = None
-    prompt_scores: tuple[ScoredToken, ...] = ()
+    ticket: Ticket | None = None  # set while the engine has the request
+    echo: Echo | None = None  # the prompt's echo until it is sent
+    num_log_probs: int | None = None  # alternatives per token, as in `Order`
+    prompt_scores: tuple[ScoredToken, ...] = ()  # of the prompt's tokens from the second on, if this choice scores them
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -48,25 +40,19 @@ async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 @dataclass(slots=True)
 class JobRules:
-    """Collaborators and hooks of all jobs of a server.
-
-    Args:
-        on_reply: Awaited with each reply that is complete, before its client has the end of it.
-        on_end: Called with each job that has ended, complete or not.
-        token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
-        is_over: True once accepted requests are not started either.
-    """
+    """Collaborators and hooks of all jobs of a server."""
 
     backend: Backend
     gate: QueueGate
     tokenizer: Any
     end_ids: frozenset[int]
     threads: FairThreads
+    # Awaited with each complete reply, before its client has the end of it.
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
-    on_end: Callable[["Job"], None] = field(default=lambda _job: None)
-    token_times: TokenTimes = field(default_factory=TokenTimes)
+    on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called with each ended job, complete or not
+    token_times: TokenTimes = field(default_factory=TokenTimes)  # notified when the engine reports tokens
     is_draining: bool = False
-    is_over: bool = False
+    is_over: bool = False  # True once accepted requests are not started either
 
 
 @asynccontextmanager

@@ -28,15 +28,10 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request of the engine.
+    """A request of the engine."""
 
-    Args:
-        arrived: In seconds since the epoch.
-        tenant: Name of the tenant whose prefixes it shares.
-    """
-
-    arrived: float
-    tenant: str
+    arrived: float  # in seconds since the epoch
+    tenant: str  # name of the tenant whose prefixes it shares
     prompt: TokenIds
     reply_len: int
 

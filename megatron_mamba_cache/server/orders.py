@@ -29,35 +29,21 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The work of an HTTP request: prompts, sampling and format.
-
-    Args:
-        readings: One for each prompt; tokenizes it, which may take seconds; raises `ApiError`.
-        num_choices: Replies to generate for each prompt.
-        sampling: Of every choice, without a grammar; each choice of a prompt has its own seed.
-        max_tokens: Maximum tokens of a reply, at least 1; None: as many as fit after the prompt.
-        fits_room: True cuts `max_tokens` to what fits after the prompt.
-        is_empty: True if replies have no tokens: prompts are computed, and scored if requested.
-        reading: How replies are read; None: all text is content.
-        form: Grammar of the replies; None: any text.
-        num_log_probs: Alternatives with log-probs for each token; 0 gives only the sampled token's, None gives none.
-        scores_prompt: True returns log-probs of the prompt too, which computes the whole prompt.
-        scoring: Scores of prompt tokens to report, computed by each prompt's first choice; None: none.
-    """
+    """The work of an HTTP request: prompts, sampling and format."""
 
     tenant: Tenant
-    readings: tuple[Callable[[], Prompt], ...]
-    num_choices: int
-    sampling: SamplingSettings
-    max_tokens: int | None
+    readings: tuple[Callable[[], Prompt], ...]  # each tokenizes a prompt, in up to seconds; raises `ApiError`
+    num_choices: int  # replies to generate for each prompt
+    sampling: SamplingSettings  # without a grammar; each choice has its own seed
+    max_tokens: int | None  # maximum tokens of a reply, at least 1; None: as many as fit after the prompt
     stops: tuple[str, ...]
-    fits_room: bool = False
-    is_empty: bool = False
-    reading: ReplyReading | None = None
-    form: ReplyForm | None = None
-    num_log_probs: int | None = None
-    scores_prompt: bool = False
-    scoring: PromptScoring | None = None
+    fits_room: bool = False  # True cuts `max_tokens` to what fits after the prompt
+    is_empty: bool = False  # True if replies have no tokens: prompts are computed, and scored if requested
+    reading: ReplyReading | None = None  # how replies are read; None: all text is content
+    form: ReplyForm | None = None  # grammar of the replies; None: any text
+    num_log_probs: int | None = None  # alternatives of each token; 0: only the sampled one; None: no log-probs
+    scores_prompt: bool = False  # True: log-probs of the prompt too, which skips no prompt tokens
+    scoring: PromptScoring | None = None  # of prompt tokens, by each prompt's first choice; None: no scores
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
         """Yield the request of each choice of a prompt, without an id."""
@@ -91,19 +77,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and the reader that turns requests into its tokens.
+    """A model and the reader that turns requests into its tokens."""
 
-    Args:
-        name: Name of the model for clients, used in replies.
-        created: Seconds since the epoch, as `/v1/models` reports it.
-        other_names: Further names that clients may use.
-    """
-
-    name: str
+    name: str  # name of the model for clients, used in replies
     reader: PromptReader
-    created: int
+    created: int  # seconds since the epoch, as `/v1/models` reports it
     syntax: ReplySyntax = field(default_factory=ReplySyntax)
-    other_names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()  # further names that clients may use
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,25 +24,15 @@ _TokensAfter = Callable[[Transcript, str], list[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt.
+    """A tokenized prompt."""
 
-    Args:
-        token_ids: Input of the engine.
-        text: The text that was tokenized; None if the client sent token ids.
-        echo: What to send before the reply; None sends nothing.
-        conversation: Source of the rendered text; None for a text of the client.
-        breakpoints: The conversation's breakpoints whose position is known.
-        add_special_tokens: As in `PromptReader.read`.
-        opens_reasoning: True if a reply begins within reasoning.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str | None
-    echo: Echo | None = None
-    conversation: Conversation | None = None
-    breakpoints: tuple[PromptBreakpoint, ...] = ()
-    add_special_tokens: bool | None = None
-    opens_reasoning: bool = False
+    token_ids: tuple[int, ...]  # input of the engine
+    text: str | None  # the text that was tokenized; None if the client sent token ids
+    echo: Echo | None = None  # what to send before the reply; None sends nothing
+    conversation: Conversation | None = None  # source of the rendered text; None for a text of the client
+    breakpoints: tuple[PromptBreakpoint, ...] = ()  # the conversation's breakpoints whose position is known
+    add_special_tokens: bool | None = None  # as in `PromptReader.read`
+    opens_reasoning: bool = False  # True if a reply begins within reasoning
 
 
 class PromptReader:

@@ -22,21 +22,13 @@ _TOOLS, _CHOICE = "tools", "tool_choice"
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """A grammar that replies follow.
+    """A grammar that replies follow."""
 
-    Args:
-        field: The request's field that sets it.
-        grammar: Of what comes after reasoning.
-        reasoning: None: the grammar applies from the start.
-        special_id: Returns the id of a tag that is a token.
-        calls: Calls that may begin within reasoning; None: there are none.
-    """
-
-    field: str
-    grammar: Grammar
-    reasoning: ReasoningForm | None
-    special_id: SpecialId
-    calls: CallsInReasoning | None = None
+    field: str  # the request's field that sets it
+    grammar: Grammar  # for the text after reasoning
+    reasoning: ReasoningForm | None  # None: the grammar applies from the start
+    special_id: SpecialId  # returns the id of a tag that is a token
+    calls: CallsInReasoning | None = None  # calls that may begin within reasoning; None: there are none
 
     def grammar_after(self, prompt: Prompt) -> str:
         """Return the text of the grammar of replies to a prompt."""

@@ -20,14 +20,10 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message with the breakpoints in it.
-
-    Args:
-        breakpoints: Each breakpoint with its index among those of the conversation.
-    """
+    """A message with the breakpoints in it."""
 
     message: dict[str, Any]
-    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # each with its index in the conversation
 
     @property
     def role(self) -> str:

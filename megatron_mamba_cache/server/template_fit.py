@@ -116,19 +116,12 @@ Render = Callable[[Conversation], str]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Result of rendering a conversation: the messages that the template leaves out.
+    """Result of rendering a conversation: the messages that the template leaves out."""
 
-    Args:
-        is_refused: True if the template raises.
-        unread: Indexes of messages that its text leaves out, except those of `unread_with_calls`.
-        unread_with_calls: Indexes of messages of which the calls are read, but not the text before them.
-        num_names: Names of messages in its text, those of results aside.
-    """
-
-    is_refused: bool = False
-    unread: tuple[int, ...] = ()
-    unread_with_calls: tuple[int, ...] = ()
-    num_names: int = 0
+    is_refused: bool = False  # True if the template raises
+    unread: tuple[int, ...] = ()  # indexes of messages that its text leaves out
+    unread_with_calls: tuple[int, ...] = ()  # indexes of those whose calls are read, but not their text
+    num_names: int = 0  # names of messages in its text, except names of results
 
     @property
     def is_whole(self) -> bool:

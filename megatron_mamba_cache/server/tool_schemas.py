@@ -187,17 +187,11 @@ def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """The tools that a reply may call.
+    """The tools that a reply may call."""
 
-    Args:
-        choice: "auto", "none", "required", or the tool that must be called.
-        tools: In OpenAI's form.
-        are_some: True if the request has other tools, which may not be called.
-    """
-
-    choice: str | NamedTool | None
-    tools: Sequence[Mapping[str, Any]]
-    are_some: bool = False
+    choice: str | NamedTool | None  # "auto", "none", "required", or the tool that must be called
+    tools: Sequence[Mapping[str, Any]]  # in OpenAI's form
+    are_some: bool = False  # True if the request has other tools, which may not be called
 
 
 def chosen_tools(choice: str | NamedTool | AllowedTools | None, tools: Sequence[Mapping[str, Any]]) -> ChosenTools:

@@ -54,17 +54,11 @@ def schema_error(kind: LiteralString, sentence: str, field: str | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Accepted values of an unsupported field, and the refusal of others.
+    """Accepted values of an unsupported field, and the refusal of others."""
 
-    Args:
-        neutral: Values without effect, besides null.
-        instead: The alternative to send; "" derives it from `neutral`.
-        items: Texts without effect in a field that is a list.
-    """
-
-    neutral: tuple[Any, ...] = ()
-    instead: str = ""
-    items: tuple[str, ...] = ()
+    neutral: tuple[Any, ...] = ()  # values without effect, in addition to null
+    instead: str = ""  # the alternative to send; "" derives it from `neutral`
+    items: tuple[str, ...] = ()  # texts without effect in a field that is a list
 
     def takes(self, value: Any) -> bool:
         """Return True if a value has no effect."""

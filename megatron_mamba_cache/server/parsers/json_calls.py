@@ -17,14 +17,10 @@ class JsonCalls:
     """Calls between markers: one JSON object, or a list of them.
 
     Text after an opening marker that is not a call stays content, marker included.
-
-    Args:
-        open: Markers before calls.
-        close: The marker after them; models may leave it out.
     """
 
-    open: tuple[str, ...]
-    close: str
+    open: tuple[str, ...]  # markers before calls
+    close: str  # the marker after them; models may leave it out
 
     def parse(self, feed: TextFeed) -> Parsing:
         """Parse content and calls up to the end of the reply."""

@@ -9,16 +9,11 @@ from .text_feed import TextFeed
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models marks its reasoning.
-
-    Args:
-        open, close: Its markers.
-        begins_open: True if every reply begins inside of it unless the prompt has closed it.
-    """
+    """How a family of models marks its reasoning."""
 
     open: str
     close: str
-    begins_open: bool = False
+    begins_open: bool = False  # True if every reply begins within reasoning unless the prompt has closed it
 
     def is_open_after(self, begun: str, prefill: str = "") -> bool:
         """Return True if a reply begins within reasoning.

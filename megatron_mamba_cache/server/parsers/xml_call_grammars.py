@@ -30,13 +30,10 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool that a reply may call.
-
-    Args:
-        parameters: The JSON schema of its arguments, an object; None: any object.
-    """
+    """A tool that a reply may call."""
 
     name: str
+    # The JSON schema of its arguments, an object; None: any object.
     parameters: Mapping[str, Any] | None = field(default_factory=lambda: _NO_PARAMETERS)
 
 

@@ -13,15 +13,10 @@ from .items import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response.
+    """A response."""
 
-    Args:
-        messages: Its input and its reply, without those of the response before it.
-        body: As it was sent to its client.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    body: dict[str, Any]
+    messages: tuple[ChatMessage, ...]  # its input and its reply, without those of the response before it
+    body: dict[str, Any]  # as it was sent to its client
 
     @property
     def previous(self) -> str | None:
