@@ -92,11 +92,7 @@ class PrefixCache:
             candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
         return plan_admission(
-            self._view(candidate),
-            self.pools,
-            budget=budget,
-            reserved_keys=self._reservations.keys,
-            rules=self.rules,
+            self._view(candidate), self.pools, budget=budget, reserved_keys=self._reservations.keys, rules=self.rules
         )
 
     def prefetch(self, candidates: Iterable[Candidate]) -> None:
