@@ -168,7 +168,7 @@ class OverlappedSteps:
         """Launch a step of scheduled requests, see `GraphsByShape`; `OverlappedStep.schedule` schedules them again."""
         self._launched = graphs.launch(requests, draft_distributions)
         for request in requests:
-            request.unschedule()
+            request.schedule(0)
 
     def take(self) -> OverlappedStep | None:
         """Return the overlapped step, which now lands; None if there is none."""
