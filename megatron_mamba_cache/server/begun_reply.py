@@ -6,7 +6,7 @@ from typing import Any
 
 from .conversation import Conversation
 from .errors import ApiError
-from .parsers.reasoning import ReasoningForm
+from .parsers.reasoning import PromptReasoning, ReasoningForm
 
 _MARK = "\u2400"
 
@@ -19,22 +19,22 @@ class BegunReply:
     prefill: str  # content of a continued message
     token_ids: Sequence[int]  # those of the whole prompt
 
-    def opens_reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> bool:
-        """Return True if a reply begins within reasoning.
+    def reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> PromptReasoning:
+        """Return the reasoning at the end of the prompt.
 
         Args:
             tag_ids: Tags that are tokens of the model.
         """
         ids = {tag_ids.get(form.open), tag_ids.get(form.close)}
         if None in ids:
-            return form.is_open_after(self.text, self.prefill)
+            return form.after(self.text, self.prefill)
         at = next((at for at in reversed(range(len(self.token_ids))) if self.token_ids[at] in ids), None)
         if at is None:
-            return form.begins_open
+            return form.without_tags(self.prefill)
         rest = tokenizer.detokenize(list(self.token_ids[at:]), skip_special_tokens=False)
         if len(rest) > len(self.text) + len(self.prefill):
-            return form.begins_open  # it is in a message
-        return self.token_ids[at] == tag_ids[form.open]
+            return form.without_tags(self.prefill)  # the tag is in a message
+        return PromptReasoning.OPEN if self.token_ids[at] == tag_ids[form.open] else PromptReasoning.DONE
 
 
 def begun_reply(

@@ -16,6 +16,7 @@ from .fair_threads import FairThreads
 from .job_progress import JobTimes, Mail, TokenTimes, Usage, prompt_usage
 from .limits import QueueGate, QueuePermits
 from .orders import Order
+from .parsers.reasoning import PromptReasoning
 from .prompt_scores import Entries
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyPrompt
@@ -219,7 +220,7 @@ class Job:
 def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     kind = EmptyReply if order.is_empty else Reply
     num_echoed = 0 if prompt.echo is None else len(prompt.echo.text)
-    before = ReplyPrompt(prompt.token_ids, prompt.opens_reasoning, num_echoed)
+    before = ReplyPrompt(prompt.token_ids, prompt.reasoning is PromptReasoning.OPEN, num_echoed)
     special = frozenset(getattr(rules.tokenizer, "special_ids", ()))
     end_ids = rules.end_ids | special.intersection(order.sampling.stop_token_ids)
     return kind(rules.tokenizer, order.stops, end_ids, prompt=before, reading=order.reading)

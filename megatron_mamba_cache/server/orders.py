@@ -163,7 +163,7 @@ class OrderMaker:
         if form is None:
             return prompt
         begun = self._model.reader.begun_reply(prompt)
-        return replace(prompt, opens_reasoning=begun.opens_reasoning(form, self._tag_ids, self._tokenizer))
+        return replace(prompt, reasoning=begun.reasoning(form, self._tag_ids, self._tokenizer))
 
     def _order(
         self,

@@ -12,6 +12,7 @@ from .conversation import MARKING_TOOL, Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
 from .parsers.parts import ParsedReply
+from .parsers.reasoning import PromptReasoning
 from .template_fit import TemplateFit
 from .tenants import Tenant
 from .text_stream import common_length
@@ -32,7 +33,7 @@ class Prompt:
     conversation: Conversation | None = None  # source of the rendered text; None for a text of the client
     breakpoints: tuple[PromptBreakpoint, ...] = ()  # the conversation's breakpoints whose position is known
     add_special_tokens: bool | None = None  # as in `PromptReader.read`
-    opens_reasoning: bool = False  # True if a reply begins within reasoning
+    reasoning: PromptReasoning = PromptReasoning.ALLOWED  # at the end of the prompt
 
 
 class PromptReader:

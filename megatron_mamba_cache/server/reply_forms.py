@@ -12,7 +12,7 @@ from ..grammars.reasoning import CallsInReasoning, ReasoningGrammar
 from .errors import bad_request
 from .parsers.call_grammars import calls_grammar, calls_in_reasoning, text_and_calls_grammar
 from .parsers.families import ReplySyntax
-from .parsers.reasoning import ReasoningForm
+from .parsers.reasoning import PromptReasoning, ReasoningForm
 from .parsers.xml_call_grammars import CallableTool
 from .prompts import Prompt
 from .tool_schemas import ChosenTools, NamedTool
@@ -33,10 +33,11 @@ class ReplyForm:
     def grammar_after(self, prompt: Prompt) -> str:
         """Return the text of the grammar of replies to a prompt."""
         form = self.reasoning
-        if form is None:
+        if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
+        is_open = prompt.reasoning is PromptReasoning.OPEN
         reasoning = ReasoningGrammar(form.open, form.close, self.special_id)
-        return reasoning.before(self.grammar, self.calls, is_open=prompt.opens_reasoning).text
+        return reasoning.before(self.grammar, self.calls, is_open=is_open).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
         """Check the grammars of replies to some prompts by compiling them.
