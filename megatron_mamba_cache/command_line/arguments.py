@@ -28,7 +28,10 @@ def select_device(name: str) -> str:
         UsageError: If CUDA is asked for and there is no device, or the CPU is and the process uses CUDA already.
     """
     if name == "cpu":
-        _hide_cuda()  # a process cannot leave CUDA once it is in use
+        loaded = sys.modules.get("torch")
+        if loaded is not None and loaded.cuda.is_initialized():  # a process cannot stop using CUDA
+            raise UsageError("--device cpu: this process uses CUDA already; start a new one")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     import torch
 
@@ -37,13 +40,6 @@ def select_device(name: str) -> str:
     if name == "cuda":
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     return "cpu"
-
-
-def _hide_cuda() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise UsageError("--device cpu: this process uses CUDA already; start a new one")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def check_tiers(arguments: Namespace) -> None:
@@ -153,10 +149,6 @@ def check_generate_arguments(arguments: Namespace) -> None:
 def check_engine_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a cache or draft flag with a value that can never work."""
     cache_config(arguments, _CHECKED_LATER)
-    _check_drafter(arguments)
-
-
-def _check_drafter(arguments: Namespace) -> None:
     if not arguments.num_speculative_tokens:
         for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):
             if value is not None:

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -135,15 +135,9 @@ def _expected(
     Args:
         dtype: Of the weights; None: that of the checkpoint.
     """
-    expected = _read(directory, dtype)
+    expected = None
+    if directory.path.is_dir():
+        with suppress(ValueError, OSError):
+            architecture, stored = _READERS[directory.format](directory.path)
+            expected = rank_shape(architecture, dtype or stored), architecture.max_sequence_length
     return expected if all(ranks.gather(expected is not None)) else None
-
-
-def _read(directory: ModelDirectory, dtype: torch.dtype | None) -> tuple[HybridModelShape, int] | None:
-    if not directory.path.is_dir():
-        return None
-    try:
-        architecture, stored = _READERS[directory.format](directory.path)
-        return rank_shape(architecture, dtype or stored), architecture.max_sequence_length
-    except (ValueError, OSError):
-        return None

@@ -65,13 +65,8 @@ def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
         known: The command's own flags.
         command: With the name of the program.
     """
-    advice = VLLM_FLAGS.get(flag.replace("_", "-"))
-    if advice is not None:
-        return f"unknown flag {flag}: {advice}"
-    found = nearest(flag, known)
-    if found is None:
-        return f"unknown flag {flag}; {command} --help lists those that there are"
-    return f"unknown flag {flag}: did you mean {found}?"
+    advice = _advice_on(flag, known)
+    return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists those that there are")
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
@@ -108,7 +103,7 @@ class SettableFlags:
         self._actions = {
             option.removeprefix("--"): action
             for action in actions
-            if _is_settable(action)
+            if action.dest not in ("help", "version", "config")
             for option in action.option_strings
             if option.startswith("--")
         }
@@ -204,15 +199,11 @@ def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | Non
     Args:
         prefix: Put in front of a known name.
     """
-    advice = VLLM_FLAGS.get("--" + name.replace("_", "-").lower())
+    advice = VLLM_FLAGS.get("--" + name.removeprefix("--").replace("_", "-").lower())
     if advice is not None:
         return advice
     found = nearest(name, known)
     return None if found is None else f"did you mean {prefix}{found}?"
-
-
-def _is_settable(action: Action) -> bool:
-    return action.dest not in ("help", "version", "config")
 
 
 def _takes_list(action: Action) -> bool:

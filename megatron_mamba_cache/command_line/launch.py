@@ -72,15 +72,8 @@ class Launch:
 def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
     """Divide lines among replicas round-robin, keeping sessions together."""
     shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
-    replica_of: dict[str | int, int] = {}
-    num_dealt = 0
+    replica_of: dict[str | int | PromptLine, int] = {}
     for line in lines:
-        if line.session is not None and line.session in replica_of:
-            shares[replica_of[line.session]].append(line)
-            continue
-        replica = num_dealt % num_replicas
-        num_dealt += 1
-        shares[replica].append(line)
-        if line.session is not None:
-            replica_of[line.session] = replica
+        dealt = line if line.session is None else line.session
+        shares[replica_of.setdefault(dealt, len(replica_of) % num_replicas)].append(line)
     return shares

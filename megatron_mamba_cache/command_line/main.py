@@ -21,7 +21,7 @@ from .arguments import (
 )
 from .built_in_prompts import built_in_lines, editing_lines
 from .commands import EDITING, GREEDY, print_completion
-from .flag_parser import FlagParser, flags_of, placed
+from .flag_parser import flags_of, placed
 from .flag_sources import SetFlag, UsageError, misspelled_variables
 from .launch import Launch
 from .model_choice import chosen_directory, require_token_ids
@@ -143,7 +143,9 @@ def _status_of(argv: Sequence[str] | None) -> int:
     try:
         arguments = parser.parse_args(argv)
         set_flags = arguments.set_flags
-        _note_misspelled_variables(parser)
+        if _speaks_for_all():
+            for note in misspelled_variables(os.environ, flags_of(parser)):
+                print(f"note: {note}", file=sys.stderr)
         return _run(arguments)
     except UsageError as error:
         if _speaks_for_all():
@@ -182,12 +184,6 @@ class QuickEnd:
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(self._status)
-
-
-def _note_misspelled_variables(parser: FlagParser) -> None:
-    if _speaks_for_all():
-        for note in misspelled_variables(os.environ, flags_of(parser)):
-            print(f"note: {note}", file=sys.stderr)
 
 
 def _speaks_for_all() -> bool:

@@ -93,13 +93,9 @@ class SeveralProcesses(Replicas):
     @override
     def gather(self, result: RunResult) -> RunResult:
         found: list[RunResult | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, result if _is_first_of_model() else None)
+        of_model = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        dist.all_gather_object(found, result if dist.get_rank() == min(of_model) else None)
         return together([one for one in found if one is not None])
-
-
-def _is_first_of_model() -> bool:
-    of_model = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    return dist.get_rank() == min(of_model)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from ..models.drafting.draft_model import DraftModelDrafter
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
@@ -27,6 +28,10 @@ from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
 from .sizing import DRAFTER_SHARE
 
+_LOADERS: dict[ModelFormat, Callable[..., LoadedModel]] = {
+    ModelFormat.HUGGING_FACE: load_hugging_face,
+    ModelFormat.MEGATRON: load_megatron_checkpoint,
+}
 _DRAFT_FLAG = "--draft-hf-model"
 _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
@@ -94,11 +99,11 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
         UsageError: If it cannot be loaded.
     """
     try:
-        return _load(directory, None if dtype is None else DTYPES[dtype])
+        return _LOADERS[directory.format](directory.path, None if dtype is None else DTYPES[dtype])
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in str(error)):
             raise
         sizes = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
         raise UsageError(f"{flag} {directory.path}: {dtype or 'its'} weights do not fit in memory{sizes}") from error
@@ -159,14 +164,6 @@ def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
     )
 
 
-def _load(directory: ModelDirectory, dtype: torch.dtype | None) -> LoadedModel:
-    if directory.format is ModelFormat.HUGGING_FACE:
-        return load_hugging_face(directory.path, dtype)
-    from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
-
-    return load_megatron_checkpoint(directory.path, dtype)
-
-
 def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> str:
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
     count = sum(math.prod(whole.shape) for whole in parameters_of(loaded.architecture).values())
@@ -183,7 +180,3 @@ def _layers(pattern: str, recurrent: str) -> str:
     names = {"M": recurrent, **_SYMBOLS}
     meanings = ", ".join(f"{symbol} {name}" for symbol, name in names.items() if symbol in pattern)
     return f"layers {pattern} ({meanings})"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in str(error)

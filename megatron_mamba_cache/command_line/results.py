@@ -132,8 +132,9 @@ class Difference:
 def first_difference(cached: RunResult, uncached: RunResult) -> Difference | None:
     """Return the first difference between the tokens of two runs; None without one."""
     for ours, theirs in zip(cached.records, uncached.records, strict=True):
-        if ours.generated_tokens != theirs.generated_tokens:
-            return _difference(ours, theirs)
+        for position, (token, other) in enumerate(zip_longest(ours.generated_tokens, theirs.generated_tokens)):
+            if token != other:
+                return Difference(ours.request_id, position, token, other)
     return None
 
 
@@ -196,9 +197,3 @@ def write_output(path: str, result: RunResult, **more_summary: object) -> None:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--output-path {path}: {error.strerror or error}") from error
-
-
-def _difference(ours: RequestRecord, theirs: RequestRecord) -> Difference:
-    pairs = enumerate(zip_longest(ours.generated_tokens, theirs.generated_tokens))
-    position, (cached, uncached) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-    return Difference(ours.request_id, position, cached, uncached)

@@ -66,7 +66,9 @@ class Serving:
         config = cache_config(arguments, settings)
         self._config = resolved_settings(config, shape, ranks_of_process())
         tokenizer = self._model.tokenizer
-        name, *other_names = dict.fromkeys(arguments.served_model_name or [_name_of(directory)])
+        own_name = "random" if directory is None else directory.path.resolve().name
+        name, *other_names = dict.fromkeys(arguments.served_model_name or [own_name])
+        record, endpoint = arguments.record_load, arguments.otlp_traces_endpoint
         self.settings = ServerSettings(
             model_name=name,
             other_names=tuple(other_names),
@@ -78,8 +80,8 @@ class Serving:
             access_log=AccessLog(arguments.access_log),
             cors_origins=tuple(arguments.cors_origin),
             syntax=_syntax_of(tokenizer, arguments),
-            load_record=_load_record_of(arguments, self._config),
-            traces=_traces_of(arguments, name),
+            load_record=LoadRecord() if record is None else LoadFile(Path(record), self._config.block_size_tokens),
+            traces=Traces() if endpoint is None else ExportedTraces(endpoint, name),
             describes_tokenizer=arguments.enable_tokenizer_info_endpoint,
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
@@ -203,18 +205,3 @@ def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
     syntax = reply_syntax(with_tools, arguments.tool_call_parser, arguments.reasoning_parser)
     plain = reply_syntax(without, NONE, arguments.reasoning_parser)
     return replace(syntax, reasoning=syntax.reasoning or plain.reasoning)
-
-
-def _load_record_of(arguments: Namespace, config: CacheConfig) -> LoadRecord:
-    if arguments.record_load is None:
-        return LoadRecord()
-    return LoadFile(Path(arguments.record_load), config.block_size_tokens)
-
-
-def _traces_of(arguments: Namespace, model_name: str) -> Traces:
-    endpoint = arguments.otlp_traces_endpoint
-    return Traces() if endpoint is None else ExportedTraces(endpoint, model_name)
-
-
-def _name_of(directory: ModelDirectory | None) -> str:
-    return "random" if directory is None else directory.path.resolve().name
