@@ -96,7 +96,7 @@ def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> No
     op(*layered(requests.pool, requests.ring), folds, 4)
     assert same_bits(requests.pool[4], before[3])  # nothing to fold: a copy
     assert same_bits(requests.pool[:4], before[:4])
-    op(*layered(requests.pool, requests.ring), replace(folds, targets=int32([PAD_SLOT] * 3, device)), 4)
+    op(*layered(requests.pool, requests.ring), folds._replace(targets=int32([PAD_SLOT] * 3, device)), 4)
     assert same_bits(requests.pool[:4], before[:4])
 
 
@@ -148,8 +148,8 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
     "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
-    "ends": (lambda p, r, w, n: (p, r, replace(w, ends=w.ends.long()), n), "need ends"),
-    "slots": (lambda p, r, w, n: (p, r, replace(w, slots=w.slots[:0]), n), "slots"),
+    "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "need ends"),
+    "slots": (lambda p, r, w, n: (p, r, w._replace(slots=w.slots[:0]), n), "slots"),
 }
 
 
