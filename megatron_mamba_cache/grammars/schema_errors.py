@@ -184,6 +184,7 @@ def _is_finite(schema: Any, finite: set[int]) -> bool:
 
 _MOST_TRIED = 100
 _LONGEST = 300
+_NAMING = ("required property", "required item", "prefixItems")  # in reasons that name a part of the schema
 _OPTION = re.compile(r"[^.;]*(?:coerce_one_of|x-guidance)[^.;]*[.;]?")
 _SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Unsatisfiable schema: Regex is empty.*", "no string is of the pattern, the format and the length together"),
@@ -242,7 +243,7 @@ def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, 
         for step, inner in _suspects(current, root, reason):
             alone = {**shared, **inner} if isinstance(inner, dict) else {**shared, "enum": []}
             found = refusal(alone)
-            if found is not None and (found == reason or _is_named(reason)):
+            if found is not None and (found == reason or any(name in reason for name in _NAMING)):
                 path, current, reason = f"{path}.{step}".lstrip("."), mapping_of(inner), found
                 break
         else:
@@ -265,10 +266,6 @@ def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iter
     for step, inner in list(held_by(schema))[:_MOST_TRIED]:
         if not (schema is root and step.startswith(("$defs", "definitions"))):
             yield step, inner
-
-
-def _is_named(reason: str) -> bool:
-    return "required property" in reason or "required item" in reason or "prefixItems" in reason
 
 
 def _sentence(reason: str) -> str:

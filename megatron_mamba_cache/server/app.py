@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,12 +125,29 @@ class Server:
         if same is not None:
             self._reader.remember(tenant, prompt, same, reply.exact()[1])
 
+    @asynccontextmanager
+    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        await self.backend.start()
+        self.settings.load_record.start()
+        self.settings.traces.start()
+        preparing = asyncio.create_task(asyncio.to_thread(self.backend.grammars.prepare))
+        sampling = asyncio.create_task(self.history.keep())
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            await preparing
+            await self.backend.stop()
+            self.rules.threads.close()
+            await asyncio.to_thread(self.settings.load_record.close)
+            await asyncio.to_thread(self.settings.traces.close)
+
     def _build(self) -> FastAPI:
         settings = self.settings
         app = FastAPI(
             title="megatron-mamba-cache",
             description="OpenAI-compatible inference of hybrid recurrent and attention models with prefix caching.",
-            lifespan=_lifespan(self),
+            lifespan=self._lifespan,
             docs_url=None,
             redoc_url=None,
         )
@@ -158,27 +175,6 @@ class Server:
         )
         app.openapi()  # caches it; building it for the first client would block all others
         return app
-
-
-def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await server.backend.start()
-        server.settings.load_record.start()
-        server.settings.traces.start()
-        preparing = asyncio.create_task(asyncio.to_thread(server.backend.grammars.prepare))
-        sampling = asyncio.create_task(server.history.keep())
-        try:
-            yield
-        finally:
-            sampling.cancel()
-            await preparing
-            await server.backend.stop()
-            server.rules.threads.close()
-            await asyncio.to_thread(server.settings.load_record.close)
-            await asyncio.to_thread(server.settings.traces.close)
-
-    return lifespan
 
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:

@@ -113,7 +113,7 @@ class CompletionFormat(_Envelope):
         return self._body(job, choices)
 
     def _choice(self, choice: Choice, text: str, tokens: Sequence[TokenInfo], finish: str | None) -> dict[str, Any]:
-        log_probs = self._log_probs(choice, tokens) if _wants_log_probs(choice) else None
+        log_probs = None if choice.num_log_probs is None else self._log_probs(choice, tokens)
         return {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": finish}
 
     def _log_probs(self, choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
@@ -209,10 +209,6 @@ def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, 
     return message
 
 
-def _wants_log_probs(choice: Choice) -> bool:
-    return choice.num_log_probs is not None
-
-
 def _best(token: TokenInfo) -> dict[str, float] | None:
     """Return the best log-probs and the token's own, by text; None for a prompt's first token.
 
@@ -237,7 +233,7 @@ def _tokens(pieces: Sequence[Piece]) -> list[TokenInfo]:
 
 
 def _chat_log_probs(choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
-    if not _wants_log_probs(choice):
+    if choice.num_log_probs is None:
         return None
     content = [{**_named(token), "top_logprobs": [_named(other) for other in token.alternatives]} for token in tokens]
     return {"content": content, "refusal": None}

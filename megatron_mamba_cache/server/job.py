@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ..policy.request_settings import RequestSpec, ScoredToken
@@ -117,9 +116,7 @@ class Job:
             choice.ticket = self._rules.backend.submit(choice.spec, self._listener(choice))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for choice in self.choices:
             self._cancel(choice)
         self.times.ended = time.monotonic()

@@ -4,8 +4,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 from .errors import ApiError
 
@@ -88,10 +86,6 @@ class QueueGate:
         rate = len(self._ends) / (self._clock() - self._ends[0])
         return max(1, min(math.ceil(self.num_inside / 10 / rate), _MOST_RETRY_AFTER_S))
 
-    def describe(self) -> dict[str, Any]:
-        """Return the counts by name."""
-        return {"inside": self.num_inside, "refused": self.num_refused}
-
 
 class QueuePermits:
     """The queue permits of one HTTP request; a context manager that releases them on exit."""
@@ -108,8 +102,6 @@ class QueuePermits:
     def __enter__(self) -> "QueuePermits":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         while self._count:
             self.leave()

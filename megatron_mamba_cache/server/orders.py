@@ -186,13 +186,14 @@ class OrderMaker:
                 f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
                 "prompt" if num_choices == 1 else "n",
             )
+        stop_token_ids = dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)])
         sampling = SamplingSettings(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),  # top_p 0 takes the most probable token
             top_p=body.top_p or 0.0,
             seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
             termination_id=-1 if body.ignore_eos else None,
-            stop_words=tuple((token,) for token in self._stop_token_ids(body)),
+            stop_words=tuple((token,) for token in stop_token_ids),
             logits=body.logits,
         )
         scoring = None
@@ -209,10 +210,6 @@ class OrderMaker:
             num_log_probs=num_log_probs,
             scoring=scoring,
         )
-
-    def _stop_token_ids(self, body: GenerationFields) -> tuple[int, ...]:
-        """Return the distinct tokens that end a reply by the request's fields."""
-        return tuple(dict.fromkeys([*(body.stop_token_ids or ()), *special_stops(self._tokenizer, body.stops)]))
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
         """Return the parsing of replies; None if all text is content."""

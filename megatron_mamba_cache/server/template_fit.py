@@ -128,11 +128,6 @@ class Reading:
         """True when nothing is left out."""
         return not self.is_refused and not self.unread and not self.unread_with_calls
 
-    @property
-    def is_usable(self) -> bool:
-        """True when only the model's texts before calls are left out."""
-        return not self.is_refused and not self.unread
-
 
 class TemplateFit:
     """Rewrites conversations so that a chat template reads all their messages.
@@ -162,7 +157,7 @@ class TemplateFit:
         for rewrites in self._choices(conversation):
             found = _rewritten(conversation, rewrites)
             reading = self._reading(found)
-            if reading.is_usable:
+            if not reading.is_refused and not reading.unread:
                 if not reading.is_whole:
                     note_ignored("the chat template has no place for it", ["text of replies that also call tools"])
                 if reading.num_names < len(_named(conversation)):

@@ -85,12 +85,11 @@ Table = Mapping[str, Unsupported]
 
 _NOTHING = Unsupported()
 _OFF = Unsupported((False,))
-_ZERO = Unsupported((0,))
 _ONE = Unsupported((1,))
 _NO_ITEMS = Unsupported(([],))
 _NO_ENTRIES = Unsupported(({},))
 
-_SAMPLING: Table = {
+COMMON: Table = {
     "include_stop_str_in_output": _OFF,
     "allowed_token_ids": _NOTHING,
     "bad_words": _NO_ITEMS,
@@ -101,12 +100,16 @@ _SAMPLING: Table = {
     "use_beam_search": _OFF,
     "length_penalty": _ONE,
     "early_stopping": _OFF,
-}
-
-_GUIDED: Table = {
     "guided_decoding_backend": _NOTHING,
     "guided_whitespace_pattern": _NOTHING,
     "structural_tag": _NOTHING,
+    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
+    "truncate_prompt_tokens": _NOTHING,
+    "truncation_side": _NOTHING,
+    "priority": Unsupported((0,)),
+    "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
+    "kv_transfer_params": _NOTHING,
+    "vllm_xargs": _NO_ENTRIES,
 }
 
 STRUCTURED_OUTPUTS: Table = {
@@ -117,19 +120,7 @@ STRUCTURED_OUTPUTS: Table = {
     "disable_fallback": Unsupported((False, True)),  # there is one backend
 }
 
-_SERVING: Table = {
-    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
-    "truncate_prompt_tokens": _NOTHING,
-    "truncation_side": _NOTHING,
-    "priority": _ZERO,
-    "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
-    "kv_transfer_params": _NOTHING,
-    "vllm_xargs": _NO_ENTRIES,
-}
-
 _TEMPLATE = Unsupported(instead="leave it out: the chat template is the model directory's")
-
-COMMON: Table = {**_SAMPLING, **_GUIDED, **_SERVING}
 
 COMPLETION: Table = {**COMMON, "suffix": Unsupported(("",)), "prompt_embeds": _NOTHING}
 

@@ -3,21 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...grammars.schema_words import target_of
+from ...grammars.schema_words import TYPES, target_of, type_of_value
 
 _MOST_SCHEMAS = 256
 _MOST_VALUES = 256
 _MOST_NAMES = 16  # of a reference
-_TYPES: tuple[tuple[Any, str], ...] = (
-    (type(None), "null"),
-    (bool, "boolean"),
-    (int, "integer"),
-    (float, "number"),
-    (str, "string"),
-    (list, "array"),
-    (dict, "object"),
-)
-JSON_TYPES = frozenset(name for _kind, name in _TYPES)
+JSON_TYPES = frozenset(TYPES)
 
 Schema = Mapping[str, Any]
 
@@ -49,11 +40,6 @@ def resolved(schema: Any, root: Schema) -> Schema:
             break
         schema = target_of(reference, root)
     return schema if isinstance(schema, Mapping) else {}
-
-
-def type_of_value(value: Any) -> str:
-    """Return the JSON type of a value."""
-    return next(name for kind, name in _TYPES if isinstance(value, kind))
 
 
 def _declared(name: str, root: Schema) -> list[Schema]:
@@ -115,7 +101,7 @@ def _named_types(schema: Any) -> set[str]:
     values = schema.get("enum")
     if not isinstance(values, list):
         values = [schema["const"]] if "const" in schema else []
-    return {type_of_value(value) for value in values[:_MOST_VALUES]}
+    return {"number" if isinstance(value, float) else type_of_value(value) for value in values[:_MOST_VALUES]}
 
 
 def _choices(schema: Any) -> list[Any]:

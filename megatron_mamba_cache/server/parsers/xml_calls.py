@@ -12,10 +12,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ...grammars.schema_words import type_of_value
 from ..strict_json import strict_text, strict_value
 from .content import Reading, text_and_calls
 from .json_values import strict_json
-from .parameter_types import JSON_TYPES, Schema, type_of_value, types_of_parameter
+from .parameter_types import JSON_TYPES, Schema, types_of_parameter
 from .parts import CallArguments, CallBegin, CallEnd, Parsing, Part
 from .text_feed import TextFeed, each, gathered
 
@@ -53,7 +54,8 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
             continue
         if read is _literal_value and may_be_text and not isinstance(value, bool | list | dict | None):
             continue  # its quotes, or its way to write a number, belong to the text
-        if not types or _is_of(value, types):
+        kind = type_of_value(value)
+        if not types or kind in types or (kind == "integer" and "number" in types):
             return value
         if isinstance(value, str) and value != text:  # a number, a list or another value in quotes
             with suppress(ValueError):
@@ -62,12 +64,6 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
     if "boolean" in types and not may_be_text and text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
     raise ValueError(f"{text:.100} matches none of the types {types}")
-
-
-def _is_of(value: Any, types: Collection[str]) -> bool:
-    found = type_of_value(value)
-    is_whole = found == "integer" or (found == "number" and value.is_integer())
-    return found in types or (found == "integer" and "number" in types) or (is_whole and "integer" in types)
 
 
 def _literal_value(text: str) -> Any:
@@ -196,7 +192,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
     """Yield a parameter's value; return the tag that ended it, "" at the end of the reply."""
     if types == {"string"}:
         yield CallArguments('"')
-        end = yield from each(_value_text(feed), _escaped)
+        end = yield from each(_value_text(feed), lambda text: CallArguments(strict_text(text)[1:-1]))
         yield CallArguments('"' if end else "")
     else:
         text, end = yield from gathered(_value_text(feed))
@@ -232,7 +228,3 @@ def _name(feed: TextFeed) -> Generator[None, None, str]:
     """Return the text up to the end of a tag; "" if the tag does not end in its line."""
     text, end = yield from gathered(feed.until((">", "\n")))
     return text.strip().strip("\"'") if end == ">" else ""
-
-
-def _escaped(text: str) -> CallArguments:
-    return CallArguments(strict_text(text)[1:-1])

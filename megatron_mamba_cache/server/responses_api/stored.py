@@ -18,12 +18,6 @@ class StoredResponse:
     messages: tuple[ChatMessage, ...]  # its input and its reply, without those of the response before it
     body: dict[str, Any]  # as it was sent to its client
 
-    @property
-    def previous(self) -> str | None:
-        """Id of the response that it continues."""
-        found: str | None = self.body["previous_response_id"]
-        return found
-
 
 class StoredResponses:
     """Thread-safe LRU store of each API key's responses.
@@ -64,7 +58,7 @@ class StoredResponses:
                 sentence = f"previous response with id {wanted!r} not found: it is not kept here"
                 raise bad_request(sentence, "previous_response_id", "previous_response_not_found")
             found.append(stored)
-            wanted = stored.previous
+            wanted = stored.body["previous_response_id"]
         return [message for stored in reversed(found) for message in stored.messages]
 
     def item(self, owner: str, item_id: str) -> dict[str, Any]:
