@@ -127,12 +127,12 @@ def card_settings(
     live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_CARD_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
-    num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
-    budget = _budget(card, shape, num_live, max(asked, _CARD_MAX_REQUESTS), given_gb)
+    step_bytes = _step_bytes(card, shape, sizes, max_tokens, max(asked, _CARD_MAX_REQUESTS))
+    budget = _budget(card, shape, step_bytes, max(asked, _CARD_MAX_REQUESTS), given_gb)
     drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * card.bytes_a_logit * shape.vocab_size)
     fitting = _num_fitting(shape, sizes, budget, drafts_bytes)
     max_requests = asked or max(1, min(_CARD_MAX_REQUESTS, max_tokens, fitting))
-    budget = _budget(card, shape, num_live, max(max_requests * (1 + drafts), _CARD_MAX_REQUESTS), given_gb)
+    budget = _budget(card, shape, step_bytes, max(max_requests * (1 + drafts), _CARD_MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
     if given_gb is None and rest < 2 * shape.block_bytes(block) + _least_states(shape, sizes, max_requests):
         raise UsageError(_no_room(card, budget, max_requests, live_bytes))
@@ -148,18 +148,24 @@ def card_settings(
     }
 
 
-def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: int, given_gb: float | None) -> float:
+def _step_bytes(card: Card, shape: "HybridModelShape", sizes: CacheConfig, max_tokens: int, max_requests: int) -> int:
+    """Return the bytes of activations, with those that graphs keep, and of the scan of the most prompts of a step."""
+    num_live = max_tokens + min(sizes.most_graph_tokens, max_tokens)
+    activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
+    return activations + shape.scan_bytes(max_tokens, max_requests)
+
+
+def _budget(card: Card, shape: "HybridModelShape", step_bytes: int, num_sampled: int, given_gb: float | None) -> float:
     """Return the bytes for KV blocks and states: the given budget, or the rest after steps.
 
     Args:
-        num_live: Tokens whose activations are live at once: those of a step, and those that graphs keep.
+        step_bytes: Memory of a step, without its logits.
         num_sampled: Tokens that a step samples.
     """
     if given_gb is not None:
         return card.share * given_gb * _GIB
-    activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
     logits = card.bytes_a_logit * shape.vocab_size * num_sampled
-    whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
+    whole = min(card.fraction * card.free_bytes, card.free_bytes - step_bytes - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_k
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
+from megatron_mamba_cache.recurrences.gated_delta.recurrence import GatedDelta
 from megatron_mamba_cache.recurrences.gated_delta.reference import delta_scan_ref
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan, scan_tiles
+from megatron_mamba_cache.recurrences.gated_delta.tile_systems import TileSystems
 from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates, quantize
 from megatron_mamba_cache.recurrences.request_tiles import TileShape, tile_shape
 from tests.kernels.delta_steps import DeltaShape, DeltaSteps, random_steps
@@ -269,6 +272,28 @@ def test_views_of_wider_rows_and_a_strided_pool(device: str) -> None:
     y = scan(replace(steps, tokens=views), layers[:, 1], rows, tile)
     assert same_bits(y, scan(steps, plain, rows, tile))
     assert same_bits(layers[:, 1], plain) and (layers[:, 0] == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grain"), [(torch.float32, 64), (torch.float32, 8), pytest.param(torch.bfloat16, 64, marks=compiled_only)]
+)
+def test_chunks_allocate_what_is_planned(
+    dtype: torch.dtype, grain: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated, empty = list[TileSystems](), TileSystems.empty
+
+    def record(*arguments: Any) -> TileSystems:
+        allocated.append(empty(*arguments))
+        return allocated[-1]
+
+    monkeypatch.setattr(TileSystems, "empty", record)
+    rows = pack_rows([RowSpec(1) for _ in range(NUM_SLOTS)] + [RowSpec(grain + 1)], grain, device)
+    steps = random_steps(NUM_SLOTS + grain + 1, device, SMALL).cast(dtype)
+    delta_scan(steps.tokens, steps.gates, make_pool(SMALL, torch.float32, device), rows, grain)
+    (found,) = allocated
+    monkeypatch.undo()
+    sizes = GatedDelta(SMALL.key_heads, SMALL.value_heads, SMALL.key_dim, SMALL.value_dim, d_conv=4, grain=grain)
+    assert found.num_bytes == (NUM_SLOTS + 2) * sizes.chunk_bytes(dtype) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

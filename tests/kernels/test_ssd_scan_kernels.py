@@ -15,6 +15,7 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.mamba2 import scan_portable
 from megatron_mamba_cache.recurrences.mamba2.inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.recurrences.mamba2.recurrence import Mamba2
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref
 from megatron_mamba_cache.recurrences.mamba2.scan import cut_rows, scan_tiles, ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.tiles import HopperTiling, cut_tiles, head_slices
@@ -410,6 +411,9 @@ def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions
     ):
         total = (dt[first:last].sum(0) * rate) / torch.log(torch.tensor(2.0, dtype=torch.float64))
         torch.testing.assert_close(tiles.decays[:, tile, 0, -1].double(), total, rtol=1e-5, atol=1e-5)
+    monkeypatch.undo()
+    sizes = Mamba2(shape.heads, shape.head_dim, shape.d_state, shape.groups, d_conv=4, grain=chunk)
+    assert tiles.num_bytes == rows.chunk_requests.shape[0] * sizes.chunk_bytes(torch.bfloat16) > 0
     assert tiles.slots[1] == 7 and (tiles.y == 1).all()
 
 

@@ -53,6 +53,10 @@ class _Rows:
     def tensors(self, dtypes: StateDtypes) -> tuple[StateTensor, ...]:
         raise NotImplementedError
 
+    def chunk_bytes(self, dtype: torch.dtype) -> int:
+        """Return 0: chunks need no memory."""
+        return 0
+
     def token(self, x: Tensor, state: State, weights: ToyWeights) -> tuple[State, Tensor]:
         """Return the state after a token, in new tensors, and the token's output."""
         raise NotImplementedError
