@@ -1,33 +1,13 @@
 """The KV block pool: references on each block, the key it is found under, and eviction."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import cast
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .block_tree import BlockTree
-from .identifiers import BlockId, BlockKey, SlotId
+from .identifiers import BlockId, BlockKey
 from .index_pools import FixedIndexPool, IndexPool
-
-
-class CachedStates(Protocol):
-    """The states at the ends of blocks: what makes a cached block useful, and what is evicted to make room."""
-
-    @property
-    def slot_by_block(self) -> Mapping[BlockId, SlotId]:
-        """The slots with cached states, by the block that each ends; always the same object."""
-
-    def evict(self, *, is_end: bool = False) -> None:
-        """Evict the state of least priority; blocks that are useless without it are pruned.
-
-        Args:
-            is_end: Only one that blocks leave with.
-        """
-
-    def note_end(self, block: BlockId) -> None:
-        """Note that the block, which has a state, has become the last of its text."""
-
-    def drop(self, block: BlockId) -> None:
-        """Forget the block's state; nothing happens if it has none."""
+from .slot_pool import SlotPool
 
 
 class KVBlockPool:
@@ -38,7 +18,7 @@ class KVBlockPool:
     leaves first.
     """
 
-    def __init__(self, indices: IndexPool | int, states: CachedStates, *, block_size: int = 1) -> None:
+    def __init__(self, indices: IndexPool | int, states: SlotPool, *, block_size: int = 1) -> None:
         """Start with every block free.
 
         Args:

@@ -34,7 +34,7 @@ from .request_settings import RequestSpec
 from .requests import Candidate, RunningRequest
 from .slot_owners import SlotOwner
 from .state_reservations import StateReservations
-from .tiers.cache_tiers import NoTiers, Tiers
+from .tiers.cache_tiers import Tiers
 from .tiers.restores import WaitingPrompt
 
 
@@ -76,7 +76,7 @@ class PrefixCache:
         self.counters = counters
         self.enabled = enabled
         self.epoch = epoch
-        self.tiers = tiers or NoTiers()
+        self.tiers = tiers or Tiers()
         self.identity = identity
         self.draft_states = draft_states
         self._keeps_decode_states = enabled and checkpoints != "none"
@@ -282,7 +282,7 @@ class PrefixCache:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
-        self._reservations.clear_keys()
+        self._reservations.keys.clear()  # no request can match them any more
         self.tiers.flushed()
         self.slots.flush()  # first: a pinned state must leave the map before its block does
         self.kv.flush()
