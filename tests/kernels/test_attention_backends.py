@@ -371,10 +371,12 @@ def test_all_that_steps_and_graphs_call_is_tried_out_when_flashinfer_is_built(
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=8), named)
     for in_graph in (False, True):
         for kernel in kernels:
-            assert calls.count((kernel, in_graph, "run")) == kernels.count(kernel)
+            # With "fa3", graphs are tried with the history in pieces too, by two calls.
+            expected = kernels.count(kernel) + 2 * (in_graph and kernel == "fa3")
+            assert calls.count((kernel, in_graph, "run")) == expected
             # "fa2" reads lengths where a graph's steps write them, so that the same pages are planned once.
             replayed = in_graph and kernel == "fa3"
-            assert calls.count((kernel, in_graph, "plan")) == kernels.count(kernel) * (1 + replayed)
+            assert calls.count((kernel, in_graph, "plan")) == expected * (1 + replayed)
     assert finished == [len(calls)]
 
 
@@ -392,7 +394,7 @@ def test_graphs_share_the_places_of_cached_tokens_in_releases_that_have_them(
     shape = shape_of(num_heads=32, num_kv_heads=2, head_dim=8)
     flashinfer.FlashInferAttention(shape).capture(CapturedSteps(Captured((1, 1, 512, 0), 2, []), shape).rows)
     places = [getattr(one, "_vector_sparse_indices_buffer", None) for one in built if one._reads_plan]
-    assert len(places) == 3  # of steps outside of graphs, of the trial and of the graph
+    assert len(places) == 5  # of steps outside of graphs, of the trials, with and without pieces, and of the graph
     assert len({id(one) for one in places}) == 1 and (places[0] is not None) == has_offsets
 
 
@@ -498,22 +500,34 @@ def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pyt
 
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "kernel"),
-    [(512, 32, "fa3"), (384, 32, "fa3"), (256, 32, "fa2"), (64, 32, "fa2"), (1024, 8, "fa2"), (2048, 8, "fa3")],
+    ("num_tokens", "num_heads", "kernels"),
+    [
+        (2048, 8, ["fa3"]),
+        (1024, 8, ["fa3 of 2", "fa3"]),
+        (512, 32, ["fa3"]),
+        (384, 16, ["fa3 of 2", "fa3"]),
+        (256, 16, ["fa3 of 4", "fa3"]),
+        (128, 32, ["fa2"]),
+        (64, 32, ["fa2"]),
+    ],
 )
-def test_prompts_of_a_graph_take_fa3_where_its_programs_are_enough(
-    num_tokens: int, num_heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+def test_prompts_of_a_graph_take_fa3_in_pieces_where_its_programs_are_few(
+    num_tokens: int, num_heads: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
     make = flashinfer._wrapper
-    monkeypatch.setattr(
-        flashinfer, "_wrapper", lambda space, name, **other: (built.append(name), make(space, name, **other))[1]
-    )
+
+    def noted(workspace: Tensor, name: str, **buffers: Tensor) -> object:
+        num_copies = len(buffers["paged_kv_last_page_len_buf"]) // 3 if buffers else 0  # two prompts and padding
+        built.append(f"{name} of {num_copies}" if num_copies > 1 else name)
+        return make(workspace, name, **buffers)
+
+    monkeypatch.setattr(flashinfer, "_wrapper", noted)
     shape = shape_of(num_heads=num_heads, num_kv_heads=2, head_dim=8)
     backend = flashinfer.FlashInferAttention(shape)
     built.clear()
     backend.capture(CapturedSteps(Captured((1, 1, num_tokens, 0), 2, []), shape).rows)
-    assert built == ["fa2", kernel]
+    assert built == ["fa2", *kernels]
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
@@ -525,8 +539,8 @@ def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: p
     )
     flashinfer.FlashInferAttention(shape_of(num_heads=4, head_dim=8))
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=128))
-    # Two calls, and what a graph of each does.
-    assert spaces == [128 * 2**20] * 4 + [132 * 128 * 32 * 129 * 4 + 32] * 4
+    # Two calls, what a graph of each does, and the two calls of a history in pieces.
+    assert spaces == [128 * 2**20] * 6 + [132 * 128 * 32 * 129 * 4 + 32] * 6
 
 
 @pytest.mark.usefixtures("stand_in_libraries")

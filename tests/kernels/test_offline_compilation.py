@@ -11,11 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate
+from megatron_mamba_cache.kernels.attention import attention_inputs, kv_append, output_gate, split_prompts
 from megatron_mamba_cache.kernels.attention.attention_inputs import write_attention_inputs
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output
+from megatron_mamba_cache.kernels.attention.split_prompts import merge_parts
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, sampling, token_cuts, verification
@@ -281,6 +282,15 @@ def test_the_output_gate_compiles_with_wide_accesses(kv_heads: int, queries: int
     gate_output(torch.empty(5, kv_heads * queries, 256, dtype=torch.bfloat16), gate)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == {"v4.b32"}
+
+
+@pytest.mark.parametrize("num_pieces", [2, 8])
+def test_merging_parts_compiles_with_wide_accesses_of_values(num_pieces: int, compile_for_hopper: Compile) -> None:
+    compiled = compile_for_hopper(split_prompts, "_merge_kernel")
+    parts = torch.empty(num_pieces + 1, 5, 16, 256, dtype=torch.bfloat16)
+    merge_parts(parts, torch.empty(parts.shape[:3]), parts[0].clone())
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx, "st") == {"v4.b32"} and "v4.b32" in global_accesses(ptx, "ld")
 
 
 @pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512), (8192, 8192)])
