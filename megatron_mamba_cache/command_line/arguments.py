@@ -25,7 +25,7 @@ def select_device(name: str) -> str:
     """Select and return "cpu" or "cuda"; "auto" takes what is available.
 
     Raises:
-        UsageError: If CUDA is asked for and there is no device, or the CPU is and the process uses CUDA already.
+        UsageError: If "cuda" finds no device, or "cpu" is asked for in a process that uses CUDA already.
     """
     if name == "cpu":
         loaded = sys.modules.get("torch")
@@ -100,10 +100,7 @@ def name_flag(message: str) -> str:
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Return a message with flags spelled as they were typed.
-
-    Names that argparse joins, as in "--hf-model/--model", become the one that was typed.
-    """
+    """Return a message with its flags as they were typed; argparse joins names, as in "--hf-model/--model"."""
     typed = {word.split("=", 1)[0] for word in words}
     for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
@@ -117,11 +114,7 @@ def model_share(arguments: Namespace) -> float:
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Return the settings of the flags, with `settings` as defaults.
-
-    Raises:
-        UsageError: Naming the flag.
-    """
+    """Return the settings of the flags, with `settings` as defaults; a `UsageError` names a bad flag."""
     try:
         config = config_of(arguments, **settings)
     except ValueError as error:

@@ -23,11 +23,7 @@ EXIT_FAILED = 1
 
 
 def chat(arguments: Namespace) -> int:
-    """Chat until the input ends; return the exit status.
-
-    Raises:
-        UsageError: On a bad flag.
-    """
+    """Chat until the input ends; return the exit status. A bad flag raises `UsageError`."""
     starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
     if arguments.url is not None and arguments.load is not None:
         raise UsageError("--url: a running server has its model; leave --load out")
@@ -57,11 +53,7 @@ class Chat:
         self._given_turns: list[str] | None = arguments.say or None
 
     def run(self) -> int:
-        """Take turns until the input ends; drop turns that the server refuses.
-
-        Raises:
-            ChatError: If a turn fails that was given by a flag.
-        """
+        """Take turns until the input ends. A turn that fails is dropped; if a flag gave it, raise `ChatError`."""
         if self._given_turns is None:
             print(f"{self._model} at {self._client.url}: {_HELP}")
         for line in self._typed() if self._given_turns is None else self._given_turns:
@@ -108,10 +100,10 @@ class Chat:
 def own_server(arguments: Namespace) -> Iterator[str]:
     """Serve the flags' model on a free local port and yield the URL; stop at the end.
 
-    A signal that would end this process raises `SystemExit` until then.
+    Until then, a signal that would end this process raises `SystemExit`.
 
     Raises:
-        UsageError: If it does not start; its own message has been printed then.
+        UsageError: If the server does not start; it has printed its own message.
     """
     command = [sys.executable, "-m", f"{__package__.split('.')[0]}", "serve", *_flags(arguments)]
     # Its flags are those of the command line; the file of --config is about the chat.

@@ -62,11 +62,7 @@ class FlagParser(configargparse.ArgumentParser):  # type: ignore[misc]
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None, **_: Any
     ) -> tuple[Namespace, list[str]]:
-        """Parse flags as `ArgumentParser` does.
-
-        Raises:
-            UsageError: For a mistake, naming the flag and what set it.
-        """
+        """Parse flags as `ArgumentParser` does; a `UsageError` names a wrong flag and what set it."""
         words = list(args) if args is not None else None
         if self._first_word is not None and words and not words[0].startswith("-"):
             words[:1] = [self._first_word, words[0]]
@@ -134,10 +130,7 @@ def flags_of(parser: Any) -> set[str]:
 
 
 def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
-    """Return a message with the sources of its flags, unless on the command line.
-
-    Flags after the first semicolon are advice.
-    """
+    """Return a message with the sources of the flags in it, except in the advice after its first semicolon."""
     named = set(_FLAG.findall(message.split(";", 1)[0]))
     sources = [one.source for one in set_flags if named.intersection(one.names) and one.source not in message]
     return f"{' and '.join(sources)}: {message}" if sources else message

@@ -59,12 +59,7 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
 
 
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
-    """Return the error line of an unknown flag.
-
-    Args:
-        known: The command's own flags.
-        command: With the name of the program.
-    """
+    """Return the error line of an unknown flag; `known` are those of `command`, which includes the program's name."""
     advice = _advice_on(flag, known)
     return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists those that there are")
 
@@ -109,19 +104,11 @@ class SettableFlags:
         }
 
     def of_file(self, path: Path) -> dict[str, SetFlag]:
-        """Return the flags of a YAML file by first long name, without dashes.
-
-        Raises:
-            UsageError: Naming the file and the line.
-        """
+        """Return the flags of a YAML file by first long name, without dashes; a `UsageError` names file and line."""
         return self._collected(self._in_file(path))
 
     def of_environment(self, environment: Mapping[str, str]) -> dict[str, SetFlag]:
-        """Return the flags of environment variables, as `of_file`.
-
-        Raises:
-            UsageError: Naming the variable.
-        """
+        """Return the flags of environment variables, as `of_file`; a `UsageError` names the variable."""
         return self._collected(self._in_environment(environment))
 
     def _in_file(self, path: Path) -> Iterator[SetFlag]:
@@ -170,11 +157,7 @@ class SettableFlags:
 
 
 def misspelled_variables(environment: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
-    """Yield a note for each variable that resembles a flag's.
-
-    Args:
-        known: Flags of all commands.
-    """
+    """Yield a note for each variable that resembles that of a known flag of any command."""
     variables = {variable_of(flag) for flag in known}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in variables and not _OF_A_SERVICE.match(name):
@@ -194,11 +177,7 @@ def variable_of(flag: str) -> str:
 
 
 def _advice_on(name: str, known: Collection[str], prefix: str = "") -> str | None:
-    """Return a replacement of an unknown name; None if none is similar.
-
-    Args:
-        prefix: Put in front of a known name.
-    """
+    """Return a replacement of an unknown name, with `prefix` before it; None if none is similar."""
     advice = VLLM_FLAGS.get("--" + name.removeprefix("--").replace("_", "-").lower())
     if advice is not None:
         return advice

@@ -31,11 +31,7 @@ EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """A model and the flags of its requests.
-
-    Args:
-        replicas: The processes that hold it and its replicas.
-    """
+    """A model and the flags of its requests, on the processes that hold it and its replicas."""
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -86,10 +82,7 @@ class Generation:
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with and without the cache; return 1 if outputs differ unexpectedly.
-
-        The run without the cache has no drafts either.
-        """
+        """Run the lines with cache and drafts, and with neither; return 1 if outputs differ unexpectedly."""
         if not self._config.prefix_caching:
             return self.run(lines)
         no_tiers: dict[str, Any] = {"host_cache_gb": None, "disk_cache_dir": None, "disk_cache_gb": None}

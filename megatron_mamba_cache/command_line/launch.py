@@ -22,11 +22,7 @@ class Launch:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Read torchrun's environment variables.
-
-        Raises:
-            UsageError: If one of torchrun's variables is not a number.
-        """
+        """Read torchrun's environment variables; raise `UsageError` if one is not a number."""
         names: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not all(name in environment for name in names):
             return Launch()
@@ -49,11 +45,7 @@ class Launch:
         return self.num_on_machine is not None and self.num_on_machine < self.num_processes
 
     def num_replicas(self, arguments: Namespace) -> int:
-        """Return the number of models, each on tensor times pipeline processes.
-
-        Raises:
-            UsageError: Naming the flags, if the processes cannot be divided.
-        """
+        """Return the number of models, each on tensor times pipeline processes; raise `UsageError` on a remainder."""
         tensor, pipeline, expert = (getattr(arguments, name) for name in _SIZES)
         for name in _SIZES:
             if getattr(arguments, name) < 1:

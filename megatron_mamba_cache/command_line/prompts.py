@@ -20,9 +20,7 @@ class PromptLine:
 
 
 def read_prompts(path: str) -> list[PromptLine]:
-    """Read all lines of a file.
-
-    Blank lines at the end are ignored.
+    """Read all lines of a file, without blank ones at its end.
 
     Raises:
         UsageError: Naming the file, and the line with its number, counted from 1.
@@ -46,11 +44,7 @@ def read_prompts(path: str) -> list[PromptLine]:
 
 
 def parse_line(request_id: int, line: str) -> PromptLine:
-    """Parse one line.
-
-    Raises:
-        UsageError: Naming the mistake.
-    """
+    """Parse one line; a `UsageError` names the mistake."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

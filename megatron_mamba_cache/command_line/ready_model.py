@@ -73,11 +73,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
 def engine_for(
     model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
 ) -> MambaCacheEngine:
-    """Build an engine, with a drafter if the settings ask for drafts.
-
-    Raises:
-        UsageError: If the settings do not fit the model or the machine's memory.
-    """
+    """Build an engine, with a drafter if drafts are set; raise `UsageError` if the model or the memory does not fit."""
     drafter = None
     if config.num_speculative_tokens:
         with errors_of_settings(DRAFTER_SHARE, is_draft=True):
@@ -89,14 +85,9 @@ def engine_for(
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:
-    """Load a model directory onto the current device.
+    """Load a model directory onto the current device; if that fails, raise `UsageError` that begins with `flag`.
 
-    Args:
-        dtype: "fp32" or "bf16"; None takes the checkpoint's own.
-        flag: The flag that names the directory; error messages begin with it.
-
-    Raises:
-        UsageError: If it cannot be loaded.
+    `dtype` is "fp32" or "bf16"; None takes the checkpoint's own.
     """
     try:
         return _LOADERS[directory.format](directory.path, None if dtype is None else DTYPES[dtype])
@@ -110,10 +101,10 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
 
 
 def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
-    """Return a factory of drafters, one for each engine; load a draft model once.
+    """Return a factory of drafters, one for each engine; load a draft model once, with the dtype of `model`.
 
     Args:
-        model: The model that verifies the drafts; a draft model's weights get its dtype.
+        model: The model that verifies the drafts.
         settings: Gives the sizes of a draft model's own cache; called for each drafter.
 
     Raises:

@@ -184,11 +184,7 @@ def check_writable(path: str) -> None:
 
 
 def write_output(path: str, result: RunResult, **more_summary: object) -> None:
-    """Write records and summary as JSON, with `more_summary` in the summary.
-
-    Raises:
-        UsageError: If the file cannot be written.
-    """
+    """Write records and summary as JSON, with `more_summary` in the summary; raise `UsageError` if that fails."""
     document = {
         "requests": [record.as_dict() for record in result.records],
         "summary": {**result.summary(), **more_summary},

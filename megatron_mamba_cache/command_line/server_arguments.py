@@ -90,11 +90,7 @@ def _add_limits(parser: ArgumentParser) -> None:
 
 
 def server_limits(arguments: Namespace, max_running: int) -> ServerLimits:
-    """Return the limits of the flags.
-
-    Raises:
-        UsageError: If one can never work.
-    """
+    """Return the limits of the flags; raise `UsageError` for one that can never work."""
     max_body = int(arguments.max_body_mb * _MIB)
     try:
         return ServerLimits(
@@ -200,11 +196,7 @@ def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
 
 
 def api_keys_of(arguments: Namespace) -> ApiKeys:
-    """Return the keys of all flags.
-
-    Raises:
-        UsageError: If a file cannot be read or has no key, or a key is not valid.
-    """
+    """Return the keys of all flags; raise `UsageError` for a file without keys or a key that is not valid."""
     users = _read_keys("--api-key-file", arguments.api_key_file)
     admins = _read_keys("--admin-api-key-file", arguments.admin_api_key_file)
     names = {key: name for keys in (users, admins) for key, name in keys.items() if name}

@@ -40,11 +40,7 @@ _JOIN_S = 60.0
 
 
 class Serving:
-    """The model of a process and the server's settings.
-
-    Raises:
-        UsageError: If the model cannot be loaded, or settings do not fit it.
-    """
+    """The model of a process and the server's settings; raises `UsageError` if one cannot be used."""
 
     def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         on_card = fills_card(directory, device)
@@ -87,11 +83,7 @@ class Serving:
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
     def engine(self) -> MambaCacheEngine:
-        """Build the engine.
-
-        Raises:
-            UsageError: If the settings do not fit the model or the memory.
-        """
+        """Build the engine; raise `UsageError` if the settings do not fit the model or the memory."""
         return engine_for(self._model, self._config, 0, self._drafter)
 
     def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:
@@ -101,8 +93,7 @@ class Serving:
     def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None, routing: RoutingSettings) -> int:
         """Serve with the engines of all processes through a coordinator; return the exit status.
 
-        Args:
-            listener: Socket of the process that runs the front end; None in all others.
+        The first process, which has a `listener`, runs the front end; the others serve its coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
@@ -145,11 +136,7 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
 def _settings(
     shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
 ) -> dict[str, Any]:
-    """Return the default fields of `CacheConfig`.
-
-    Args:
-        card: Memory to fill; None: sizes follow from the model.
-    """
+    """Return the default fields of `CacheConfig`, which fill `card`; None: they follow from the model."""
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
     if card is not None:

@@ -76,11 +76,7 @@ class Card:
 
 
 def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, int | float]:
-    """Return fields of `CacheConfig` that allow every run that the model itself allows.
-
-    Args:
-        max_length: Maximum length of the model.
-    """
+    """Return fields of `CacheConfig` for all runs that the model allows, up to its `max_length` in tokens."""
     block = math.ceil(_LEAST_BLOCK / shape.grain) * shape.grain
     length = min(max_length, _MAX_LENGTH)
     request_bytes = math.ceil(length / block) * shape.block_bytes(block)
@@ -172,12 +168,9 @@ def _budget(card: Card, shape: "HybridModelShape", step_bytes: int, num_sampled:
 def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, drafts_bytes: int) -> int:
     """Return the number of requests of 2,048 tokens that fit half of the memory.
 
-    Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
-    half, as their logits do: as many requests run at once with drafts as without, unless that leaves less than a
-    fifth.
-
-    Args:
-        drafts_bytes: Logits of a request's drafts, which reduce the budget.
+    Drafts count where each has a slot. Where states are replayed, drafts have only a few inputs, which come out of the
+    other half, as their logits do (`drafts_bytes` a request): then as many requests run with drafts as without, unless
+    that leaves less than a fifth.
     """
     most = budget / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
     num_blocks = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
@@ -201,11 +194,7 @@ def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
-    """Return the maximum tokens of a request that fit the budget of each rank, at least a block.
-
-    Args:
-        budget: Bytes on this rank for KV blocks and states, instead of those of `config`.
-    """
+    """Return the maximum tokens of a request that fit `budget` bytes, at least a block; a collective."""
     config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
@@ -235,11 +224,7 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
 def default_draft_settings(
     shape: "HybridModelShape", max_length: int, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that follow from the draft model; longer texts get no drafts.
-
-    Args:
-        given_gb: Budget of both models in GiB, from a flag; None: there is none.
-    """
+    """Return sizes that follow from the draft model; both models share `given_gb` GiB if that is given."""
     fields = default_settings(shape, max_length)
     if given_gb is None:
         return fields
@@ -252,11 +237,9 @@ def default_draft_settings(
 def card_draft_settings(
     shape: "HybridModelShape", max_length: int, engine: CacheConfig, card: Card, given_gb: float | None, ranks: "Ranks"
 ) -> dict[str, Any]:
-    """Return sizes that fill the draft model's share of a GPU for the engine's requests.
+    """Return sizes that fill the draft model's share of a GPU for the requests of `engine`, which verifies its drafts.
 
-    Args:
-        engine: Settings of the engine that verifies the drafts.
-        given_gb: The budget of `default_draft_settings`, instead of the GPU's free memory.
+    `given_gb` is the budget of both models in GiB; None: the GPU's free memory.
     """
     given = {"max_requests": engine.max_requests, "max_tokens": engine.max_tokens, "cache_gb": given_gb}
     length = min(max_length, engine.max_sequence_length)

@@ -26,11 +26,8 @@ _ONE_OF = "oneOf"
 def exclude_branches(root: Any) -> None:
     """Replace each `oneOf` of a JSON schema in place by an `anyOf` of alternatives that exclude each other.
 
-    Where two alternatives have some values in common, one of them must have a property that sets them apart, or must
-    not have one that the other must have.
-
-    Raises:
-        GrammarError: If alternatives overlap and cannot be narrowed so.
+    Alternatives that overlap are narrowed: one requires a property that sets them apart, or forbids one that the other
+    requires. If that is not possible, raise `GrammarError`.
     """
     for _ in range(_MOST_COPIES):
         chosen = {

@@ -46,8 +46,7 @@ class Grammar:
 def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Grammar:
     """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens.
 
-    Args:
-        location: Where the schema is in the request, for errors.
+    `location` is where the schema is in the request, for errors.
     """
     whole = without_notes(schema) if isinstance(schema, Mapping) else {}
     if schema is False:

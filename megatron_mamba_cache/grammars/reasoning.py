@@ -87,9 +87,9 @@ class ReasoningGrammar:
 
 
 def _before_tag(*, is_tag: bool) -> str:
-    """Return the expression of text before a marker that is not just mentioned, as a reply's parser reads it.
+    """Return the expression of text before a marker that is not a mention, as a reply's parser reads it.
 
-    The marker begins its line, or comes after a word or, if it is a tag, after the space after a sentence.
+    The marker begins its line, or follows a word; a tag may also follow the space after a sentence.
     """
     word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
     return rf"(({ANY}\n)?[ \t]*|{ANY}({word}))"

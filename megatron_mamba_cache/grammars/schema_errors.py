@@ -25,12 +25,9 @@ HasText = Callable[[Schema], bool]
 
 
 def close_names(root: Any, has_text: HasText) -> None:
-    """Write patterns that match only names of properties as those properties, in place.
+    """Replace patterns that match only listed properties by these properties, in place.
 
-    Other properties are not allowed where patterns match all names.
-
-    Args:
-        has_text: Returns whether the reply `{` may go on with a name.
+    If patterns match all names, other properties become forbidden. `has_text` tests if a name may follow the reply `{`.
     """
     locations = locations_in(root)
     if not any(mapping_of(found.get("patternProperties")) for found in locations.values()):
@@ -99,11 +96,7 @@ _SCALARS = {"null", "boolean", "integer", "number", "string"}
 
 
 def close_endless(root: Any) -> None:
-    """Replace schemas without a finite value by false, in place.
-
-    Raises:
-        GrammarError: If no value of the whole schema is finite.
-    """
+    """Replace schemas without a finite value by false, in place; raise `GrammarError` if the root has none."""
     locations = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
@@ -223,11 +216,7 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
 
 
 def explained(schema: dict[str, Any], refusal: Refusal) -> None:
-    """Raise a `GrammarError` for a schema that llguidance cannot follow, with the path to what it cannot.
-
-    Args:
-        schema: As it is handed to llguidance.
-    """
+    """Raise a `GrammarError` with the path to the part of a schema that llguidance cannot follow."""
     reason = refusal(schema)
     if reason is not None:
         path, reason = _deepest(schema, reason, refusal)

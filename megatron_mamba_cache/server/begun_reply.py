@@ -40,12 +40,7 @@ class BegunReply:
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Return the beginning of the reply in a prompt.
-
-    Args:
-        text: The conversation's, as it was rendered.
-        token_ids: Of the text.
-    """
+    """Return the beginning of the reply in a prompt, from the rendered conversation and its tokens."""
     end = _after_last_message(conversation, text, rendered)
     prefill = conversation.messages[-1].get("content") if conversation.continues else None
     prefill = prefill.strip() if isinstance(prefill, str) else ""

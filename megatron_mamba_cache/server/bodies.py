@@ -19,9 +19,7 @@ class ClientLeftError(Exception):
 class Bodies:
     """Reads bodies; a body's bytes count against its owner until its request is answered.
 
-    Args:
-        num_owners: Owners that share `max_buffered_bytes` equally. Each share holds at least one body, and no owner can
-            use another's share.
+    Owners share `max_buffered_bytes` equally. A share holds at least one body; no owner can use another's share.
     """
 
     def __init__(self, limits: ServerLimits, num_owners: int) -> None:

@@ -55,11 +55,7 @@ class Conversation:
         return tuple(replace(end, keep_s=max(keep_s)) for end in ends) if keep_s else ()
 
     def text(self, tokenizer: Any) -> str:
-        """Return the conversation as the tokenizer's template renders it.
-
-        Raises:
-            ValueError: If the template is missing or refuses it.
-        """
+        """Return the conversation as the tokenizer's template renders it; raise `ValueError` if it cannot."""
         return str(
             tokenizer.render_chat(
                 self.messages, self.tools, self.values, adds_prompt=self.adds_prompt, continues=self.continues
@@ -101,10 +97,7 @@ def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, A
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`.
-
-    Some clients send no text for a call without arguments.
-    """
+    """Return a call's arguments: {} for no text; text that is not a JSON object becomes `malformed_input`."""
     if not arguments.strip():
         return {}
     try:

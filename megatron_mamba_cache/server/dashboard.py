@@ -102,10 +102,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return the samples after a time and the last minute's quantiles as JSON.
-
-        A sample is a list in the order of `fields`.
-        """
+        """Return samples after a time, as lists in the order of `fields`, and the last minute's quantiles as JSON."""
         first_token = Durations.together([*(one for one, _ in self._recent), self._metrics.recent_first_token])
         inter_token = Durations.together([*(one for _, one in self._recent), self._metrics.recent_inter_token])
         names = [entry.name for entry in fields(Sample)]

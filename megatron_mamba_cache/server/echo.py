@@ -35,9 +35,7 @@ class Echo:
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
     """Return the echo of a prompt; as slow as tokenizing.
 
-    Args:
-        text: The prompt's text; None uses the text of the token ids.
-        has_tokens: True if the echo has the prompt's tokens.
+    `text` is the prompt's; None uses the text of the token ids. With `has_tokens`, the echo has the prompt's tokens.
     """
     reader = TokenReader(tokenizer)
     if not has_tokens:

@@ -32,11 +32,7 @@ _Mail = list[tuple[Callable[[Progress], None], Progress]]
 
 
 class EngineThread:
-    """A `Backend` over one engine.
-
-    Args:
-        end_ids: Tokens that end a reply.
-    """
+    """A `Backend` over one engine; `end_ids` are the tokens that end a reply."""
 
     def __init__(self, engine: MambaCacheEngine, end_ids: frozenset[int]) -> None:
         self._engine = engine
@@ -91,11 +87,7 @@ class EngineThread:
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Run `act` with the engine between two steps and return its result.
-
-        Raises:
-            ApiError: 503 if the engine has failed.
-        """
+        """Run `act` with the engine between two steps and return its result; raise `ApiError` 503 if it has failed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Answer] = loop.create_future()
 

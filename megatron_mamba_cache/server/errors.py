@@ -94,11 +94,7 @@ def engine_failed(reason: str) -> ApiError:
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Return one error for all of pydantic's: that of the union member that matches furthest.
-
-    Args:
-        content_type: The request's; None if it has none.
-    """
+    """Return one error for all of pydantic's: that of the union member that matches furthest."""
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
 

@@ -90,11 +90,7 @@ def write_line(line: str) -> None:
 
 
 class AccessLog:
-    """Writes one line for each exchange.
-
-    Args:
-        write: Called with each line, without its newline.
-    """
+    """Writes one line for each exchange; `write` gets it without its newline."""
 
     def __init__(
         self,

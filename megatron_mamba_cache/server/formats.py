@@ -159,11 +159,7 @@ class _ChatDeltas:
 
 
 class ChatFormat(_Envelope):
-    """`Format` of `/v1/chat/completions`.
-
-    Args:
-        includes_reasoning: True if replies include their reasoning, where the server separates it.
-    """
+    """`Format` of `/v1/chat/completions`; without `includes_reasoning`, replies lack separated reasoning."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -212,8 +208,8 @@ def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, 
 def _best(token: TokenInfo) -> dict[str, float] | None:
     """Return the best log-probs and the token's own, by text; None for a prompt's first token.
 
-    Tokens may have the same text, for instance parts of characters: then the token itself is named by its text, else
-    the best one, and each other one by its id, as `token_id:5`.
+    Tokens may have the same text, such as parts of characters. Then only one has its text as key, the token itself if
+    it is among them; the others have their ids, as `token_id:5`.
     """
     if token.log_prob is None:
         return None

@@ -96,11 +96,11 @@ class JobTimes:
     """Times of a job's events, in seconds of the monotonic clock; None until they happen.
 
     Args:
-        hears: Notified of tokens when the engine reports them, whether or not their client reads them.
+        hears: Notified of tokens when the engine reports them, even if their client does not read them yet.
 
     Attributes:
         started: When its prompts were read, just before they go to the engine.
-        queue_seconds: Wait of its first reply to begin, from its arrival to the first step that ran it.
+        queue_seconds: Wait of its first reply, from the request's arrival to the first step that ran it.
     """
 
     def __init__(self, arrived: float, hears: TokenTimes) -> None:

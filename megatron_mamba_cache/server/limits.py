@@ -54,7 +54,7 @@ class QueueGate:
         """Let `count` requests in.
 
         Raises:
-            ApiError: 429 if there is no room for them now, in which case nothing changes; 400 if there never is.
+            ApiError: 429 if there is no room for them now, 400 if there never is; nothing changes.
         """
         if count > self._most:
             raise ApiError(

@@ -106,11 +106,7 @@ def tenant_of(request: Request, body: GenerationFields) -> Tenant:
 
 
 class OrderMaker:
-    """Makes orders for one model.
-
-    Raises:
-        ApiError: From each method: if the model is not served, or there are too many choices.
-    """
+    """Makes orders for one model; raises `ApiError` if a request names another model, or has too many choices."""
 
     def __init__(self, model: ServedModel, limits: ServerLimits, tokenizer: Any) -> None:
         self._model = model
@@ -136,8 +132,7 @@ class OrderMaker:
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
         """Return the order of a chat completion, or of another route translated to one.
 
-        Args:
-            answer_field: Name of the other route's field for the answer's format.
+        `answer_field` is the other route's name of the field for the answer's format.
         """
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -173,11 +168,7 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return a request's order.
-
-        Args:
-            max_tokens: None generates as many as fit; 0 computes the prompts and generates nothing.
-        """
+        """Return a request's order; a `max_tokens` of None generates as many as fit, 0 only computes the prompts."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:

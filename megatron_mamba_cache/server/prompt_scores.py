@@ -31,11 +31,7 @@ class PromptScoring:
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return each prompt token with its alternatives, by id; None for the first.
-
-        Args:
-            scores: Of the tokens from the second on.
-        """
+        """Return each prompt token with its alternatives, by id; None for the first, which has no score."""
         texts: dict[int, str] = {}
         found: Entries = [None]
         for token_id, score in zip(token_ids[1:], scores, strict=True):

@@ -37,13 +37,10 @@ class Prompt:
 
 
 class PromptReader:
-    """Tokenizes prompts, reusing the exact tokens of known prefixes.
+    """Tokenizes prompts, reusing the exact tokens of known prefixes. Thread-safe.
 
-    Thread-safe. A prompt that is certain to have too many tokens is refused before it takes time and memory.
-
-    Args:
-        max_tokens: Limit of a prompt. A text may have at most `max_tokens` times the characters of the longest token,
-            although a tokenizer that drops characters might need fewer tokens.
+    A prompt that is certain to have more than `max_tokens` is refused before it takes time and memory: a text may have
+    that many times the characters of the longest token.
     """
 
     def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
@@ -128,8 +125,7 @@ class PromptReader:
     def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
         """Return the text of a reply in the next turn's prompt.
 
-        Returns:
-            None if the template does not write the prompt's text again before it, as where it drops reasoning.
+        None if the template does not write the prompt's text again before it, such as when it drops reasoning.
         """
         if prompt.conversation is None or prompt.text is None or self._turn_end is None:
             return None

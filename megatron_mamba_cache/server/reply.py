@@ -76,12 +76,11 @@ class ReplyPrompt:
 class Reply:
     """Tokens and text of one reply, up to its end or the first stop string.
 
-    The text is what its tokens add to the text of the prompt's; see `IncrementalText`.
+    The text is what its tokens add to the text of the prompt's, as in `IncrementalText`.
 
     Args:
         stops: Stop strings; they are not part of the text.
-        end_ids: Tokens that end a reply; the next turn does not continue them. Those that are special are not shown.
-        prompt: None: an empty one.
+        end_ids: Tokens that end a reply; the next turn does not continue them. Special ones are not shown.
         reading: None: all text is content.
     """
 
@@ -127,11 +126,7 @@ class Reply:
         return self._stops.found
 
     def take(self, progress: Progress) -> Piece:
-        """Add a step's progress and return the next piece, which may be empty.
-
-        Raises:
-            ApiError: 500 if the request failed in the engine.
-        """
+        """Add a step's progress; return the next piece, maybe empty. Raise `ApiError` if the engine has failed."""
         self._note(progress)
         tokens, new, parts = [], [], []
         for index, token in enumerate(progress.tokens):
@@ -186,9 +181,9 @@ class Reply:
     def same_in(self, text: str) -> str | None:
         """Return the prefix of a text that means the same as this reply; None without one.
 
-        White space at its ends and inside arguments may differ. It is the whole text unless the reply was ended after a
-        call, by a stop string or the limit of tokens or of calls: then it ends with that call, because the reply lacks
-        the closing marker that templates write.
+        White space at its ends and inside arguments may differ. If the reply was cut after a call, by a stop string or
+        a limit, the prefix ends with that call: the reply lacks the closing marker that templates write. Otherwise it
+        is the whole text.
         """
         if self._was_cut and self._parser.num_calls:
             if self.text[len(self._through_calls(self.text)) :].strip():

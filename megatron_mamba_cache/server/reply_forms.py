@@ -40,11 +40,7 @@ class ReplyForm:
         return reasoning.before(self.grammar, self.calls, is_open=is_open).text
 
     def check(self, grammars: Grammars, prompts: Iterable[Prompt]) -> None:
-        """Check the grammars of replies to some prompts by compiling them.
-
-        Raises:
-            ApiError: 400 with the reason why one of them cannot be used.
-        """
+        """Compile the grammars of replies to some prompts; raise `ApiError` 400 if one cannot be used."""
         for text in dict.fromkeys(map(self.grammar_after, prompts)):
             reason = grammars.error_of(text)
             if reason is not None:
@@ -52,11 +48,7 @@ class ReplyForm:
 
 
 class FormMaker:
-    """Makes the forms of replies of one model.
-
-    Args:
-        syntax: How the model writes replies to messages.
-    """
+    """Makes the forms of replies of one model, which writes them with this syntax."""
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax
@@ -107,10 +99,7 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return the form of replies with strict tools; None without any.
-
-        Where only some tools may be called, it has calls of these alone.
-        """
+        """Return the form of replies with strict tools, or with calls of only the allowed tools; None without any."""
         functions = [tool["function"] for tool in chosen.tools]
         is_held = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls

@@ -34,9 +34,7 @@ _PROBE = ({"role": "user", "content": "x"},)
 class Efforts:
     """Values of `reasoning_effort` of a template, found by rendering a conversation.
 
-    Args:
-        render: Returns the text of a conversation; raises `ValueError` if the template refuses it.
-        source: The template.
+    `render` returns the text of a conversation, or raises `ValueError` if the template refuses it.
     """
 
     def __init__(self, render: Callable[[Conversation], str], source: str) -> None:
@@ -132,13 +130,9 @@ class Reading:
 class TemplateFit:
     """Rewrites conversations so that a chat template reads all their messages.
 
-    What a template reads is found by rendering the conversation with a marker text in place of each text. Rewrites that
+    What a template reads is found by rendering the conversation with a marker text instead of each text. Rewrites that
     a template always needs are found once, from small conversations, so that each turn begins like the turn before.
-    Reasoning of earlier turns may be left out.
-
-    Args:
-        render: Returns the text of a conversation; raises `ValueError` if the template refuses it.
-        source: The template.
+    Reasoning of earlier turns may be left out. `render` raises `ValueError` if the template refuses a conversation.
     """
 
     def __init__(self, render: Render, source: str) -> None:

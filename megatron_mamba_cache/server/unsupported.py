@@ -23,11 +23,7 @@ _lock = threading.Lock()
 
 
 def note_ignored(reason: str, names: Iterable[str]) -> None:
-    """Count ignored parts of a request; log each at counts of 1, 10, 100 and so on.
-
-    Args:
-        reason: Why, in words that fit all of them.
-    """
+    """Count ignored parts of a request, for one reason; log each at counts of 1, 10, 100 and so on."""
     with _lock:
         counts = {}
         for name in dict.fromkeys(names):
@@ -160,11 +156,9 @@ LABELS = frozenset(
 
 
 def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:
-    """Count fields that cannot change a reply and drop those that no schema has.
+    """Count fields that cannot change a reply, and drop those that no schema has.
 
-    Args:
-        labels: Names of such fields; if there are none, all fields are returned.
-        known: Names of all fields of the schema.
+    `labels` are their names, and `known` the names of all fields of the schema. Without labels, nothing is dropped.
     """
     if not labels or not isinstance(fields, Mapping):
         return fields
@@ -174,11 +168,7 @@ def without_labels(labels: Collection[str], known: Container[str], fields: Any) 
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
-    """Return an object without the fields of the table; return other values unchanged.
-
-    Raises:
-        PydanticCustomError: Of type `REFUSED`, at the first field with an effect.
-    """
+    """Return an object without the fields of a table; refuse the first of them that has an effect."""
     if not isinstance(fields, Mapping):
         return fields
     for name, value in fields.items():

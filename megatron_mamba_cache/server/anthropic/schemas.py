@@ -81,15 +81,11 @@ class Turn(PartlySupported):
 
 
 class Thinking(BaseModel):
-    """Setting of reasoning, which templates read as `enable_thinking`; a budget has no effect.
-
-    Args:
-        display: "omitted" leaves the text of reasoning out of the reply.
-    """
+    """Setting of reasoning, which templates read as `enable_thinking`; a budget has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted"] | None = None  # "omitted": replies lack the text of reasoning
 
 
 class OutputFormat(BaseModel):

@@ -107,8 +107,7 @@ def calls_in_reasoning(
 ) -> CallsInReasoning | None:
     """Return the calls that may end reasoning; None if calls look like text.
 
-    Args:
-        after: Grammar of the text after them; None: the reply ends.
+    `after` is the grammar of the text after them; None: the reply ends.
     """
     form = MARKED_CALLS.get(family)
     if form is None:

@@ -14,12 +14,9 @@ Schema = Mapping[str, Any]
 
 
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
-    """Return the JSON types of a parameter; none if the schema has no type.
+    """Return the JSON types of a parameter in the schema of all of them; none if it has no type.
 
-    Whatever the client's schema is, this raises nothing and takes bounded time.
-
-    Args:
-        schema: Of all parameters of the tool.
+    For any schema of a client, this raises nothing and takes bounded time.
     """
     declared = _declared(name, schema)
     if not declared:
@@ -29,11 +26,7 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Return a parameter's schema with its reference resolved; {} without one.
-
-    Args:
-        root: The schema of all parameters, which has the definitions.
-    """
+    """Return a parameter's schema with its reference resolved in the schema of all parameters; {} without one."""
     for _ in range(_MOST_NAMES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -43,10 +36,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
 
 
 def _declared(name: str, root: Schema) -> list[Schema]:
-    """Return the schemas of a parameter in a schema and its combined schemas.
-
-    A parameter that none of them names has those of `additionalProperties`.
-    """
+    """Return a parameter's schemas in a schema and its combined ones, or else those of `additionalProperties`."""
     found: list[Schema] = []
     others: list[Schema] = []
     is_named = False

@@ -28,9 +28,8 @@ _JSON_NAMES = {**_BOOLEANS, "null": None}
 def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
     """Return a parameter's text as JSON of one of its types, else as text.
 
-    Args:
-        types: JSON types; none if the schema has none. Unknown names are ignored.
-        is_held: True if a grammar holds the text. Then numbers beyond float64 are replaced by the nearest in it.
+    `types` is empty if the schema has none; unknown names are ignored. If a grammar holds the text (`is_held`), numbers
+    beyond float64 become the nearest finite ones.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
     written = strict_json(text.strip(), is_held=True) if is_held else text.strip()
@@ -41,11 +40,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool = False) -> str:
 
 
 def _value_of_values(text: str, types: Collection[str]) -> Any:
-    """Return a text's value of the first type that fits, or its quoted text.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return a text's value of the first type that fits, or its quoted text; raise `ValueError` if there is none."""
     may_be_text = not types or "string" in types
     for read in (partial(strict_value, allows_controls=True), _literal_value):
         try:
@@ -67,11 +62,7 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
 
 
 def _literal_value(text: str) -> Any:
-    """Return the value of a Python or JSON literal; nothing is executed.
-
-    Raises:
-        ValueError: If the text is not one, or is too long or too deeply nested.
-    """
+    """Return the value of a Python or JSON literal, without executing it; raise `ValueError` if it is not one."""
     if len(text) > _LONGEST_LITERAL:
         raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are read")
     try:
@@ -119,11 +110,10 @@ _AFTER: Mapping[str, Sequence[str]] = {
 
 
 class XmlCalls:
-    """Parser of calls of tools with these parameters.
+    """Parser of calls of tools.
 
-    Args:
-        parameters: The JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
-            content; with no tools at all, every name is taken.
+    `parameters` has the JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
+    content; without any tools, every name is taken.
     """
 
     open = (_CALL, _FUNCTION)

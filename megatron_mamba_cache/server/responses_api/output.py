@@ -11,13 +11,10 @@ Item = dict[str, Any]
 
 
 class ResponseOutput:
-    """The output of one response, and its numbered events.
+    """The output items of one response so far, and its numbered events.
 
     Args:
         summarizes: True if reasoning is its own summary too: many clients show only that.
-
-    Attributes:
-        items: Items so far; the last one may still grow.
     """
 
     def __init__(self, *, summarizes: bool = False) -> None:
