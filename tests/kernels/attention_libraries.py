@@ -1,6 +1,6 @@
-"""What the attention libraries promise, computed by the twin: their signatures and what the arguments mean.
+"""Stand-ins for the attention libraries: their signatures, computed by the reference.
 
-For machines without them; nothing here says that a library keeps its word.
+For machines without them; nothing here checks the libraries themselves.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference import paged_attention_ref
 
 IN_GRAPHS = False
-"""Whether calls are captured: the sizes that the host gives are then of the longest rows, else of those at hand."""
+"""True if calls are captured: host sizes are then those of the longest requests, else those of the step."""
 
 
 def _is_size(given: int, needed: Tensor | int) -> bool:
@@ -143,7 +143,7 @@ def varlen_attn(
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Stand for the class of FlashInfer 0.5; `HAS_OFFSETS` tells its "fa3" from that of 0.6 and later."""
+    """Stand in for the class of FlashInfer 0.5; `HAS_OFFSETS` is False for its "fa3", True from 0.6 on."""
 
     HAS_OFFSETS = True
 
