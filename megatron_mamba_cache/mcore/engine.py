@@ -189,27 +189,27 @@ class MambaCacheEngine(SuspendableEngine):
 
         Kept for the newest 65,536 requests that have left.
         """
-        return self._states.cached_tokens(request_id)
+        return self._states.counts_of(request_id).cached_tokens
 
     def tier_tokens(self, request_id: int) -> TierTokens:
         """Return how many of its `cached_tokens` came back for the request from below the device; kept as long."""
-        return self._states.tier_tokens(request_id)
+        return self._states.counts_of(request_id).tiers
 
     def written_tokens(self, request_id: int) -> int:
-        """Return how many tokens of its prompt the request has made resumable that were not; kept as `cached_tokens`.
+        """Return how many tokens of its prompt the request has made resumable; kept as long as `cached_tokens`.
 
-        Those are the tokens between each state that it published in its prompt and the nearest one before. A request
+        These are the tokens between each state that it published in its prompt and the nearest one before. A request
         that is prefilled again may count some twice.
         """
-        return self._states.written_tokens(request_id)
+        return self._states.counts_of(request_id).num_written
 
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return how many drafts of the request were verified and kept so far; kept as long as `cached_tokens`."""
-        return self._states.draft_counts(request_id)
+        return self._states.counts_of(request_id).drafts
 
     def running_seconds(self, request_id: int) -> float:
         """Return the seconds since the request was first admitted; kept as long as `cached_tokens`."""
-        return self._states.running_seconds(request_id)
+        return self._states.counts_of(request_id).running_seconds
 
     @override
     def schedule_waiting_requests(self) -> None:

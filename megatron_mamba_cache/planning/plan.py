@@ -11,7 +11,6 @@ from ..errors import CacheCapacityError
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_requests
 from ..policy.block_hashing import TokenIds
-from ..policy.boundaries import prefill_chunk_end
 from ..policy.identifiers import BlockKey
 from ..policy.prefix_cache import PrefixCache
 from ..policy.request_settings import RequestSpec, SamplingSettings
@@ -168,14 +167,7 @@ def _prefill(request: RunningRequest, cache: PrefixCache, max_tokens: int) -> It
         yield
         if not request.is_prefilling:
             return
-        chunk_end = prefill_chunk_end(
-            start=request.computed,
-            prompt_len=request.spec.prompt_len,
-            budget=max_tokens,
-            block_size=cache.block_size,
-            align=cache.rules.align_prefill_chunks,
-        )
-        cache.schedule_chunk(request, chunk_end)
+        cache.continue_prefill(request, max_tokens)
 
 
 def _decode(request: RunningRequest, cache: PrefixCache) -> Iterator[None]:

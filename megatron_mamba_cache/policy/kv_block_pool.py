@@ -16,19 +16,17 @@ class KVBlockPool:
     Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors. A block
     without a reference stays as long as a state at its end or later can resume it, and leaves with the last such state,
     leaves first.
+
+    Args:
+        indices: Where blocks come from, or how many the pool has for itself.
+        states: The states that blocks stay for.
+        block_size: Tokens of a block.
+
+    Raises:
+        ValueError: If a size is out of range.
     """
 
     def __init__(self, indices: IndexPool | int, states: SlotPool, *, block_size: int = 1) -> None:
-        """Start with every block free.
-
-        Args:
-            indices: Where blocks come from, or how many the pool has for itself.
-            states: The states that blocks stay for.
-            block_size: Tokens a block.
-
-        Raises:
-            ValueError: If a size is out of range.
-        """
         if (isinstance(indices, int) and indices < 0) or block_size < 1:
             raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {indices} and {block_size}")
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices

@@ -24,22 +24,20 @@ class SlotPool:
     """Slots of the state pool, one owner each; a cached slot belongs to one KV block, and a block has at most one.
 
     A cached state is evicted when a slot or a KV block is needed and none is free, unless it is pinned: about to be
-    read. Time is logical: it passes as requests start from a state and as they end, hardly with what they write.
+    read. Time is logical: it passes when requests start from a state and when they end.
+
+    Args:
+        indices: Where slots come from, or how many the pool has for itself.
+        rule: Weighs states for eviction; None: the least recently used is evicted first.
+        running: Where the slots of live and draft states come from; None: from `indices` too.
+
+    Raises:
+        ValueError: If the number of slots is negative.
     """
 
     def __init__(
         self, indices: IndexPool | int, rule: EvictionRule | None = None, running: FixedIndexPool | None = None
     ) -> None:
-        """Start with every slot free.
-
-        Args:
-            indices: Where slots come from, or how many the pool has for itself.
-            rule: What a state is worth; None: the least recently used is evicted first.
-            running: Where the slots of live and draft states come from; None: from `indices` too.
-
-        Raises:
-            ValueError: If the number of slots is negative.
-        """
         if isinstance(indices, int) and indices < 0:
             raise ValueError(f"need num_slots >= 0, found {indices}")
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices

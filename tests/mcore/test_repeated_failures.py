@@ -63,7 +63,7 @@ def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., b
 
 
 def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
-    return run.context.runner.requests, "continue_prefill", lambda request, _: request.request_id == POISONED
+    return run.context.runner.cache, "continue_prefill", lambda request, _: request.request_id == POISONED
 
 
 def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go_on(

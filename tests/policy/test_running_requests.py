@@ -43,7 +43,7 @@ class RunningRequestsMachine(RuleBasedStateMachine):
         """Run a step as an engine does: continue prompts, decode, drop requests that end, and grow the others."""
         for request in self.requests.prefilling:
             if not request.scheduled and self.requests.prompt_budget > 0:
-                self.requests.continue_prefill(request, self.requests.prompt_budget)
+                self.requests.cache.continue_prefill(request, self.requests.prompt_budget)
         for request in self.requests.decoding:
             self.requests.cache.schedule_decode(request)
         run_step(self.requests.cache, [request for request in self.requests if request.scheduled])

@@ -1,7 +1,4 @@
-"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on how.
-
-`TierPair` is what they go between.
-"""
+"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on their status."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,8 +94,7 @@ End = Callable[[bool], None]
 class CopyLedger:
     """The copies under way, the same on every rank.
 
-    A copy is *cancelled* if its purpose is gone: it still runs to its end, because its memory is in use until then, but
-    ends as failed.
+    A cancelled copy still runs to its end, because its memory is in use until then, but ends as failed.
     """
 
     def __init__(self) -> None:
@@ -132,7 +128,7 @@ class CopyLedger:
         return new
 
     def cancel(self, number: int) -> None:
-        """Let a copy end as failed, whatever becomes of it."""
+        """Let a copy end as failed."""
         if number in self.orders:
             self._cancelled.add(number)
 
