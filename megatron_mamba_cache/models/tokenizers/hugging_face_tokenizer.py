@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face model directory; nothing is downloaded, and torch is not needed.
 
-A `tokenizer.json` is read by the small tokenizers package whether or not transformers is installed, so that a text has
-the same tokens on every machine. transformers is needed only for other tokenizer files and for chat templates.
+The tokenizers package reads a `tokenizer.json` even if transformers is installed, so that a text has the same tokens on
+every machine. transformers is needed only for other tokenizer files and for chat templates.
 """
 
 import inspect
@@ -68,8 +68,8 @@ class HuggingFaceTokenizer:
         """Return the text's tokens.
 
         Args:
-            add_special_tokens: True adds the special tokens that the tokenizer's files put around a text, False adds
-                none, as for a rendered chat. None adds them too, but `bos` comes once if the text spells it out.
+            add_special_tokens: True adds the special tokens that the files put around a text; False adds none, as for a
+                rendered chat; None adds them, but `bos` only once if the text spells it out.
         """
         tokens = self._codec.encode(text, add_special_tokens=add_special_tokens is not False)
         is_double = add_special_tokens is None and self.bos is not None and tokens[:2] == [self.bos, self.bos]
@@ -240,9 +240,6 @@ def has_tokenizer(directory: Path) -> bool:
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokenizer | None:
     """Read the tokenizer of a model directory; None if it holds none, so that requests use token ids.
-
-    Args:
-        vocab_size: The model's.
 
     Raises:
         ValueError: Naming the file, if it is damaged, has ids beyond the model's vocabulary, or needs transformers,

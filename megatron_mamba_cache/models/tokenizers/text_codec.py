@@ -137,11 +137,7 @@ def _added_tokens(declared: Iterable[Any]) -> Iterator[Any]:
 
 
 class TransformersCodec:
-    """Any other tokenizer of a directory, read by transformers.
-
-    Raises:
-        ValueError: If transformers is missing or cannot read the files.
-    """
+    """Any other tokenizer of a directory, read by transformers; raises as `auto_tokenizer`."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
@@ -171,10 +167,7 @@ class TransformersCodec:
 
 
 def auto_tokenizer(directory: Path, purpose: str) -> Any:
-    """Return transformers' tokenizer of a directory; nothing is downloaded.
-
-    Args:
-        purpose: What it is needed for; used in the error.
+    """Return transformers' tokenizer of a directory, needed for `purpose`; nothing is downloaded.
 
     Raises:
         ValueError: If transformers is missing or cannot read the files.
