@@ -96,7 +96,7 @@ class Placement:
         return self.rows(tensor if self.entry is None else tensor[self.entry])
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of that part; see `stored_shape`."""
+        """Return the shape of that part, from those of the undivided model's parameters."""
         return _needed_shape(self.view(torch.empty(shapes[self.target], device="meta")))
 
 

@@ -36,8 +36,7 @@ class RandomHybridConfig:
             attention with head norms, a quarter of each head rotated, zero-centred norms, a gated shared expert.
         use_rope: Rotary position embeddings; False: none.
         num_experts: Experts of each E layer; each token is routed to 2 by softmax.
-        experts: Sizes and routing of the E layers, instead of `num_experts` and of a gated shared expert; a
-            sigmoid gets a random bias.
+        experts: Sizes and routing of the E layers, instead of `num_experts`; a sigmoid gets a random bias.
         gated: True for gated feed-forward layers and experts.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
@@ -69,8 +68,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
     The same seed gives the same weights on any device and under any number of ranks.
 
     Raises:
-        ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer, or if the ranks cannot share
-            the model.
+        ValueError: As `build_hybrid_model`.
     """
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)

@@ -27,9 +27,8 @@ class _StoredOffset:
 
 
 class StateSlotAllocator:
-    """Allocate slots for the Mamba states at the ends of KV blocks, over an engine's pool and slot map.
-
-    Methods mirror Megatron's class, and keep its -1 and bool results.
+    """Allocate slots for the Mamba states at the ends of KV blocks; methods, -1 and bool results are as in Megatron's
+    class.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class StateSlotAllocator:
         self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
 
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
-        """Return a slot for each block, evicting states of lowest priority if needed.
+        """Return a slot for each block, evicting states of lowest priority if needed; the same block twice gets one
+        slot.
 
-        The same block twice gets one slot. The caller must fill a new slot before it can be matched: in an engine,
-        before the next step.
+        The caller must fill a new slot before it can be matched: in an engine, before the next step.
 
         Raises:
             CacheCapacityError: If there are too few slots; nothing has changed then.
@@ -190,8 +189,8 @@ class StateSlotAllocator:
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the running step's boundaries: offsets [prefills, k] int32 (padded with 0), counts [prefills] int32.
 
-        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) with a stride, or more where waiting
-        requests branch from a prompt at other boundaries; (None, None) if no boundary is reserved.
+        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, ceil(max_tokens / block) with a stride, or more where waiting
+        requests branch elsewhere; (None, None) if no boundary is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()

@@ -103,12 +103,8 @@ class MemorySizes:
     running: int = 0
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
-        """Return bytes by use; `unusable` ones are in slabs of the other use.
-
-        Args:
-            slots: States by owner.
-            blocks: KV blocks by kind.
-            slabs: Slabs by use.
+        """Return bytes by use, from states by owner, KV blocks by kind and slabs by use; slabs of the other use are
+        `unusable`.
         """
         owners = ("reserved",) if self.running else ("live", "reserved", "draft")
         running = sum(slots[owner] for owner in owners)
@@ -137,11 +133,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def _candidates(ratio: float) -> Iterator[SlabShape]:
-    """Yield shapes with few of the larger unit, fewest first.
-
-    Args:
-        ratio: Bytes of a state for each byte of a block.
-    """
+    """Yield shapes with few of the larger unit, fewest first; `ratio` is the size of a state over that of a block."""
     for few in range(1, _FEW + 1):
         many = few * max(ratio, 1 / ratio)
         for number in sorted({math.floor(many), math.ceil(many)}):

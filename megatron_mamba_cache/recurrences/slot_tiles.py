@@ -22,9 +22,8 @@ class CopyTiling:
     """How a copy is split over the device; every choice copies the same bytes.
 
     Args:
-        tile_len: elements of a tile, a power of two; 8 bytes each where alignment allows.
-        num_warps: warps of a program.
-        programs_per_sm: programs launched for each multiprocessor.
+        tile_len: Elements of a tile, a power of two; 8 bytes each where alignment allows.
+        programs_per_sm: Programs launched for each multiprocessor.
     """
 
     tile_len: int
@@ -46,9 +45,9 @@ class SlotTiles:
     """A pool's view and the compile-time sizes of `copy_tiles`.
 
     Args:
-        times, length: times of a slot and layer that are copied, elements of each.
-        lanes: elements of an access.
-        width: elements of a tile.
+        times, length: Times of a slot and layer that are copied, elements of each.
+        lanes: Elements of an access.
+        width: Elements of a tile.
     """
 
     states: SlotStates
@@ -72,7 +71,7 @@ def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> Sl
     """Cut a pool [layers, slots, times, elements] of some slots, whose elements, if any, are contiguous.
 
     Args:
-        access: bytes of an access, at most those of `access_bytes`, which is the default.
+        access: Bytes of an access, at most those of `access_bytes`, which is the default.
     """
     num_times, num_elements = pool.shape[2:]
     strides = [stride * pool.element_size() for stride in pool.stride()[:3]]
@@ -118,16 +117,9 @@ def next_turn(turn, TILES: tl.constexpr):
 
 @triton.jit
 def copy_tiles(
-    states,
-    target_states,
-    source,
-    target,
-    first_tile,
-    LAYERS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    states, target_states, source, target, first_tile,
+    LAYERS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Copy every n-th tile from `first_tile` on, n programs, of slot `source` to `target`: all layers, one time.
 
     Slots are int64; `target` is one of `target_states`, which may be `states`.
@@ -152,10 +144,10 @@ def copy_windows(
     LAYERS: tl.constexpr, TIMES: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile of the window in slot `source`, from input `shift` on: n programs, from `first_tile`.
+    """Copy every n-th tile of the window in slot `source`, all layers, from input `shift` on: n programs, from
+    `first_tile`.
 
-    All layers. Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be
-    equal.
+    Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be equal.
 
     Args:
         tail: Holds the inputs from TIMES on, at `buffer`, if HAS_TAIL; else they are in the slot as well.

@@ -94,10 +94,7 @@ class PagedAttention:
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
 
     def lend_offsets(self, wrapper: Any) -> None:
-        """Share this wrapper's 64 MiB of token offsets with another "fa3" wrapper; each run writes them.
-
-        From 0.6 on FlashInfer has no such memory.
-        """
+        """Share 64 MiB of token offsets, which each run writes, with another "fa3" wrapper; none exist from 0.6 on."""
         offsets = getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
         if offsets is not None:
             wrapper._vector_sparse_indices_buffer = offsets

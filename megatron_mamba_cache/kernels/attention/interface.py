@@ -94,9 +94,8 @@ class AttentionBackend(Protocol):
     """Its value of `CacheConfig.attention_backend`."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Prepare a step, from its host lengths and block table, for the calls of its layers.
-
-        No request has fewer cached tokens than query tokens. The plan is valid until the next one is made.
+        """Prepare a step, from its host lengths and block table, for the calls of its layers; valid until the next
+        plan.
         """
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:

@@ -1,8 +1,8 @@
 """KV append: write new keys and values into their blocks of a paged cache, and pack queries, in one launch.
 
-Layout: a token's heads are one run of elements in the caches; in `key` and `value`, views of a joint projection, they
-may be strided, and so may the queries of each head of keys. Grid: a program moves a few tokens, of all heads the key
-and the value, or one query. Graph safe: no host sync, one launch.
+Layout: a token's heads are one run of elements in the caches; in `key` and `value`, and the queries of a head of keys,
+they may be strided. Grid: a program moves a few tokens, of all heads the key and the value, or one query. Graph safe:
+no host sync, one launch.
 """
 
 import torch

@@ -1,10 +1,9 @@
 """The order of tokens by expert: which (token, expert) pairs each expert computes.
 
 Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
-every run: atomics only count. Few pairs take one launch, a program for each expert: it reads all pairs at once, counts
-those of lower experts, which come first, and writes its own in order. More pairs take three launches over chunks of
-pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the chunks before;
-scatter. Graph safe: no host sync.
+every run: atomics only count. Few pairs take one launch, a program for each expert, which reads all pairs at once. More
+pairs take three launches over chunks of pairs: count each chunk's pairs of each expert and rank each pair among them;
+sum the counts of the chunks before; scatter. Graph safe: no host sync.
 """
 
 import torch
@@ -36,16 +35,9 @@ def _load_experts(ids, position, num_pairs, first_expert, NUM_EXPERTS: tl.conste
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _order_kernel(
-    ids,
-    pairs,
-    positions,
-    starts,
-    num_pairs,
-    first_expert,
-    NUM_EXPERTS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    ids, pairs, positions, starts, num_pairs, first_expert,
+    NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
@@ -64,17 +56,9 @@ def _order_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
 def _count_kernel(
-    ids,
-    ranks,
-    counts,
-    num_pairs,
-    num_chunks,
-    first_expert,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    ids, ranks, counts, num_pairs, num_chunks, first_expert,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Count a chunk's pairs of each expert, and rank each pair among those of its expert."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
@@ -102,21 +86,9 @@ def _sum_counts_kernel(counts, totals, num_chunks, CHUNKS: tl.constexpr, OVERLAP
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
 def _scatter_kernel(
-    ids,
-    ranks,
-    counts,
-    totals,
-    pairs,
-    positions,
-    starts,
-    num_pairs,
-    num_chunks,
-    first_expert,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    ids, ranks, counts, totals, pairs, positions, starts, num_pairs, num_chunks, first_expert,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Write a chunk's pairs after those of lower experts and of the chunks before."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
@@ -135,9 +107,9 @@ def _scatter_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Sort (token, expert) pairs by expert.
+    """Sort (token, expert) pairs by expert; pair `token * top_k + slot` is a token and its expert in that slot.
 
-    Pair `token * top_k + slot` is a token and its expert in that slot. Pairs of an expert stay in order.
+    Pairs of an expert stay in order.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.

@@ -133,29 +133,11 @@ def _multiply_tiles(pipeline, tiles, out, sizes, GROUP: gl.constexpr):
 
 @gluon.jit
 def _gemm_kernel(
-    weight,
-    rows32,
-    x,
-    pairs,
-    tiles,
-    out,
-    x_stride,
-    UNITS: gl.constexpr,
-    NUM_WIDE: gl.constexpr,
-    PER_UNIT: gl.constexpr,
-    TILES: gl.constexpr,
-    TURN: gl.constexpr,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    DIVISOR: gl.constexpr,
-    AHEAD: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr,
-    FILL_REGISTERS: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
-    """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
+    weight, rows32, x, pairs, tiles, out, x_stride,
+    UNITS: gl.constexpr, NUM_WIDE: gl.constexpr, PER_UNIT: gl.constexpr, TILES: gl.constexpr, TURN: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, OUTPUTS: gl.constexpr, ACTIVATION: gl.constexpr, DIVISOR: gl.constexpr,
+    AHEAD: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, FILL_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
     sizes = Sizes(UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
     pipeline = allocate_pipeline(weight, rows32, sizes)
     if not AHEAD:

@@ -57,10 +57,9 @@ class OverlappedExpert:
 
     For few tokens the time is that of reading its weights: it is launched while the others are routed, by small kernels
     that leave the memory idle. The routing is launched first, or its programs would wait for the larger kernels'. The
-    routed GEMMs fill the card, so the shared expert's stream has high priority: its programs start next, not last. With
-    more tokens the shared expert's programs take whole multiprocessors and would delay routing: they are launched after
-    it, and use what the GEMMs leave idle. Whatever leaves room for routing is launched before it. Without a graph, a
-    second stream costs the host more than it gains.
+    routed GEMMs fill the card, so the shared expert's stream has high priority. With more tokens its programs take
+    whole multiprocessors and would delay routing: they are launched after it, and use what the GEMMs leave idle.
+    Without a graph, a second stream costs the host more than it gains.
 
     Args:
         begin: Called at once: launches what leaves room for routing, if anything, and returns a function that computes
@@ -79,11 +78,7 @@ class OverlappedExpert:
             self._compute = begin()
 
     def launch(self, *, after_queued: bool) -> None:
-        """Launch the rest.
-
-        Args:
-            after_queued: True to wait for all work queued on the current stream.
-        """
+        """Launch the rest; `after_queued` waits for all work queued on the current stream."""
         if self._stream is None or self._inputs is None:
             self._output = self._compute()
             return

@@ -28,20 +28,10 @@ _DEPTH = 64
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    x,
-    gate,
-    logits,
-    stride,
-    num_tokens,
-    INPUTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    x, gate, logits, stride, num_tokens,
+    INPUTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    EXPERTS: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Multiply a tile of tokens with the weights of a tile of experts, over one part of the inputs."""
     await_inputs(OVERLAPS)
     part = tl.program_id(2)

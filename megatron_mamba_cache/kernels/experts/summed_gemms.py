@@ -58,29 +58,11 @@ def _of_expert(
 
 @triton.jit(do_not_specialize=["first_expert"])
 def _sum_kernel(
-    rows,
-    shared_rows,
-    weight,
-    shared_weight,
-    ids,
-    shares,
-    addend,
-    out,
-    first_expert,
-    HAS_ADDEND: tl.constexpr,
-    FOLLOWS_PAIRS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    UNROLLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    rows, shared_rows, weight, shared_weight, ids, shares, addend, out, first_expert,
+    HAS_ADDEND: tl.constexpr, FOLLOWS_PAIRS: tl.constexpr, TOP_K: tl.constexpr, NUM_SHARES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
+    UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Sum ROWS outputs of a token over its experts, and the shared one. Long because of its arguments."""
     if FOLLOWS_PAIRS:
         release(OVERLAPS)  # the choice of experts was written before the first GEMM began

@@ -23,22 +23,10 @@ _TILE_LEN = 1024
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gated_group_norm_kernel(
-    y,
-    z,
-    weight,
-    out,
-    num_tokens,
-    y_stride,
-    z_stride,
-    eps,
-    offset,
-    CHANNELS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    y, z, weight, out, num_tokens, y_stride, z_stride, eps, offset,
+    CHANNELS: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, IS_GATED: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     await_inputs(OVERLAPS)
     NUM_GROUPS: tl.constexpr = CHANNELS // GROUP_SIZE
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # group number over all tokens

@@ -22,20 +22,9 @@ _TILE_LEN = 1024
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _norm_and_gate_kernel(
-    y,
-    z,
-    weight,
-    out,
-    num_tokens,
-    y_stride,
-    z_stride,
-    eps,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    y, z, weight, out, num_tokens, y_stride, z_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     await_inputs(OVERLAPS)
     index = tl.program_id(0) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]  # head number over all tokens
     token = (index // HEADS).to(tl.int64)

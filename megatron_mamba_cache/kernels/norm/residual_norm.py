@@ -18,18 +18,9 @@ __all__ = ["add_and_norm", "add_and_norm_ref"]
 
 @triton.jit
 def _add_and_norm_kernel(
-    output,
-    residual,
-    weight,
-    total,
-    normed,
-    multiplier,
-    eps,
-    offset,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    output, residual, weight, total, normed, multiplier, eps, offset,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     let_next_begin(OVERLAPS)
     channel = tl.arange(0, WIDTH)
     inside = channel < CHANNELS

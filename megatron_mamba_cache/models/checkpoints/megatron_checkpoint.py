@@ -86,8 +86,8 @@ def load_megatron_checkpoint(
     Args:
         directory: Directory of one checkpoint, or of a run, whose latest one is taken.
         dtype: Dtype of the weights; None: bfloat16 if most of them are stored so, else float32.
-        architecture: None: it is read from hybrid_architecture.json in the directory, else from the arguments of the
-            training run in common.pt.
+        architecture: None: from hybrid_architecture.json in the directory, else from the training arguments in
+            common.pt.
 
     Raises:
         ValueError: Naming the file, if something is missing, superfluous or does not fit; no model is returned

@@ -64,8 +64,7 @@ class OtherNames:
         stacks: Part of the name of one expert's tensor, with `{}` for the expert's number → what replaces it in the
             name of the tensor that stacks those of all experts.
         prefixes: What may precede each of these names.
-        left_out: How names of tensors begin that only a larger model has, and that a file of the language model alone
-            may have all the same.
+        left_out: Prefixes of tensors of a larger model, which a file of the language model alone may have all the same.
     """
 
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -52,13 +52,10 @@ class HeldRequest:
 
 
 class HeldRequests:
-    """The requests that a draft model holds memory for, by id.
+    """The requests that a draft model holds memory for, by id; its own `context` has exactly these.
 
     A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
     If a round cannot serve all draft requests, those that have waited longest come first, and among them the shortest.
-
-    Args:
-        context: The draft model's own context; it has exactly these requests.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
@@ -91,7 +88,7 @@ class HeldRequests:
             self._waits_since[held.running.request_id] = self._round + 1
 
     def room_for_drafts(self, held: HeldRequest, num_drafts: int) -> int:
-        """Take a slot and blocks for drafts, and return how many drafts, at least 1, have room.
+        """Take a slot and blocks for drafts; return how many drafts, at least 1, have room.
 
         The last draft is not fed to the model, so a single draft takes no room.
         """

@@ -5,9 +5,9 @@ input `accepted` - 1, and after the step at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
-Layout: a program owns one request and a tile of channels. It reads the window before it writes, and its tokens in
-order. Grid: a program for each request and tile, plus one that clears the outputs past the last request. Graph safe: no
-host sync, one launch, grid fixed by the shapes of the arguments.
+Grid: a program for each request and tile of channels, plus one that clears the outputs past the last request. It reads
+the window before it writes, and its tokens in order. Graph safe: no host sync, one launch, grid fixed by the shapes of
+the arguments.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from .reference import conv_verify_ref
 
 @dataclass(frozen=True, slots=True)
 class ConvVerifyTiling:
-    """How rows are split over programs; every choice computes the same bits.
+    """How requests are split over programs; every choice computes the same bits.
 
     Args:
-        channels: channels of a program, a power of two.
-        num_warps: warps of a program.
+        channels: Of a program, a power of two.
+        num_warps: Of a program.
     """
 
     channels: int
@@ -54,21 +54,9 @@ class _Rows(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _conv_verify_kernel(
-    y,
-    inputs,
-    weight,
-    bias,
-    windows,
-    drafts,
-    rows,
-    num_rows,
-    num_tokens,
-    columns_stride,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    y, inputs, weight, bias, windows, drafts, rows, num_rows, num_tokens, columns_stride,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, CHANNELS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Long because of its arguments."""
     await_then_release(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS

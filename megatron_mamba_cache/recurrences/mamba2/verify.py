@@ -5,9 +5,9 @@
 Each request reads the state that its last step accepted, once, and writes one state a token; between tokens a state
 stays in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one.
 
-Layout: a program owns one request and `width` columns of head_dim of one head's state [d_state, head_dim], all of
-d_state: no sum crosses programs. Grid: a program for each request, head and width, plus one request that clears the
-outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+Grid: a program for each request and `width` columns of one head's state [d_state, head_dim], all of d_state, so that no
+sum crosses programs; plus one request that clears the outputs past the last one. Graph safe: no host sync, one launch,
+grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class VerifyTiling:
     """How states are split over programs; may change only the order of the sum over d_state.
 
     Args:
-        width: columns of head_dim of a program, a power of two.
-        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        width: Columns of head_dim of a program, a power of two.
+        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
     """
 
     width: int
@@ -68,23 +68,10 @@ def _load_inputs(tokens, token, end, head, group, n, p, D_STATE: tl.constexpr, H
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _state_verify_kernel(
-    y,
-    tokens,
-    weights,
-    pool,
-    slot_stride,
-    rows,
-    num_rows,
-    num_tokens,
-    columns_stride,
-    HEADS: tl.constexpr,
-    HEADS_A_GROUP: tl.constexpr,
-    D_STATE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    READS_EARLY: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    y, tokens, weights, pool, slot_stride, rows, num_rows, num_tokens, columns_stride,
+    HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, READS_EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Long because it is one loop with its values kept in registers."""
     if READS_EARLY:
         release(OVERLAPS)

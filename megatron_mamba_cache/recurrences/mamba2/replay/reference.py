@@ -14,11 +14,7 @@ from .ring import BoundaryFolds, ReplayRing
 def state_replay_ref(
     tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Torch twin of `state_replay`.
-
-    Returns:
-        [tokens, heads, head_dim] in x's dtype; zeros past the last request.
-    """
+    """Torch twin of `state_replay`."""
     num_tokens, heads = tokens.x.shape[:2]
     y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
     if rows.slots.shape[0] == 0 or num_tokens == 0:
@@ -51,7 +47,7 @@ def state_replay_ref(
 def fold_boundaries_ref(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Write each request's state at its end into its target, all layers, in place; see `fold_boundaries`."""
+    """Torch twin of `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
     targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
@@ -67,7 +63,7 @@ def fold_boundaries_ref(
 
 
 def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Return what to fold for the requests of a verify step that reached a boundary; see `plan_boundary_folds`."""
+    """Torch twin of `plan_boundary_folds`."""
     running = align.computed + align.scheduled - align.drafts
     end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
     reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)

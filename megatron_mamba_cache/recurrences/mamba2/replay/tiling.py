@@ -26,9 +26,9 @@ class ReplayTiling:
     Args:
         kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
             "mma" such heads of bf16 tokens.
-        width: columns of head_dim of a program, a power of two.
-        num_warps: warps of a program; 1 but for "portable".
-        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        width: Columns of head_dim of a program, a power of two.
+        num_warps: Of a program; 1 but for "portable".
+        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
     """
 
     kernel: Literal["portable", "sums", "mma"]
@@ -64,11 +64,7 @@ def runs_gluon(pool: Tensor) -> bool:
 
 
 def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
-    """Return True if the kernels chosen for a pool's states fold them by mma.
-
-    Args:
-        inputs: Dtype of the rings' x and B.
-    """
+    """Return True if the kernels chosen for a pool's states fold rings of x and B of dtype `inputs` by mma."""
     fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
     return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
 
