@@ -8,7 +8,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradient
-from ..kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
+from ..kernels.norm.gated_norm import gated_group_norm
+from ..kernels.norm.reference_norm import gated_group_norm_ref
 from ..kernels.norm.residual_norm import add_and_norm
 
 Part = TypeVar("Part")

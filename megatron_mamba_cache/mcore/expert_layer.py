@@ -17,7 +17,8 @@ from typing_extensions import override
 from ..kernels.experts.overlapped_expert import OverlappedExpert, shared_gemm, takes_shared_gemm
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
-from ..kernels.experts.routing import RoutingRule, SharedGate, route
+from ..kernels.experts.routing import route
+from ..kernels.experts.routing_rule import RoutingRule, SharedGate
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .expert_settings import check_megatrons_experts, checked_routing

@@ -39,8 +39,6 @@ from .slot_tiles import (
     one_time,
 )
 
-__all__ = ["QUANTIZING", "ROWS_AT_A_TIME", "TILING", "align_copy", "align_copy_ref"]
-
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 QUANTIZING = CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4)  # if a tensor is quantized
 ROWS_AT_A_TIME = 256

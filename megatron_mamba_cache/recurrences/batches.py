@@ -1,6 +1,7 @@
 """The requests of a step as ops on states read them: their packed tokens, and the slots of their states."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +62,14 @@ class DecodeBatch:
     columns: Tensor
     accepted: Tensor
     max_len: int
+
+
+class DecodeView(NamedTuple):
+    """A kernel's view of `DecodeBatch`."""
+
+    cu_tokens: Tensor
+    columns: Tensor
+    accepted: Tensor
 
 
 @dataclass(frozen=True, slots=True)

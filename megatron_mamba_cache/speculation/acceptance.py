@@ -141,7 +141,8 @@ class ShadowDrafts:
                 continue
             start, tokens = self._drafts[request.request_id]
             written = request.generated[start : start + len(tokens)]
-            num_right = _num_equal(written, tokens)
+            pairs = enumerate(zip(written, tokens, strict=False))
+            num_right = next((number for number, (one, other) in pairs if one != other), len(written))
             if num_right < len(written) or num_right == len(tokens):
                 del self._drafts[request.request_id]
                 yield request.request_id, len(tokens), num_right
@@ -153,11 +154,3 @@ class ShadowDrafts:
     def clear(self) -> None:
         """Drop all drafts."""
         self._drafts.clear()
-
-
-def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    for number, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return number
-    return min(len(first), len(second))

@@ -20,8 +20,6 @@ from .head_changes import HeadChanges
 from .kv_append import check_append, check_query
 from .reference import write_attention_inputs_ref
 
-__all__ = ["HeadChanges", "write_attention_inputs", "write_attention_inputs_ref"]
-
 _TILE_LEN = 1024
 """The fewest channels of a program; smaller heads share one."""
 

@@ -14,8 +14,6 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference import append_kv_ref
 
-__all__ = ["append_kv", "append_kv_ref"]
-
 _TILE_LEN = 1024
 """The fewest elements of key, and of value, that a program moves; smaller tokens share a program."""
 

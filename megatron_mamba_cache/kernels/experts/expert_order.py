@@ -15,8 +15,6 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference_experts import ExpertOrder, order_by_expert_ref
 
-__all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
-
 _FEW_PAIRS = {128: 1, 1024: 4, 2048: 8, 4096: 8}
 """Pairs that a program reads at once, and its warps."""
 _CHUNK = 128

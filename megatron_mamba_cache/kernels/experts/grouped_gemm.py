@@ -25,8 +25,6 @@ from .gemm_tiles import GemmVariant, choose_variant, takes_long_tiles
 from .grouped_gemm_hopper import multiply_on_hopper
 from .reference_experts import ExpertOrder, grouped_gemm_ref
 
-__all__ = ["grouped_gemm", "grouped_gemm_ref"]
-
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 

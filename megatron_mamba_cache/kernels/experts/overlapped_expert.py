@@ -79,10 +79,7 @@ class OverlappedExpert:
 
     def launch(self, *, after_queued: bool) -> None:
         """Launch the rest; `after_queued` waits for all work queued on the current stream."""
-        if self._stream is None or self._inputs is None:
-            self._output = self._compute()
-            return
-        if after_queued:
+        if after_queued and self._stream is not None and self._inputs is not None:
             self._inputs.record()
             self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):

@@ -69,8 +69,6 @@ def check_few(
         )
 
 
-__all__ = ["pair_gemm", "pair_gemm_ref"]
-
 _ROWS = 4
 """Rows of weights of a program."""
 

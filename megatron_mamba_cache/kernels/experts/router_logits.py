@@ -17,8 +17,6 @@ from ..one_token import can_multiply_one_token, multiply_one_token
 from ..overlap import await_inputs, overlapping
 from .reference_experts import router_logits_ref
 
-__all__ = ["router_logits", "router_logits_ref"]
-
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 _FEW_TOKENS = 256
 _EXPERTS = 64

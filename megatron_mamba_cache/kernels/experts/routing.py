@@ -15,8 +15,6 @@ from ..overlap import await_inputs, overlapping
 from .reference_experts import route_ref
 from .routing_rule import RoutingRule, SharedGate
 
-__all__ = ["RoutingRule", "SharedGate", "route", "route_ref"]
-
 _LOWEST = tl.constexpr(-(2**31))
 _GATE_WIDTH = 1024
 """Inputs of the shared expert's gate that a program multiplies at once."""

@@ -15,8 +15,6 @@ from ..overlap import await_inputs, await_launcher, overlapping, release
 from .pair_gemms import check_few, tile_width
 from .reference_experts import check_weights, summed_gemm_ref
 
-__all__ = ["summed_gemm", "summed_gemm_ref"]
-
 _ROWS = 2
 """Outputs of a program: with four, a little more than one wave of programs would leave a long tail."""
 _AHEAD = 1

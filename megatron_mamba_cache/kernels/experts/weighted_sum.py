@@ -66,8 +66,6 @@ def sum_of_ranks(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -
     return out
 
 
-__all__ = ["weighted_sum", "weighted_sum_ref"]
-
 _SUM_WIDTH = 1024
 
 

@@ -15,8 +15,6 @@ from ..kernel_launches import launches_kernel, wants_gradient
 from ..overlap import await_inputs, overlapping
 from .reference_norm import gated_group_norm_ref
 
-__all__ = ["gated_group_norm", "gated_group_norm_ref"]
-
 _TILE_LEN = 1024
 """The fewest elements of a program; smaller groups share one."""
 

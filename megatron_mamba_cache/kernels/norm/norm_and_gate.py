@@ -14,8 +14,6 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradie
 from ..overlap import await_inputs, overlapping
 from .reference_norm import norm_and_gate_ref
 
-__all__ = ["norm_and_gate", "norm_and_gate_ref"]
-
 _TILE_LEN = 1024
 """The fewest elements of a program; smaller heads share one."""
 

@@ -13,8 +13,6 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_written, let_next_begin, overlapping
 from .reference_norm import add_and_norm_ref
 
-__all__ = ["add_and_norm", "add_and_norm_ref"]
-
 
 @triton.jit
 def _add_and_norm_kernel(

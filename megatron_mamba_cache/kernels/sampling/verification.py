@@ -132,8 +132,6 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
-__all__ = ["accept_matching", "accept_matching_ref"]
-
 _COLUMNS = 16
 """Tokens of a row up to which one compiled kernel serves any number of drafts."""
 

@@ -64,8 +64,7 @@ class DraftModelDrafter:
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
         self._held = HeldRequests(self._context)
-        self._has_compiled = False
-        self._wants_graphs = False
+        self._has_compiled = self.wants_graphs = False
         self.capture()
 
     @property
@@ -116,15 +115,11 @@ class DraftModelDrafter:
 
     def drop_graphs(self) -> None:
         runner = self._context.runner
-        self._wants_graphs = self._wants_graphs or runner.graphs is not None
+        self.wants_graphs = self.wants_graphs or runner.graphs is not None
         runner.drop_graphs()
 
-    @property
-    def wants_graphs(self) -> bool:
-        return self._wants_graphs
-
     def capture(self) -> None:
-        self._wants_graphs = False  # they are captured once, or cannot be
+        self.wants_graphs = False  # they are captured once, or cannot be
         runner, config = self._context.runner, self._context.cache_config
         shape, prepare = self._context.shape, self._compile_ahead
         shapes = draft_shapes(config, runner.memory.step_buffers.limits, shape.most_launched)

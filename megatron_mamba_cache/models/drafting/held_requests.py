@@ -165,13 +165,12 @@ class HeldRequests:
         if not self._find_blocks(running, running.length):
             self.drop({target.request_id})
             return None
-        rules = self._context.cache.rules
         chunk_end = prefill_chunk_end(
             start=running.computed,
             prompt_len=running.length,
             budget=budget,
             block_size=self._context.cache.block_size,
-            align=rules.align_prefill_chunks,
+            align=self._context.cache.rules.align_prefill_chunks,
         )
         self._context.cache.schedule_chunk(running, chunk_end)
         return held

@@ -104,18 +104,10 @@ def gated_mlp_placements(target: str, prefix: str) -> Placements:
     """Return where the tensors of a gated MLP go, from Megatron's name and the checkpoint's, with trailing dots."""
     fc1 = f"{target}linear_fc1.weight"
     return {
-        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=_first_half),),
-        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=_second_half),),
+        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[: len(part) // 2]),),
+        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=lambda part: part[len(part) // 2 :]),),
         f"{prefix}down_proj.weight": (Placement(f"{target}linear_fc2.weight", Split(1)),),
     }
-
-
-def _first_half(fc1: Tensor) -> Tensor:
-    return fc1[: fc1.shape[0] // 2]
-
-
-def _second_half(fc1: Tensor) -> Tensor:
-    return fc1[fc1.shape[0] // 2 :]
 
 
 def ends_placements(architecture: HybridArchitecture, names: Mapping[str, str]) -> Placements:

@@ -11,7 +11,6 @@ the arguments.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...kernels.kernel_language import appended, only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_then_release, overlapping
-from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
+from ..batches import PAD_SLOT, DecodeBatch, DecodeView, check_decode_batch
 from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
 from .parts import ConvInputs, ConvWindows, check_conv, load_bias, load_taps, weigh_and_activate
 from .reference import conv_verify_ref
@@ -42,14 +41,6 @@ class ConvVerifyTiling:
 
 TILING = ConvVerifyTiling(channels=512, num_warps=2)
 _PAD = tl.constexpr(PAD_SLOT)
-
-
-class _Rows(NamedTuple):
-    """The kernel's view of `DecodeBatch`."""
-
-    cu_tokens: Tensor
-    columns: Tensor
-    accepted: Tensor
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
@@ -188,7 +179,7 @@ def _launch(
         bias=bias,
         windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
         drafts=kernel_draft_inputs(drafts),
-        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        rows=DecodeView(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=x.shape[0],
         columns_stride=rows.columns.stride(0),

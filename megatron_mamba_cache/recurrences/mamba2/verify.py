@@ -11,7 +11,6 @@ grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
-from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
+from ..batches import PAD_SLOT, DecodeBatch, DecodeView, check_decode_batch
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens, kernel_weights, time_step
 from .reference import state_verify_ref
 
@@ -44,14 +43,6 @@ TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
 _FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
 """For models of so few heads that a request would keep only half of a GPU's multiprocessors busy."""
 _PAD = tl.constexpr(PAD_SLOT)
-
-
-class _Rows(NamedTuple):
-    """The kernel's view of `DecodeBatch`."""
-
-    cu_tokens: Tensor
-    columns: Tensor
-    accepted: Tensor
 
 
 @triton.jit
@@ -187,7 +178,7 @@ def _launch(
         weights=kernel_weights(weights),
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        rows=DecodeView(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=num_tokens,
         columns_stride=rows.columns.stride(0),
