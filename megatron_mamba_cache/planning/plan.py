@@ -217,11 +217,7 @@ class Plan:
 def plan(
     load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float], host_budgets_gb: Sequence[float] = (0.0,)
 ) -> Plan:
-    """Replay a load with each device size and each host size.
-
-    Raises:
-        ValueError: If the blocks do not fit the load's hashes.
-    """
+    """Replay a load with each device size and each host size; raise `ValueError` if its hashes do not fit blocks."""
     texts = block_texts(load, sizes.block_size)
     unlimited = replay(texts, empty_cache(unlimited_space(texts, sizes.block_size), sizes), _MAX_TOKENS)
     planned = [
@@ -232,11 +228,7 @@ def plan(
 
 
 def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SlabSpace:
-    """Return a space in which nothing is ever evicted.
-
-    Args:
-        max_requests: The most requests that run at once.
-    """
+    """Return a space in which nothing is ever evicted while at most `max_requests` requests run."""
     longest = max(text.length for text in texts) // block_size + 2
     num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
     return SlabSpace(2 * num_blocks, 1, 1)

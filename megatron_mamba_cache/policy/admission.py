@@ -119,10 +119,9 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 def plan_admission(
     prompt: PromptView, pools: CachePools, *, budget: int, reserved_keys: Container[BlockKey], rules: AdmissionRules
 ) -> AdmissionPlan | Refusal:
-    """Plan the complete admission of one request, or return why it is refused.
+    """Plan the complete admission of one request within `budget` tokens, or return why it is refused.
 
     Args:
-        budget: Tokens this step may still compute.
         reserved_keys: Keys of boundaries that other requests reserved in this step.
     """
     block_size = rules.boundaries.block_size

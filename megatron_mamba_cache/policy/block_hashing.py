@@ -75,11 +75,7 @@ class BlockKeyChain:
         """The keys so far, first block first; callers do not change the list."""
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append tokens and hash the blocks they complete.
-
-        Raises:
-            ValueError: If a token is not a 32-bit integer; the chain is then unchanged.
-        """
+        """Append tokens and hash the blocks they complete; raise `ValueError` if a token has more than 32 bits."""
         new = _int32_view(tokens)
         self.num_tokens += len(new) // _TOKEN_BYTES
         if len(self._tail) + len(new) < self._block_bytes:

@@ -105,11 +105,7 @@ class BoundaryJournal(StateObserver):
         self._were_flushed = True
 
     def take(self, key_of: Callable[[BlockId], BlockKey | None]) -> BoundaryChanges:
-        """Return the changes since the last call and forget them.
-
-        Args:
-            key_of: Returns a block's current key in the KV block pool; a block without a key is left out.
-        """
+        """Return the changes since the last call and forget them; `key_of` returns the current key of a block."""
         published = []
         for block in self._new:
             key = key_of(block)

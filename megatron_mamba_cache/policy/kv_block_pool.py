@@ -84,11 +84,7 @@ class KVBlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
-        """Add one reference to each block.
-
-        Raises:
-            CacheIntegrityError: If a block is free; nothing has changed then.
-        """
+        """Add one reference to each block; raise `CacheIntegrityError`, with nothing changed, if one is free."""
         self._require_ids(blocks)
         free = self._tree.unregistered(blocks, self._refs)
         if free:

@@ -103,11 +103,7 @@ class PrefixRouter:
         return self._replicas[replica].load
 
     def join(self, replica: ReplicaName) -> None:
-        """Add a replica with an empty cache.
-
-        Raises:
-            ValueError: If it has joined already.
-        """
+        """Add a replica with an empty cache; raise `ValueError` if it has joined already."""
         if replica in self._replicas:
             raise ValueError(f"replica {replica} takes part already; replicas need names of their own")
         given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)

@@ -280,11 +280,7 @@ class SlotPool:
         self._unfile(block)
 
     def unpin(self, block: BlockId) -> None:
-        """Undo one `pin`.
-
-        Raises:
-            CacheIntegrityError: If the block is not pinned.
-        """
+        """Undo one `pin`; raise `CacheIntegrityError` if the block is not pinned."""
         if block not in self._pins:
             raise CacheIntegrityError(f"need a pinned state to unpin, found block {block} not pinned")
         self._pins[block] -= 1
@@ -300,11 +296,7 @@ class SlotPool:
             self._file(block, self._clock if last_used is None else last_used)
 
     def drop(self, block: BlockId) -> None:
-        """Forget the block's state and free its slot; nothing happens if it has none.
-
-        Raises:
-            CacheIntegrityError: If the state is pinned.
-        """
+        """Forget the block's state, if any, and free its slot; raise `CacheIntegrityError` if the state is pinned."""
         if block not in self.slot_by_block:
             return
         if block in self._pins:

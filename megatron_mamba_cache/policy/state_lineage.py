@@ -80,11 +80,11 @@ class StateLineage:
         return anchor == _ROOT or anchor in cached
 
     def entry(self, block: BlockId, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
-        """Return what the weight of the block's state may depend on.
+        """Return the inputs of the weight of the block's state.
 
         Args:
             cached: The blocks that have a state.
-            is_end: No block is cached after this one.
+            is_end: True if no block is cached after this one.
         """
         num_tokens = self._num_tokens[block]
         num_before = 0 if self._anchors[block] == _ROOT else self._tokens_before(block, cached)

@@ -91,11 +91,7 @@ class DecisionLog:
 
 
 def first_difference(ranks: Sequence[RecentDecisions]) -> str:
-    """Describe the first decision that differs between ranks, and what each of them decided.
-
-    Args:
-        ranks: The newest decisions of each rank, in order; the ranks' hashes differ.
-    """
+    """Describe the first decision that differs between ranks with different hashes, and what each of them decided."""
     first = max(recent.first for recent in ranks)
     end = max(recent.first + len(recent.decisions) for recent in ranks)
     for number in range(first, end):

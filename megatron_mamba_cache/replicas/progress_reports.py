@@ -70,10 +70,7 @@ class ProgressReports:
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return a request's progress after its first `start` tokens, in plain types.
-
-    The prompt's log-probs come with the first token.
-    """
+    """Return a request's progress after its first `start` tokens; its prompt's log-probs come with the first."""
     first = parts[0] if start == 0 else None
     sampling = getattr(first, "sampling_params", None)
     return {

@@ -72,11 +72,7 @@ class ReplicaLink:
         return self._unread.popleft() if self._unread else self._next(flags)
 
     def check(self) -> None:
-        """Check that this replica still counts as alive; keep messages for the engine.
-
-        Raises:
-            ReplicaFencedError: As `recv`.
-        """
+        """Check that this replica still counts as alive; keep messages for the engine. Raises as `recv`."""
         try:
             while True:
                 self._unread.append(self._next(zmq.NOBLOCK))
@@ -109,11 +105,7 @@ class ReplicaLink:
         return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
-        """Wait for the coordinator's welcome while another task calls `recv` or `drain`.
-
-        Raises:
-            ConnectionError: If that takes longer than `timeout_s`.
-        """
+        """Wait for the coordinator's welcome while another task reads; raise `ConnectionError` after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not self._is_welcome:
             if time.monotonic() > end:
@@ -124,11 +116,7 @@ class ReplicaLink:
             await asyncio.sleep(_WELCOME_POLL_S)
 
     def drain(self) -> None:
-        """Read and drop messages, on a rank that gets requests from another one.
-
-        Raises:
-            ReplicaFencedError: As `recv`.
-        """
+        """Read and drop messages, on a rank that gets requests from another one. Raises as `recv`."""
         try:
             while True:
                 self.recv(zmq.NOBLOCK)
@@ -157,10 +145,9 @@ def _identity_of(hello: Hello) -> bytes:
 
 
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
-    """Split an engine's message into ones of at most `max_bytes`, in order.
+    """Split an engine's message into ones of at most `max_bytes`, in order: replies and progress, by request.
 
-    Replies and progress are split by request. If the part of a single request exceeds the limit, an `Unsent` replaces
-    it, which makes the coordinator fail that request.
+    If the part of a single request exceeds the limit, an `Unsent` replaces it, and the coordinator fails that request.
     """
     if len(message) <= max_bytes:
         yield message

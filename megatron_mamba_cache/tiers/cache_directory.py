@@ -113,11 +113,7 @@ class CacheDirectory:
             self._lock = -1
 
     def known_generation(self) -> int:
-        """Return the latest generation that any server has used; from the directories if its file is lost.
-
-        Raises:
-            CacheError: If the directory cannot be read.
-        """
+        """Return the latest generation that any server has used, from the names of directories if its file is lost."""
         with _explained(self._base):
             used = list(self._generations())
             with contextlib.suppress(FileNotFoundError, ValueError):

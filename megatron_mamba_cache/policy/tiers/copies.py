@@ -69,7 +69,7 @@ class Copies(Protocol):
     """One rank's copying: orders are started in order, and end by themselves."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """Start copies; they read what was launched before has written, and their bytes may not be used until they end.
+        """Start copies, in stream order after launched work; their bytes may not be used until they end.
 
         A copy that cannot even be started ends as failed.
         """
@@ -139,7 +139,7 @@ class CopyLedger:
     def land(self, copies: Copies, agree: Agree) -> int:
         """End the copies that are no longer under way on any rank, oldest first; return how many.
 
-        Copies that were ordered and not started are left. If none is under way, the ranks exchange nothing.
+        If none is under way, the ranks exchange nothing.
         """
         unstarted = {order.number for order in self._new}
         started = [number for number in self.orders if number not in unstarted]
@@ -192,10 +192,10 @@ COPIES_TAKE_NOTHING = CopyTimes(block=0, state=0, token=1)
 
 
 class AgreedTimes:
-    """Times that are agreed once every rank has measured them: the slowest copies, and the fastest prefill.
+    """Times that all ranks agree on once each has measured them: the slowest copies, and the fastest prefill.
 
     Args:
-        measure: Returns what this rank has measured; None if it lacks anything.
+        measure: Returns what this rank has measured; None while any time is missing.
     """
 
     def __init__(self, measure: Callable[[], CopyTimes | None], agree: Agree) -> None:

@@ -72,8 +72,8 @@ class HostWrites(StateSaver):
         """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered.
 
         Args:
-            prompt_len: Tokens of the newest prompt that the text began with; None: it has none of late.
-            then: Keys of a longer text, whose last boundary is written next: what both have in common is there then.
+            prompt_len: Tokens of the newest prompt that the text began with; None if unknown.
+            then: Keys of a longer text, whose last boundary is written next, without the part that both have in common.
         """
         end, keys = path[-1], self._keys_of(path)
         slot = self._device.slots.slot_of(end)
