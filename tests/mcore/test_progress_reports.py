@@ -44,7 +44,7 @@ def engine_with(request: Any) -> Any:
     )
 
 
-def test_tokens_that_could_not_be_sent_are_sent_with_the_next() -> None:
+def test_unsent_tokens_are_sent_with_the_next_ones() -> None:
     request = SimpleNamespace(
         sampling_params=SimpleNamespace(**{STREAMS: True}),
         generated_tokens=[5],
