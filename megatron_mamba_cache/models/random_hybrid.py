@@ -63,12 +63,9 @@ class RandomHybridConfig:
 
 
 def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
-    """Build this rank's shard of the model on the current device, in eval mode.
+    """Build this rank's shard of the model on the current device, in eval mode; raise as `build_hybrid_model`.
 
     The same seed gives the same weights on any device and under any number of ranks.
-
-    Raises:
-        ValueError: As `build_hybrid_model`.
     """
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)

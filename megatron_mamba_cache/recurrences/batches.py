@@ -1,4 +1,4 @@
-"""The requests of a step as ops on states read them: their packed tokens, and the slots of their states."""
+"""The batches of a step, as ops on states read them: packed tokens, and the slots of the requests' states."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -27,8 +27,9 @@ class _StoredOffset:
 
 
 class StateSlotAllocator:
-    """Allocate slots for the Mamba states at the ends of KV blocks; methods, -1 and bool results are as in Megatron's
-    class.
+    """Allocate slots for the Mamba states at the ends of KV blocks, over an engine's pool and slot map.
+
+    Methods mirror Megatron's class, and keep its -1 and bool results.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class StateSlotAllocator:
         self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
 
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
-        """Return a slot for each block, evicting states of lowest priority if needed; the same block twice gets one
-        slot.
+        """Return a slot for each block, evicting states of lowest priority if needed.
 
-        The caller must fill a new slot before it can be matched: in an engine, before the next step.
+        The same block twice gets one slot. The caller must fill a new slot before it can be matched: in an engine,
+        before the next step.
 
         Raises:
             CacheCapacityError: If there are too few slots; nothing has changed then.
@@ -166,7 +167,7 @@ class StateSlotAllocator:
 
         The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
         are not computed, and offsets count from the first computed one. Boundaries without a free slot are skipped. The
-        last two arguments, of Megatron's signature, are unused: `context.request_to_kv_block_ids` has the same data.
+        last two arguments, of Megatron's signature, are unused.
         """
         chunk_start = req.finished_chunk_token_count
         start = chunk_start + skip_tokens

@@ -160,8 +160,8 @@ class HybridModelShape:
     ) -> CacheConfig:
         """Return the settings with `draft_states`, `cuda_graph_prefill_tokens` and `max_requests` decided.
 
-        Replay is faster for more than a request or two, and for drafts with large states. `max_requests`, which buffers
-        are reserved for, is limited so that the budget has room for one request of the longest sequence.
+        Replay is faster for more than a request or two, and for drafts with large states. Each request has a buffer, so
+        `max_requests` is limited: the budget must have room for one request of the longest sequence.
 
         Args:
             gather: Returns the `unit_bytes` of all ranks of the model, from this one's. Called once.
@@ -188,7 +188,7 @@ class HybridModelShape:
 
     @property
     def most_launched(self) -> int | None:
-        """Tokens of a step up to which the host's launches take longer than the GPU; None if unknown."""
+        """Most tokens of a step that takes longer to launch than to compute; None if unknown."""
         return _LAUNCHED_MACS // self.layer_weights if self.layer_weights else None
 
     @staticmethod
@@ -218,7 +218,7 @@ class HybridModelShape:
 
 
 def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
-    """Return how many KV heads a rank has: its share, or a copy of one if there are more ranks than heads.
+    """Return the KV heads of a rank: its share, or a copy of one head if there are more ranks than heads.
 
     Raises:
         ValueError: If neither number divides the other.

@@ -107,7 +107,7 @@ def of_number(values, numbers, number):
 
 @triton.jit
 def next_turn(turn, TILES: tl.constexpr):
-    """Return the first tile that a program takes of the next slot, if `turn` is its first of the TILES of this one.
+    """Return a program's first tile of the next slot, from its first tile (`turn`) of this slot's TILES.
 
     Tiles are dealt out without a gap between slots: a program's first turn is its number.
     """
@@ -120,7 +120,7 @@ def copy_tiles(
     states, target_states, source, target, first_tile,
     LAYERS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile from `first_tile` on, n programs, of slot `source` to `target`: all layers, one time.
+    """Copy every n-th tile of slot `source` to `target`, from `first_tile` on, for n programs: all layers, one time.
 
     Slots are int64; `target` is one of `target_states`, which may be `states`.
     """
@@ -144,10 +144,9 @@ def copy_windows(
     LAYERS: tl.constexpr, TIMES: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HAS_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Copy every n-th tile of the window in slot `source`, all layers, from input `shift` on: n programs, from
-    `first_tile`.
+    """Copy every n-th tile of a window, all layers, from input `shift` on, as `copy_tiles` does.
 
-    Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be equal.
+    The source and target slots may be equal if the states are.
 
     Args:
         tail: Holds the inputs from TIMES on, at `buffer`, if HAS_TAIL; else they are in the slot as well.

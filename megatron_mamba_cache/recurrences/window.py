@@ -36,7 +36,7 @@ class WindowStorage:
 
 
 def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple[AlignBatch, Tensor]:
-    """Return an align copy with blocks of one token, each ending at the accepted one, and the buffers."""
+    """Return an align copy to column 0, as of blocks of one token that end at the accepted one, and the buffers."""
     width = max(state.accepted for state in states)
     numbers = [
         [state.slot, state.accepted, state.buffer]

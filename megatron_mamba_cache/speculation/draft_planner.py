@@ -104,9 +104,9 @@ class DraftPlanner:
         return self._policy.stays_paused(requests)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
-        """Return one draft for each request, in order, at most its limit long; call the drafter at most once.
+        """Return one draft for each request, in order, at most its limit long.
 
-        Learns nothing, so a failed step may be planned again.
+        Calls the drafter at most once. Learns nothing, so a failed step may be planned again.
 
         Raises:
             ValueError: If the drafter's answer breaks its contract; the message names the drafter.

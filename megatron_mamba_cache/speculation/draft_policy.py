@@ -195,7 +195,7 @@ class DraftPolicy:
             )
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if requests of a step without drafts get none in the next step either; True without requests."""
+        """Return True if the requests of a step without drafts, if any, get none in the next step either."""
         return not requests or self._holds(requests, self._step + 1)
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:

@@ -235,7 +235,7 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the last block that "fa3" of a release reads, None if it reads all; an unknown release counts as old."""
+    """Return the last block that "fa3" reads, None if it reads all; an unknown release counts as old."""
     reads_all = release is not None and release >= _FA3_READS_ALL
     if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
         return None

@@ -94,7 +94,10 @@ class PagedAttention:
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
 
     def lend_offsets(self, wrapper: Any) -> None:
-        """Share 64 MiB of token offsets, which each run writes, with another "fa3" wrapper; none exist from 0.6 on."""
+        """Share this wrapper's 64 MiB of token offsets with another "fa3" wrapper, which also writes them in each run.
+
+        From 0.6 on FlashInfer has no such memory.
+        """
         offsets = getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
         if offsets is not None:
             wrapper._vector_sparse_indices_buffer = offsets

@@ -105,9 +105,9 @@ def _scatter_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Sort (token, expert) pairs by expert; pair `token * top_k + slot` is a token and its expert in that slot.
+    """Sort (token, expert) pairs by expert; pairs of an expert stay in order.
 
-    Pairs of an expert stay in order.
+    Pair `token * top_k + slot` is a token and its expert in that slot.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.

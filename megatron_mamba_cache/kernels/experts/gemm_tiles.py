@@ -1,4 +1,4 @@
-"""The row tiles of a grouped GEMM: each expert's rows in the fewest tiles, of equal lengths, in the order of experts.
+"""The row tiles of a grouped GEMM: the rows of each expert in turn, in the fewest tiles of equal lengths.
 
 Grid: a program for each expert, which counts the tiles before its own. Graph safe: no host sync.
 """

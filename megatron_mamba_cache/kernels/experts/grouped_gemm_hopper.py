@@ -221,7 +221,7 @@ def multiply_on_hopper(
 
 
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
-    """Return how many times 64 weights a tile has: three read rows least often, if there are enough tiles.
+    """Return how many times 64 weights a tile has: three if there are enough tiles, to read rows least often.
 
     If one unit is left over, three per tile leave two narrow tiles. With many rows that takes longer than tiles of two
     only. With few, loading weights is the bound, and wider stages have more in flight.

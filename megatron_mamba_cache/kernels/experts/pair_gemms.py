@@ -1,8 +1,8 @@
-"""First GEMM of a few tokens: each token with its experts, a pair at a time, and with the shared expert.
+"""First GEMM of a few tokens: each token with each of its experts, and with the shared expert.
 
-Layout: pairs in the order of tokens, then of the tokens' experts. Grid: tiles of outputs of the shared expert for each
-token, then those of each pair. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host
-sync, no atomics.
+Grid: tiles of outputs of the shared expert for each token, then those of each pair of a token and an expert, in the
+order of tokens. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no
+atomics.
 """
 
 import torch

@@ -26,8 +26,9 @@ class SharedExpert(NamedTuple):
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return True if `routed_experts` should compute the shared expert too: for so few tokens that a GEMM gains
-    nothing.
+    """Return True if `routed_experts` should compute the shared expert too: for very few tokens.
+
+    It reads the shared weights once per token; a GEMM of its own reads them once.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 

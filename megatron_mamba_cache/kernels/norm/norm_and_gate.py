@@ -1,4 +1,4 @@
-"""RMS norm by head, then the gate, at the end of a Gated DeltaNet mixer: RMSNorm(y) * weight * silu(z) in one pass.
+"""RMS norm by head, then the gate, in one pass: RMSNorm(y) * weight * silu(z), at the end of a Gated DeltaNet mixer.
 
 All heads share one weight vector. Layout: tokens of any stride, channels contiguous. Grid: a program holds several
 heads in registers, which need not be of one token; sharing a program does not change a head's bits. Arithmetic is fp32;

@@ -153,10 +153,10 @@ def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) ->
 
 
 def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True) -> Tensor:
-    """Sample one token for each row, which depends on that row alone; no host sync, and with the kernels CUDA-graph
-    safe.
+    """Sample one token for each row; it depends on that row alone.
 
-    A greedy row takes its most probable token, ties the lower id. A row of NaN takes some token.
+    A greedy row takes its most probable token, ties the lower id. A row of NaN takes some token. No host sync, and with
+    the kernels CUDA-graph safe.
 
     Args:
         uniforms: [rows] float64 in [0, 1).

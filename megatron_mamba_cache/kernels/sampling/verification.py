@@ -158,7 +158,7 @@ def _accept_kernel(
 
 
 def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Accept the drafts that equal the token sampled at their position; the first that does not is replaced by it.
+    """Accept the drafts that equal the tokens sampled at their positions; the first other one is replaced.
 
     This is rejection sampling for a draft x that is fixed before the position's token t ~ p is sampled: x is accepted
     with probability P(t = x) = p(x), and its replacement has the distribution of t given t != x, which is the

@@ -41,7 +41,9 @@ class SafetensorsFiles:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
 
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each wanted name, file by file, with its tensors on the CPU; only tensors of other files are held here.
+        """Yield each wanted name, file by file, with its tensors on the CPU.
+
+        Only the tensors that it needs from other files are held here.
 
         Args:
             wanted: Tensor name → names of all tensors to read with it, itself among them.

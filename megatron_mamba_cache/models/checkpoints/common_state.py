@@ -111,7 +111,7 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Refuse an index that names anything that torch does not write into one; reading it would run what it names.
+    """Refuse an index with names that torch does not write; unpickling it would run what it names.
 
     Raises:
         ValueError: Naming the file, and the refused name or what is wrong with the file.

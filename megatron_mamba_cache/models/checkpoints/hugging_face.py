@@ -115,7 +115,11 @@ _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and its source; `quantized` says what was quantized in the files, "" if nothing was."""
+    """A model with its weights, and its source.
+
+    Args:
+        quantized: What was quantized in the files, for a line at start-up; empty if nothing was.
+    """
 
     model: MambaModel
     architecture: HybridArchitecture
@@ -224,7 +228,7 @@ def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, 
 def _check_shapes(
     directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise `ValueError` if a tensor has another shape than the whole model has for it, before a model is built."""
+    """Raise `ValueError` if a tensor's shape is not the whole model's, before a model is built."""
     for name, targets in placements.items():
         found, needed = files.shapes[name], stored_shape(targets, shapes)
         if found != needed:

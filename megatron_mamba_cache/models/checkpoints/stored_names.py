@@ -133,6 +133,6 @@ class StoredTensors:
 
 
 def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
-    """Return the first of some names that begins so, or else the first one, and all of them, this one first."""
+    """Return the first name with this prefix, or else the first name, and all names with that one in front."""
     name = next((name for name in tried if name.startswith(beginning)), tried[0])
     return name, [name, *(other for other in tried if other != name)]

@@ -126,8 +126,9 @@ class DraftModelDrafter:
         runner.adopt_graphs(capture_graphs(self._model, runner, config, shape, shapes, prepare, DrawPurpose.DRAFT))
 
     def snapshot(self) -> CacheSnapshot:
-        """Return counters, and the use of slots and blocks; prefill tokens are verified tokens, decode tokens drafts
-        fed back.
+        """Return counters, and the use of slots and blocks.
+
+        Prefill tokens count verified tokens, decode tokens the drafts that were fed to the model.
         """
         return self._context.snapshot()
 

@@ -52,7 +52,7 @@ class HeldRequest:
 
 
 class HeldRequests:
-    """The requests that a draft model holds memory for, by id; its own `context` has exactly these.
+    """The requests that a draft model holds memory for, by id; `context`, the draft model's own, has exactly these.
 
     A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
     If a round cannot serve all draft requests, those that have waited longest come first, and among them the shortest.
@@ -149,7 +149,7 @@ class HeldRequests:
         )
 
     def _schedule(self, target: RunningRequest, budget: int) -> HeldRequest | None:
-        """Schedule a request of the target model; None if its text is already computed, or there is no room for it."""
+        """Schedule a request of the target model; None if its text is already computed, or has no room."""
         held = self._held.get(target.request_id)
         if held is not None and not held.running.length <= target.length <= len(held.text):
             self.drop({target.request_id})

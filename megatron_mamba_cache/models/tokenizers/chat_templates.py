@@ -25,7 +25,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
 
 
 def _named_in(path: Path, inner: tuple[str, ...], vocab_size: int) -> Iterator[int]:
-    """Yield the end tokens of a file and of objects in it, such as the text part of a larger model's configuration."""
+    """Yield the end tokens that a file names, also in inner objects such as the text part of a larger model."""
     if not path.exists():
         return
     fields = read_json_object(path)

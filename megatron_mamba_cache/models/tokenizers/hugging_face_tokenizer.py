@@ -23,7 +23,7 @@ _LETTERS = "aeinx01"
 
 
 class _Neighbour(NamedTuple):
-    """A token next to which others are decoded, its text at the start of a text, and its text after another token."""
+    """A token to decode others next to, its text at the start of a text, and its text after another token."""
 
     token: int
     before: str
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer:
         return tokens[1:] if is_double else tokens
 
     def tokenize_after_tokens(self, tokens: Sequence[int], text: str) -> list[int] | None:
-        """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
+        """Return the tokens of a text that continues after others; None if no token can start there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
         together = self._codec.decode(self._codec.encode(before + text, add_special_tokens=False), False)
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer:
         return auto_tokenizer(self._directory, "its chat template")
 
     def _text_inside(self, token: int) -> str:
-        """Return the text that a token adds between two others: at an end of a text, decoders strip spaces."""
+        """Return the text that a token adds between two others; at an end of a text, decoders strip spaces."""
         if self._neighbour is not None:
             neighbour, before, after = self._neighbour
             text = self._codec.decode([neighbour, token, neighbour], False)
@@ -234,7 +234,7 @@ def _reserved_values(tokenizer: type) -> frozenset[str]:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory holds files of a tokenizer."""
+    """Return True if a directory holds files of a tokenizer."""
     return any((directory / name).exists() for name in (_JSON, *_OTHERS))
 
 

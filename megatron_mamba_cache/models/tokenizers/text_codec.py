@@ -13,7 +13,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Span(NamedTuple):
-    """A token of a text, and where its characters begin and end; a token that was put around the text has none."""
+    """A token of a text, and where its characters begin and end; a token added around the text has none."""
 
     token: int
     start: int
@@ -118,7 +118,7 @@ def _add(tokenizer: Any, token: Any, vocab_size: int) -> None:
 
 
 def _listed(declared: Any) -> list[Any]:
-    """Return the elements of a list or the values of an object; if its names are token ids, in their order."""
+    """Return the elements of a list, or the values of an object, in the order of its names if they are token ids."""
     if isinstance(declared, Mapping):
         has_ids = all(map(str.isdecimal, declared))
         return [declared[name] for name in (sorted(declared, key=int) if has_ids else declared)]

@@ -98,7 +98,7 @@ class TokenReader:
         return self._bytes[token]
 
     def shows(self, token: int) -> bool:
-        """Return whether a token is part of the text: not hidden, and known."""
+        """Return True if a token is part of the text: not hidden, and known."""
         return token not in self._hidden and (self._name_of is None or self._name_of(token) is not None)
 
     def joins(self, token: int) -> bool:

@@ -27,7 +27,7 @@ _PAD = gl.constexpr(PAD_SLOT)
 
 @gluon.constexpr_function
 def _eighths(d_state: int, bits: int) -> int:
-    """Return how many elements, of so many bits, of each eighth of d_state fit in registers: a slice's."""
+    """Return the elements of each eighth of d_state in a slice: as many, of so many bits, as fit in registers."""
     return min(64 // bits, d_state // 8)
 
 
@@ -151,7 +151,7 @@ def fold_tile(
     HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
     X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Write `width` columns of the state at `source`, after the ring's entries from `position` to `end`, to `target`.
+    """Write the state at `source`, after the ring's entries from `position` to `end`, to `target`: `width` columns.
 
     Both are where the tile begins, and may be the same. The state is cast to their dtype at every multiple of RING on
     the way, and at the end; without entries it is copied. Every lane may read the tile and overwrite the entries

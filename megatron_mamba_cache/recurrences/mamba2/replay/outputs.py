@@ -139,8 +139,9 @@ def fold_entries(
     state, pool, x, b, steps, ring, position, end, has_n, has_p,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 `state` [d_state, width] after a ring's entries, rounded to the pool's dtype at every multiple of
-    RING.
+    """Return float32 `state` [d_state, width] after a ring's entries from `position` to `end`.
+
+    It is rounded to the pool's dtype at every multiple of RING on the way, and nowhere else.
 
     Args:
         x, b, steps: Where the head's inputs at index 0 of the ring are.

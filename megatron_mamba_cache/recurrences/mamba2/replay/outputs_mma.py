@@ -209,7 +209,7 @@ def _state_mma_kernel(
 
 
 def replay_by_mma(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place; as `replay_by_sums`, for a d_state from 16 on."""
+    """Fold, append x and write the outputs, in place; as `replay_by_sums`, but d_state is at least 16."""
     pool = arguments["pool"]
     _state_mma_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
         **arguments,

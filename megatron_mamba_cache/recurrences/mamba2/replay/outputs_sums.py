@@ -176,7 +176,7 @@ def _state_sums_kernel(
 
 
 def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place; as `replay_portably`, for a d_state that is a power of two."""
+    """Fold, append x and write the outputs, in place; as `replay_portably`, but d_state is a power of two."""
     pool = arguments["pool"]
     # Lanes side by side in head_dim read 16 bytes each.
     lanes = 32 * tiling.num_warps * (_ACCESS // pool.element_size()) // tiling.width

@@ -92,7 +92,7 @@ def _folded(
 
 
 def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return the most tokens of any request; on a GPU the bound, as reading the counts would wait for it."""
+    """Return the most tokens of any request; on a GPU the bound, because reading the counts would wait."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 
