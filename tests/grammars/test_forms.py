@@ -127,7 +127,7 @@ def test_nothing_outside_a_schema_is_allowed(case: int, grammars: Grammars) -> N
 
 
 @given(bound=st.integers(-(2**66), 2**66), word=st.sampled_from(["minimum", "maximum"]), exclusive=st.booleans())
-def test_bounds_are_only_rounded_inward(bound: int, word: str, exclusive: bool) -> None:
+def test_bounds_only_tighten(bound: int, word: str, exclusive: bool) -> None:
     name = f"exclusive{word.capitalize()}" if exclusive else word
     schema: dict[str, Any] = {"type": "integer", name: bound}
     narrow(schema)
