@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..overlap import side_stream
 from .gemm_tiles import takes_long_tiles, tile_rows_ref
 from .grouped_gemm import grouped_gemm
 from .reference_experts import ExpertOrder
@@ -71,7 +72,7 @@ class OverlappedExpert:
         self._stream: torch.cuda.Stream | None = None
         self._output: Tensor | None = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._stream, self._inputs = _side_stream(device), torch.cuda.Event()
+            self._stream, self._inputs = side_stream(device), torch.cuda.Event()
             self._inputs.record()
             self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
@@ -91,9 +92,3 @@ class OverlappedExpert:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return self._output
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's second stream, of high priority."""
-    return torch.cuda.Stream(device, priority=-1)
