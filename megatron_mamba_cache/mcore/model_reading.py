@@ -194,9 +194,9 @@ def _fingerprint(model: Any) -> str:
 def facts_of(model: nn.Module) -> list[_Fact]:
     """Return names and values of what decides what the modules compute, in order; the same in every process.
 
-    A recurrent mixer says so itself. Of other modules it is everything simple that they hold: numbers, texts, dtypes,
-    functions by name, tensors that are no weights, and tuples, dataclasses and objects of this package that consist of
-    those. What says which rank this is stays out.
+    A recurrent mixer lists its own. Other modules have all their simple attributes: numbers, texts, dtypes, functions
+    by name, tensors that are not weights, and tuples, dataclasses and objects of this package that consist of those.
+    What depends on the rank is left out.
     """
     found = [("config", text) for text in _fields_of(model.config)]
     for path, module in model.named_modules():

@@ -79,6 +79,18 @@ class RequestCounts:
         """Seconds since the first admission; 0 before that."""
         return 0.0 if self.admitted_at is None else time.monotonic() - self.admitted_at
 
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the counts under the names that replies have for them."""
+        return {
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_from_host": self.tiers.from_host,
+            "cached_tokens_from_disk": self.tiers.from_disk,
+            "written_tokens": self.num_written,
+            "running_s": self.running_seconds,
+            "draft_tokens": self.drafts.drafted,
+            "accepted_tokens": self.drafts.accepted,
+        }
+
 
 class RequestStates(dict[int, RequestState]):
     """The states by request id."""
@@ -107,7 +119,7 @@ class RequestStates(dict[int, RequestState]):
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
-    """Begin another part of the record of a request that lost its row, unless the newest part has no token.
+    """Begin another part of the record of an interrupted request, unless the newest part has no token.
 
     The part only collects what is generated from here on: what runs is made from its spec.
     """

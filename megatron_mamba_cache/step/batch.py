@@ -192,9 +192,8 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
 
 
 def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
-    """Return the views of a step that has been sent.
+    """Return the views of a step that has been sent, which depend only on its numbers of requests, tokens and drafts.
 
-    The views and what is computed from them here depend on the numbers of requests, tokens and drafts, not on the rest.
     A graph that is captured over them reads whatever was sent last.
     """
     num_decode = num_decoding(requests)

@@ -12,12 +12,7 @@ from .shapes import StepShape
 def engine_shapes(
     config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool = False
 ) -> list[StepShape]:
-    """Return the shapes of an engine's steps.
-
-    Args:
-        most_launched: As in `HybridModelShape`.
-        is_shared: As in `prefill_shapes`.
-    """
+    """Return the shapes of an engine's steps; `most_launched` and `is_shared` as in `prefill_shapes`."""
     count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
     shapes = decode_shapes(count, max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_requests)
     most_launched = most_launched or most_tokens
@@ -25,13 +20,10 @@ def engine_shapes(
 
 
 def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
-    """Return the shapes of a draft model's steps, whose requests all prefill.
+    """Return the shapes of a draft model's steps, whose requests all prefill; `most_launched` as in `prefill_shapes`.
 
     A round begins with the tokens that each request got since the last round, usually few, and goes on with one draft
     of each request at a time. Prompts take the shapes of many requests.
-
-    Args:
-        most_launched: As in `HybridModelShape`.
     """
     max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)

@@ -69,10 +69,7 @@ class StepModel(Protocol):
         """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
 
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
-        """Let an eager forward in the block skip the exchanges with other ranks' experts that a failed one made.
-
-        The block gets whether there are any.
-        """
+        """Let a forward in the block skip the expert exchanges that a failed one made; yield whether there are any."""
 
     def weight_addresses(self) -> WeightAddresses:
         """Return where the weights are now, without waiting for the device."""

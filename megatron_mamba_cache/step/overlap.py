@@ -100,11 +100,7 @@ def may_launch_drafts(
 
 
 class OverlappedSteps:
-    """Launches the next step early where that is allowed, and holds it until it lands.
-
-    Args:
-        is_wanted: True if the settings ask for overlapped steps.
-    """
+    """Launches the next step early, if the settings ask for it and rules allow it, and holds it until it lands."""
 
     def __init__(
         self,

@@ -32,11 +32,7 @@ class ChunkPlan:
         return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_request_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:
-        """Return the chunk that ends at this packed position, whose end state is the state there.
-
-        Raises:
-            CacheIntegrityError: If no chunk ends there.
-        """
+        """Return the chunk that ends at this packed position; raise `CacheIntegrityError` if none does."""
         index = bisect_left(self.cu_chunks, packed_end)
         if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
             raise CacheIntegrityError(
@@ -86,9 +82,8 @@ def _check_demands(num_computed: Sequence[int], query_starts: Sequence[int], gra
 def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:
     """Write the `PrefillBatch` sections of the buffers; return the number of chunks.
 
-    A request that starts at a cached boundary reads its initial state straight from the cached slot and writes its
-    final state to its live slot, so that a restore costs no copy; a request in mid-prefill reads and writes its live
-    slot, and so does one whose cached state is restored before.
+    A request that starts at a cached boundary reads the cached slot and writes its live slot, so a restore costs no
+    copy. One in mid-prefill, or with a restored quantized state, reads and writes its live slot.
     """
     starts = [0]
     for request in requests:

@@ -136,7 +136,7 @@ class StepGraph:
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the requests of a step that the shape holds; return it as its readers see it.
 
-        The device begins with what it computes before attention is planned, while the host goes on.
+        The device begins with what it computes before attention is planned.
         """
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
         if before is not None and not draws_ratios and before.step.continues(requests, buffers, geometry.block_size):
