@@ -64,7 +64,8 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
     ranks = ranks or OneRank()
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
     num_tensor_ranks = ranks.num_ranks // ranks.num_stages
-    check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
+    stages = parts[::num_tensor_ranks]
+    check_layer_pattern("".join(symbol for part in stages for symbol in part.layer_types))
     recurrences = _agreed_recurrences(parts, num_tensor_ranks)
     config, layer_types = model.config, parts[ranks.index].layer_types
     mine = parts[ranks.index].recurrences
@@ -81,7 +82,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         vocab_size=model.vocab_size,
         params_dtype=config.params_dtype,
         fingerprint=_agreed_fingerprint(parts),
-        layer_weights=_mean_of_layers(parts[::num_tensor_ranks]),
+        layer_weights=sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages),
         waits_for_experts=parts[ranks.index].waits_for_experts,
     )
 
@@ -159,11 +160,6 @@ def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
         for tensor in group.tensors
         if tensor.is_matrix
     )
-
-
-def _mean_of_layers(stages: Sequence[_Part]) -> int:
-    """Return the weights that a layer multiplies a token with, the same on all ranks."""
-    return sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages)
 
 
 def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[Recurrence, ...]:

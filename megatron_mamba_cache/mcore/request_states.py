@@ -42,7 +42,7 @@ class RequestState:
     draft_counts: DraftCounts = DraftCounts()  # over its whole life, evictions included
     admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
     running: RunningRequest | None = None  # the newest one, which may have left
-    num_written_before: int = 0  # prompt tokens that the rows before it wrote to the cache
+    num_written_before: int = 0  # prompt tokens that earlier admissions wrote to the cache
 
     def admit(self, running: RunningRequest) -> None:
         """Note an admission; only the first one's cached tokens count."""

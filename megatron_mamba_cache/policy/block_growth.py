@@ -15,10 +15,10 @@ class RequestDemand:
     """Blocks that one request holds and needs for the next step.
 
     Args:
-        age: order of admission; smaller is older and goes first, ties broken by `index`.
-        needs_block: the request cannot continue without one more block; true of every paused request.
-        blocks: blocks held; one that several requests hold is available once the last of them has left.
-        prefilling: the request holds all its blocks already, and is never paused.
+        age: Order of admission; the smallest goes first, ties broken by `index`.
+        needs_block: True if the request cannot continue without one more block, as every paused request.
+        blocks: Blocks held; one that several requests hold is available once the last of them has left.
+        prefilling: True if it prefills: it holds all its blocks already, and is never paused.
     """
 
     index: int

@@ -39,8 +39,8 @@ class Weight(NamedTuple):
     """Priority of an entry, apart from its age.
 
     Args:
-        kind: Entries of a kind are equally likely to be hit.
-        gain: What a hit saves; any scale, 0 or more.
+        kind: Entries of one kind are equally likely to be hit.
+        gain: Savings of a hit, on any scale; 0 or more.
         is_held: True if it counts as just used and certain to be hit, whatever its age and kind.
     """
 

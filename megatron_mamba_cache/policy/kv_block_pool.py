@@ -190,7 +190,7 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """File blocks without references as cached, or free those that nothing can resume."""
+        """Count blocks without references as cached, or free those that nothing can resume."""
         unregistered = self._tree.unregistered(emptied, self._refs)
         self.num_referenced -= len(emptied)
         self.num_cached += len(emptied) - len(unregistered)

@@ -1,7 +1,7 @@
 """Choose the replica for a prompt: the one that caches most of it, unless it is overloaded, or round robin."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NewType
 
@@ -213,7 +213,7 @@ class RoundRobinRouter(PrefixRouter):
 
     def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
         """Choose the next replica in order of joining."""
-        return super().route(request_id, lambda name: _without_keys(blocks_on(name)))
+        return super().route(request_id, lambda name: replace(blocks_on(name), keys=()))
 
     def _within_bound(self) -> list[ReplicaName]:
         names = list(self._replicas)
@@ -221,7 +221,3 @@ class RoundRobinRouter(PrefixRouter):
             return []
         self._turn += 1
         return [names[(self._turn - 1) % len(names)]]
-
-
-def _without_keys(blocks: PromptBlocks) -> PromptBlocks:
-    return PromptBlocks((), blocks.block_size, blocks.prompt_len, blocks.max_new_tokens)

@@ -53,7 +53,10 @@ class ReplicaLink:
         self._unread: deque[bytes] = deque()  # for the engine
         self._last_heard = time.monotonic()
         self._socket = context.socket(zmq.DEALER, zmq.Socket)
-        self._socket.setsockopt(zmq.IDENTITY, _identity_of(hello))
+        name = f"{hello.replica}/{hello.member}"
+        if hello.proof:
+            name += f"/{secrets.token_hex(16)}"  # clients cannot guess it
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
         (channel or Channel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the I/O thread keeps receiving during a long step
@@ -136,12 +139,6 @@ class ReplicaLink:
     def close(self) -> None:
         """Close the connection; the replica counts as dead unless it was stopped."""
         self._socket.close()
-
-
-def _identity_of(hello: Hello) -> bytes:
-    """Return a name for the socket that clients cannot guess if hellos carry a proof."""
-    name = f"{hello.replica}/{hello.member}"
-    return (f"{name}/{secrets.token_hex(16)}" if hello.proof else name).encode()
 
 
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Which shapes of steps are captured as graphs."""
+"""The shapes of steps that are captured as graphs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Which tokens of a step yield logits, and with which settings and random numbers each is sampled."""
+"""The tokens of a step that yield logits, and the settings and random numbers with which each is sampled."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,9 +1,7 @@
-"""The life of a step. `StepRunner.run` is all of it:
+"""The life of a step. `StepRunner.run` is all of it; `drop_failed_step` replaces the rest if any of it raises:
 
 plan → forward → publish prompts → sample → launch the next step, if it may overlap, or decide its drafts → read →
 land → launch drafts.
-
-`drop_failed_step` replaces the rest when anything in it raises.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
-    """Stand in for planned attention where no layer runs eagerly: in a graph's replay, or after the forward."""
+    """Raise: no layer may run eagerly in a graph's replay or after the forward."""
     raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
 
 

@@ -1,4 +1,4 @@
-"""Room in a tier for a boundary that is on its way there: reserved, then published or cancelled."""
+"""Room in a tier for a boundary that is being copied there: reserved, then published or cancelled."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -10,7 +10,7 @@ from ..pools import CachePools
 
 
 class Lane(Enum):
-    """From where to where; copies of one lane are made one after another, those of different ones side by side."""
+    """Direction of a copy. Copies of one lane run one after another, those of different lanes concurrently."""
 
     TO_HOST = "device to host"
     TO_DEVICE = "host to device"
@@ -19,7 +19,7 @@ class Lane(Enum):
 
 
 class CopyStatus(IntEnum):
-    """Progress of a copy; of several ranks' statuses the least counts."""
+    """Progress of a copy; over several ranks, the least status counts."""
 
     UNDER_WAY = 0
     FAILED = 1
@@ -53,7 +53,7 @@ class EntryName:
     """A resumable boundary below the device: a state, and the KV between it and the boundary before.
 
     Args:
-        key: Of the block that the boundary ends.
+        key: Key of the block that the boundary ends.
         anchor: The key at the boundary before; 0 for the start of the text.
         depth: Blocks from the start of the text to the boundary.
         num_blocks: Blocks since the boundary before.

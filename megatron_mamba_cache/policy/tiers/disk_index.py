@@ -1,4 +1,4 @@
-"""Which resumable boundaries are on disk, how they follow each other, and which of them leave first."""
+"""Index of the resumable boundaries on disk, in the order of their eviction."""
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence

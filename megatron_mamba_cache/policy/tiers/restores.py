@@ -1,4 +1,4 @@
-"""Boundaries that come back to the device for requests that wait, and stay there until these are admitted."""
+"""Restores of boundaries to the device for waiting requests, held there until these are admitted."""
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
