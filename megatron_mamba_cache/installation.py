@@ -1,4 +1,4 @@
-"""The requirements of this installation, read from its own metadata, and which of them are not met."""
+"""The requirements of this installation, from its own metadata, and the check that they are met."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ class LayerRMSNorm(nn.RMSNorm):
         self._ahead: tuple[Tensor, Tensor] | None = None
 
     def note_normed(self, x: Tensor, normed: Tensor) -> None:
-        """Take what the next call returns if it is for this tensor: the sum that made it has normed it already."""
+        """Store the norm of a tensor, which was computed with the sum that made it, for the next call."""
         self._ahead = x, normed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Megatron's inference context over a `StepRunner`: what its engine, its controller and its model call or read."""
+"""Megatron's inference context over a `StepRunner`, for Megatron's engine, controller and model."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace

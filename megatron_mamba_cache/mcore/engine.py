@@ -310,7 +310,7 @@ class MambaCacheEngine(SuspendableEngine):
         return False
 
     def _refuse_failed_grammars(self) -> None:
-        """Fail the requests whose grammar cannot go on; their last token is of no grammar."""
+        """Fail the requests whose grammar cannot go on."""
         failures, ranks, requests = (
             self.context.grammars.take_failures(),
             self.context.ranks,

@@ -1,4 +1,4 @@
-"""Settings of experts in Megatron's configuration, and which of them this package computes."""
+"""Settings of experts in Megatron's configuration, and checks of those that this package supports."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def check_megatrons_experts(config: TransformerConfig) -> None:
 
 
 def checked_routing(config: TransformerConfig, groups: Any, routing: RoutingRule | None = None) -> RoutingRule:
-    """Return how tokens choose experts in every layer of a model; see `MixtureOfExperts`, which raises the same."""
+    """Return the routing rule of a model's expert layers; raises as `MixtureOfExperts`."""
     check_experts(config, groups)
     rule = routing or routing_rule(config)
     rule.check(config.num_moe_experts)

@@ -48,7 +48,7 @@ def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
 
 
 class FeedForward(MLP):
-    """A dense layer; its linear layers are those of `linear`."""
+    """A dense feed-forward layer with our kernels."""
 
     linear_fc1: OneTokenColumnLinear
 
@@ -65,7 +65,7 @@ class FeedForward(MLP):
         return super().forward(hidden_states, per_token_scale, **settings)  # calls `squared_relu`
 
     def _activation(self, x: Tensor) -> Activation:
-        """Return the activation that our kernels compute; "none" leaves it to Megatron, and whatever has a gradient."""
+        """Return the activation that our kernels compute; "none" leaves it to Megatron, as with gradients."""
         first = self.linear_fc1
         if first.bias is not None or self.config.sequence_parallel or wants_gradient(x, first.weight):
             return "none"

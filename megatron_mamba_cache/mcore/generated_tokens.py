@@ -90,7 +90,7 @@ class RecordMark:
 def append_tokens(
     entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
 ) -> list[int]:
-    """Append each request's last token and the step's time where all of them continue; return their ids.
+    """Append each request's last token and the step's time, for a step after which all continue; return their ids.
 
     Args:
         entries: Megatron's entries, by request id.

@@ -1,4 +1,4 @@
-"""Read what a request asks for from Megatron's parameters, once, and carry it in them between processes."""
+"""Read a request's settings once from Megatron's parameters, and carry them between processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -117,7 +117,7 @@ class CachingSelfAttention(SelfAttention):
         return inference_context.attend(packed, k_cache, v_cache), gates[0] if gates else None
 
     def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:
-        """Return what is computed of queries and keys by head; None for nothing."""
+        """Return the norms and the rotation of queries and keys; None if there are none."""
         query, key = self.q_layernorm, self.k_layernorm
         if query is None and table is None:
             return None

@@ -1,4 +1,4 @@
-"""The order in which cached states are evicted: by what each is worth, which falls with its age."""
+"""The order in which cached states are evicted: by a priority that falls with age."""
 
 from collections import deque
 from collections.abc import Callable, Container, Sequence

@@ -86,7 +86,7 @@ class EvictionRule(Protocol):
         """Return the likelihood of a hit to states of a kind; at most 1, the value for held states."""
 
     def count_state(self, kind: int) -> None:
-        """Count a state that has become of a kind."""
+        """Count a state whose kind is new or has changed."""
 
     def count_hit(self, kind: int) -> None:
         """Count a request that starts from a state of a kind."""

@@ -101,7 +101,7 @@ class KVBlockPool:
         self._file_all(self._drop_references(blocks))
 
     def prune(self, block: BlockId) -> int:
-        """Forget a block and those before it that nothing refers to, follows or resumes; return how many are free."""
+        """Forget a block and its ancestors without references, followers or states; return how many became free."""
         tail = self._tree.tail(block, self._refs, self._slot_by_block)
         if not tail:
             return 0

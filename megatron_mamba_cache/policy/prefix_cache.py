@@ -274,7 +274,7 @@ class PrefixCache:
         self.slots.release_live(request.cursor.live_slot)
 
     def keep_below(self, request: RunningRequest) -> None:
-        """Keep the last states that the request has published in the tiers below."""
+        """Keep the last published states of the request in the tiers below."""
         if self._publishes(request):
             self.tiers.write_last(request.block_ids, request.first_generated)
 

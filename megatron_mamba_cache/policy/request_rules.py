@@ -1,4 +1,4 @@
-"""The limits of an engine, and whether a request is within them."""
+"""The limits of an engine, and the check of requests against them."""
 
 import math
 from collections.abc import Iterable

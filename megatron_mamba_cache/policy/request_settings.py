@@ -52,7 +52,7 @@ class SamplingSettings:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """All tokens each of which ends the request."""
+        """All tokens that end the request."""
         end = self.termination_id
         return self.stop_token_ids if end is None or end < 0 else (*self.stop_token_ids, end)
 
@@ -97,15 +97,15 @@ class ScoredToken(NamedTuple):
     best_ids: tuple[int, ...] = ()
 
     def cut(self, top_n: int) -> "ScoredToken":
-        """Return it with only so many of the best tokens."""
+        """Return the token with only its `top_n` best alternatives."""
         return ScoredToken(self.log_prob, self.rank, self.best_log_probs[:top_n], self.best_ids[:top_n])
 
 
 class PromptBreakpoint(NamedTuple):
-    """A position in a prompt at which other prompts are expected to part from it.
+    """A position in a prompt at which other prompts are expected to branch off.
 
     Args:
-        keep_s: Seconds from the request's arrival for which the state before it is worth more.
+        keep_s: Seconds from the request's arrival for which the state before it has raised priority.
     """
 
     position: int

@@ -89,7 +89,7 @@ class StateCursor:
         self.draft_slots += slots
 
     def remove_last_slot(self) -> None:
-        """Drop the last column."""
+        """Remove the last column."""
         del self.draft_slots[-1]
 
     def resolve(self, num_tokens: int) -> None:
@@ -238,7 +238,7 @@ class RunningRequest:
         self.reserved.append(state)
 
     def unreserve(self, state: ReservedState) -> None:
-        """Give up a reserved slot: it is published or cancelled."""
+        """Remove a reserved slot, which is published or cancelled."""
         self.reserved.remove(state)
 
     def release_source(self) -> None:

@@ -43,7 +43,7 @@ class PromptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes, and how many of its blocks are thought to be cached there."""
+    """Replica for a request, and the number of its blocks that are expected to be cached there."""
 
     replica: ReplicaName
     num_cached_blocks: int

@@ -48,7 +48,7 @@ class StepBatch:
     align: AlignBatch | None  # None: no decode request can reach a boundary; `accepted` is filled in after verification
 
     def with_own_verification(self) -> "StepBatch":
-        """Return the step with copies, which later steps do not overwrite, of what follows its forward."""
+        """Return the step with copies of what verification reads, which later steps do not overwrite."""
         align = None if self.align is None else with_own_tensors(self.align)
         replay = None if self.replay is None else with_own_tensors(self.replay)
         return replace(self, logits=self.logits.clone(), align=align, replay=replay)
@@ -169,7 +169,7 @@ def _write_tokens(
 
 
 def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write where the states of decode requests are, what of them the last step accepted, and where boundaries go."""
+    """Write the slots of decode requests' states, the accepted tokens of the last step, and the boundary slots."""
     num_requests = len(requests)
     buffers.host("num_drafts")[:num_requests] = [len(request.drafts) for request in requests]
     buffers.host("accepted")[:num_requests] = [request.cursor.accepted for request in requests]

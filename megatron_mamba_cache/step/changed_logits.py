@@ -1,4 +1,4 @@
-"""Logits as requests change them: biases, penalties of tokens that were seen, and tokens that may not be drawn.
+"""Logits as requests change them: biases, penalties of tokens that were seen, and masked tokens.
 
 Every position of a request, those after its drafts too, is changed by the text before it alone, so that tokens do not
 depend on drafts, on the batch or on what was cached.

@@ -117,7 +117,7 @@ class SentStep:
 
 
 class LatestStep:
-    """The decode step that the graphs of one memory sent last, if it was one; the next step may continue it."""
+    """The last step sent by the graphs of one memory, if it only decodes; the next step may continue it."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None

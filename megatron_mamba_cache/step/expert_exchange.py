@@ -88,5 +88,5 @@ class ExpertExchange:
 
 @lru_cache(maxsize=1)  # a process group keeps threads as long as it is referred to
 def exchange_among(ranks: dist.ProcessGroup) -> ExpertExchange:
-    """Return the one object that all layers whose experts a process group shares exchange tokens through."""
+    """Return the `ExpertExchange` of a process group, one object for all layers."""
     return ExpertExchange(ranks)

@@ -100,7 +100,7 @@ class GrammarMasks:
         self._requests.pop(request_id, None)
 
     def _make(self, requests: Sequence[tuple[RunningRequest, int]]) -> int:
-        """Fill the buffers with the masks of requests whose logits begin somewhere; return how many."""
+        """Fill the buffers with masks for requests, each with the start of its logits; return the number of masks."""
         if self._was_sent is not None:
             self._was_sent.synchronize()
         count = sum(1 + len(request.drafts) for request, _ in requests)

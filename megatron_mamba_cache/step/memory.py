@@ -146,7 +146,7 @@ class CacheMemory:
             self.state_pool.cached.restore(sources, targets)
 
     def close(self, requests: Iterable[RunningRequest]) -> None:
-        """Keep below what requests have published, and wait for all copies: the memory is about to be freed."""
+        """Keep the published states in lower tiers, and wait for all copies: the memory is about to be freed."""
         for request in requests:
             self.prefix_cache.keep_below(request)
         self.below.close()

@@ -74,10 +74,10 @@ class MemoryBelow:
     def attach(
         self, pools: CachePools, memory: Tensor, counters: CacheCounters, prepare: Callable[[], None]
     ) -> "AttachedTiers":
-        """Return the tiers as they are seen from a new device memory.
+        """Return the tiers for a new device memory.
 
         Args:
-            pools: Over that memory.
+            pools: Pools over that memory.
             memory: [bytes] uint8, cut into slabs.
             prepare: As in `HostTier`.
 
@@ -128,7 +128,7 @@ def _disk_below(
 
 
 class AttachedTiers:
-    """The tiers below one device memory, for as long as that exists; without arguments there are none."""
+    """The tiers below one device memory, while it exists; without arguments there are none."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The model as a step needs it."""
+"""Interface of the model to a step."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

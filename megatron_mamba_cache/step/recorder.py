@@ -46,7 +46,7 @@ class Recorder(Protocol):
         """
 
     def split(self) -> None:
-        """Called once by a computation: what comes next depends on what the host prepares, and all before does not."""
+        """Mark, once in a computation, where its host-prepared part begins; nothing before it depends on the host."""
 
     def num_bytes(self) -> int:
         """Return the device memory that all recordings hold."""

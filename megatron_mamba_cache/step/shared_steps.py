@@ -118,7 +118,7 @@ class SharedSteps(StepSharing):
         self.part = Part.LAUNCHED
 
     def _agreed(self) -> StepShape:
-        """Return what holds the requests of all ranks; before that, capture if one of them wants to."""
+        """Return a shape that holds the requests of all ranks; capture graphs first if any rank wants to."""
         decoding = self._requests.decoding
         prompt_tokens = [request.scheduled for request in self._requests.prefilling if request.scheduled]
         width = 1 if self._planner.stays_paused(decoding) else 1 + self._planner.max_drafts

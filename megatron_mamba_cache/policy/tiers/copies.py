@@ -75,7 +75,7 @@ class Copies(Protocol):
         """
 
     def status(self, number: int) -> CopyStatus:
-        """Return how far a copy is."""
+        """Return the status of a copy."""
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait until none of these copies is under way."""
@@ -204,7 +204,7 @@ class AgreedTimes:
         self._agreed: CopyTimes | None = None
 
     def now(self) -> CopyTimes:
-        """Return the times. Until they are agreed this is collective: call it for the same decisions on all ranks."""
+        """Return the times. Collective until they are agreed, so all ranks call it for the same decisions."""
         if self._agreed is not None:
             return self._agreed
         found = self._measure() or CopyTimes(0, 0, 0)

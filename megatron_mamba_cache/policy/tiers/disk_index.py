@@ -89,7 +89,7 @@ class DiskIndex:
         return leaving
 
     def anchor_of(self, keys: Sequence[BlockKey]) -> int:
-        """Return after how many blocks of a text, but for all, the deepest entry on disk ends; 0 if there is none."""
+        """Return the depth in blocks of the deepest entry on disk before the end of a text; 0 if there is none."""
         return next((depth for depth in range(len(keys) - 1, 0, -1) if keys[depth - 1] in self._entries), 0)
 
     def chain(self, keys: Sequence[BlockKey], num_known: int) -> list[EntryName]:
@@ -113,7 +113,7 @@ class DiskIndex:
         return leaving
 
     def close(self) -> None:
-        """Forget all entries, and take none any more."""
+        """Forget all entries, and accept none any more."""
         self.clear()
         self._limit = -1
 

@@ -40,8 +40,8 @@ class HostWrites(StateSaver):
         """Write the last boundary of a text that has a state on the device, and that of its prompt if hits are likely.
 
         Args:
-            blocks: Of a request that has ended; those that are not findable any more are left out.
-            prompt_len: Tokens.
+            blocks: Blocks of a request that has ended; those that are no longer findable are ignored.
+            prompt_len: Tokens of its prompt.
         """
         slots = self._device.slots
         if not (depth := slots.deepest(blocks)):

@@ -15,8 +15,8 @@ class WaitingPrompt:
     """A request in the queue.
 
     Args:
-        keys: Of the blocks that it may skip: all complete ones but for one that ends its prompt.
-        num_blocks: Of its whole prompt.
+        keys: Keys of the blocks that it may skip: all complete ones, except one that ends its prompt.
+        num_blocks: Blocks of its whole prompt.
     """
 
     request_id: int
