@@ -9,17 +9,12 @@ from ..errors import CacheIntegrityError
 class IndexPool(Protocol):
     """Indices of one use, from 0: KV blocks or state slots. A taken index is fixed (not evictable) until `unfix`."""
 
-    @property
-    def num_indices(self) -> int:
-        """Numbers are below this."""
-
-    @property
-    def is_shared(self) -> bool:
-        """True if memory that the other use frees can make room here."""
-
-    @property
-    def num_free(self) -> int:
-        """Indices that `take` can return without an eviction."""
+    num_indices: int
+    """Indices are below this."""
+    is_shared: bool
+    """True if memory that the other use frees can make room here."""
+    num_free: int
+    """Indices that `take` can return without an eviction."""
 
     @property
     def num_available(self) -> int:

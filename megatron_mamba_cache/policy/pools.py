@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ..errors import CacheIntegrityError
 from .eviction_rules import EvictionRule
@@ -54,8 +53,8 @@ class CachePools:
 def check_requests_and_pools(
     requests: Sequence[RunningRequest],
     pools: CachePools,
-    held: Mapping[BlockId, int] = MappingProxyType({}),
-    expected: Sequence[SlotId] = (),
+    held: Mapping[BlockId, int],
+    expected: Sequence[SlotId],
 ) -> None:
     """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are intact and agree with the requests.
 

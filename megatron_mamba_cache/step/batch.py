@@ -191,7 +191,7 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
             columns[index, 1 : 1 + len(request.cursor.draft_slots)] = request.cursor.draft_slots
 
 
-def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
+def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int) -> StepBatch:
     """Return the views of a step that has been sent, which depend only on its numbers of requests, tokens and drafts.
 
     A graph that is captured over them reads whatever was sent last.

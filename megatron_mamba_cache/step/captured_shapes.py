@@ -10,7 +10,7 @@ from .shapes import StepShape
 
 
 def engine_shapes(
-    config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool = False
+    config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool
 ) -> list[StepShape]:
     """Return the shapes of an engine's steps; `most_launched` and `is_shared` as in `prefill_shapes`."""
     count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens

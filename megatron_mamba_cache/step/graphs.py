@@ -115,7 +115,7 @@ def capture_graphs(
     config: CacheConfig,
     shape: HybridModelShape,
     shapes: Sequence[StepShape],
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None],
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> StepGraphs | None:
     """Capture steps, between two steps; return None if nothing is to be or can be captured.

@@ -34,7 +34,7 @@ from ..recurrences.slab_shape import MemorySizes
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_shapes import most_padding_requests
-from .memory_below import AttachedTiers, MemoryBelow
+from .memory_below import MemoryBelow
 from .overlapped_step import Capture
 
 
@@ -46,7 +46,7 @@ class CacheMemory:
         max_blocks: KV blocks of the longest request.
         counters: What the prefix cache counts on.
         weights_version: Version of the weights that will fill the cache.
-        below: The tiers below, which outlive this memory; None: there are none.
+        below: The tiers below, which outlive this memory.
         shares_steps: True if ranks that share experts take steps of one shape.
 
     Raises:
@@ -63,8 +63,8 @@ class CacheMemory:
         max_blocks: int,
         counters: CacheCounters,
         weights_version: str,
-        below: MemoryBelow | None = None,
-        shares_steps: bool = False,
+        below: MemoryBelow,
+        shares_steps: bool,
     ) -> None:
         device = torch.cuda.current_device()
         attention_shape = _attention_shape(shape, config, capacity, device)
@@ -79,11 +79,8 @@ class CacheMemory:
         self.pools = pools
         self.blocks, self.slots = pools.kv, pools.slots
         self.num_paused_blocks = capacity.num_paused_blocks
-        self.below = AttachedTiers()
-        if below is not None:
-            self.below = below.attach(
-                pools, bytes_of(self.state_pool.cached.parts[0], self.kv_buffer), counters, self.clear_stale_blocks
-            )
+        slab_bytes = bytes_of(self.state_pool.cached.parts[0], self.kv_buffer)
+        self.below = below.attach(pools, slab_bytes, counters, self.clear_stale_blocks)
         unit = shape.unit_bytes(config)
         total = capacity.num_slabs * capacity.slab.slab_bytes(unit)
         others = shape.buffers_bytes(config), shape.running_bytes(config)
@@ -100,7 +97,7 @@ class CacheMemory:
             draft_states=_draft_states(config, shape, self.slots),
             checkpoints=config.decode_checkpoints,
             enabled=config.prefix_caching,
-            epoch=0 if below is None else below.epoch,
+            epoch=below.epoch,
             tiers=self.below.tiers,
         )
 

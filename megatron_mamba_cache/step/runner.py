@@ -23,7 +23,7 @@ from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..ranks.digest import Digest
-from ..ranks.group import ExpertPeers, NoPeers, Ranks
+from ..ranks.group import ExpertPeers, Ranks
 from ..speculation.decode_schedule import advance_one_token_requests, advance_requests, note_hidden_states
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .batch import lay_out_step
@@ -51,7 +51,7 @@ class StepRunner:
         counters: Outlive the runner.
         vocab_size: Of the model, padding included.
         only_last_logits: True when a forward returns logits only for the tokens of `StepBatch.logits`.
-        peers: The ranks that this one shares experts with; None: it has all experts.
+        peers: The ranks that this one shares experts with.
         grammars: What replies may have to follow.
     """
 
@@ -65,13 +65,13 @@ class StepRunner:
         counters: CacheCounters,
         *,
         vocab_size: int,
-        only_last_logits: bool = True,
-        peers: ExpertPeers | None = None,
+        only_last_logits: bool,
+        peers: ExpertPeers,
         grammars: Grammars,
     ) -> None:
         self.memory = memory
         self.ranks = ranks
-        self.peers = peers or NoPeers()
+        self.peers = peers
         self.planner = planner
         self.counters = counters
         self.vocab_size = vocab_size

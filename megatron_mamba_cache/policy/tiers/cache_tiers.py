@@ -90,7 +90,7 @@ class HostTier(Tiers):
         counters: CacheCounters,
         *,
         block_size: int,
-        measure: Callable[[], CopyTimes | None] = lambda: None,
+        measure: Callable[[], CopyTimes | None],
         prepare: Callable[[], None] = lambda: None,
         disk: DiskIndex | None = None,
     ) -> None:
