@@ -380,10 +380,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """Each token's position, [tokens] int64."""
         return self.step.batch.positions
 
-    @property
-    def token_to_position_in_request(self) -> Tensor:
-        """The same as `token_to_pos_ids`."""
-        return self.step.batch.positions
+    token_to_position_in_request = token_to_pos_ids
 
     def layer_states(self, layer_number: int) -> LayerStates:
         """Return the states of a recurrent layer, numbered from 1 over this rank's layers."""
