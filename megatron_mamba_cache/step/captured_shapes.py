@@ -60,11 +60,12 @@ def decode_shapes(count: int, max_requests: int, max_drafts: int, max_tokens: in
 def prefill_shapes(
     most_tokens: int, max_requests: int, max_tokens: int, most_launched: int, *, is_shared: bool = False
 ) -> list[StepShape]:
-    """Return shapes of up to `most_tokens` prompt tokens: of few prefill requests, and of many.
+    """Return shapes of up to `most_tokens` prompt tokens, with few and with many prefill requests.
 
-    Shapes of few are captured alone, after some decode requests and after all; the scan spreads few requests over more
-    of the device, so they do not share the shapes of many. Many requests come in bursts: their shapes have fewer sizes,
-    and always follow decode requests. A shape may have `most_padding_requests` more requests than can run.
+    Few prefill requests have shapes without decode requests, with some and with all. They do not use those of many,
+    because the scan spreads few requests over more of the device. Many prefill requests come in bursts: their shapes
+    have fewer sizes, and always have decode requests. A shape may exceed the requests that can run by
+    `most_padding_requests`.
 
     An odd number of decode requests is best, see `_is_slow`. "Some" is the largest odd number within an eighth of all.
 
