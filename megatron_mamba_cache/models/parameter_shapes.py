@@ -21,8 +21,7 @@ Parameters = dict[str, WholeParameter]
 def parameters_of(architecture: HybridArchitecture) -> Parameters:
     """Return every parameter of the model by its name on a single rank, in the order of `named_parameters` there."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
-    is_mamba = isinstance(architecture.recurrent, MambaSizes)
-    layers = {"M": _mamba if is_mamba else _gated_delta, "*": _attention, "-": _feed_forward, "E": _experts}
+    layers = {"M": recurrent_parameters, "*": _attention, "-": _feed_forward, "E": _experts}
     found = {EMBEDDINGS: WholeParameter((vocab, hidden), Split(0))}
     for number, symbol in enumerate(architecture.pattern):
         of_layer = layers[symbol](architecture)
@@ -42,6 +41,11 @@ def filled_of(architecture: HybridArchitecture) -> Parameters:
     bias = _on_every_rank(experts.num_experts)
     biases = {f"decoder.layers.{number}.mlp.router.expert_bias": bias for number in layers}
     return parameters_of(architecture) | biases
+
+
+def recurrent_parameters(architecture: HybridArchitecture) -> Parameters:
+    """Return the parameters of a recurrent layer, by their names within the layer."""
+    return (_mamba if isinstance(architecture.recurrent, MambaSizes) else _gated_delta)(architecture)
 
 
 def _mamba(architecture: HybridArchitecture) -> Parameters:

@@ -120,7 +120,9 @@ class StateSlotAllocator:
         Raises:
             ValueError: If the block has no slot (allocate one first), or the layer or a shape is not the pool's.
         """
-        slot, cached = self._slot_or_error(block_id), self.state_pool.cached
+        slot, cached = self.get_slot(block_id), self.state_pool.cached
+        if slot < 0:
+            raise ValueError(f"block {block_id} has no state slot; call allocate_slots_batch first")
         num_layers = len(self.state_pool.groups[0].layers)
         if not 0 <= layer_idx < num_layers:
             raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {num_layers - 1}")
@@ -243,12 +245,6 @@ class StateSlotAllocator:
 
     def _live_slot(self, request_idx: int) -> int:
         return int(self.context.mamba_metadata.request_to_mamba_state_idx[request_idx])
-
-    def _slot_or_error(self, block_id: int) -> int:
-        slot = self.get_slot(block_id)
-        if slot < 0:
-            raise ValueError(f"block {block_id} has no state slot; call allocate_slots_batch first")
-        return slot
 
 
 class MambaSlotAllocator(StateSlotAllocator):

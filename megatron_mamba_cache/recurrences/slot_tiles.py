@@ -59,12 +59,9 @@ class SlotTiles:
 
 def access_bytes(*pools: Tensor) -> int:
     """Return the widest access, at most 16 bytes, that is aligned everywhere in pools of `cut_slots`."""
-    return min(map(_access_bytes, pools))
-
-
-def _access_bytes(pool: Tensor) -> int:
-    size = pool.element_size()
-    return gcd(16, pool.shape[3] * size, pool.data_ptr(), *(stride * size for stride in pool.stride()[:3]))
+    addresses = [pool.data_ptr() for pool in pools]
+    sizes = [number * pool.element_size() for pool in pools for number in (pool.shape[3], *pool.stride()[:3])]
+    return gcd(16, *addresses, *sizes)
 
 
 def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> SlotTiles:

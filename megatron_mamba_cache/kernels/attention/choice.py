@@ -56,7 +56,8 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
                     _logger.warning("attention does not use %s: %s", backend.name, failure)
                 reason = failure.partition("\n")[0]  # a compiler's whole output may follow
             else:
-                if setting == "auto" and refusals and _suits_libraries(shape):
+                is_half = shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
+                if setting == "auto" and refusals and is_half:  # which the first backend would serve faster
                     _logger.warning("attention runs on %s, not on %s", chosen.name, refusals[0])
                 return chosen
         refusals.append(f"{backend.name}: {reason}")
@@ -64,11 +65,6 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
         f"attention_backend is {setting!r}, which cannot serve this model ({'; '.join(refusals)}); fix that, or set "
         f"{_FLAG} to auto or reference"
     )
-
-
-def _suits_libraries(shape: AttentionShape) -> bool:
-    """Return True if the first backend is preferable: with a GPU, in half precision."""
-    return shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:

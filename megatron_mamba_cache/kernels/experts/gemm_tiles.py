@@ -40,11 +40,6 @@ class GemmVariant:
     has_halves: bool = False
     loads_boxes: bool = False
 
-    @property
-    def multiplies_weights(self) -> bool:
-        """True if weights are the left operand, which has at least 64 rows on tensor cores."""
-        return self.rows < 64
-
 
 def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVariant:
     """Return the variant for a number of pairs; it does not depend on which experts they choose.

@@ -98,7 +98,9 @@ def accept_by_ratio(
     holds = torch.where(is_sampled, uniforms.accept * q < p, tokens == rows.draft_ids)
     num_kept = windows.count_leading(holds)
     last = windows.logits.gather(1, num_kept[:, None])[:, 0]  # [rows]: logits rows of the last emitted tokens
-    residual = _residual(probabilities[last], sampling.probabilities[distribution[last]])
+    wanted = probabilities[last]
+    residual = (wanted - sampling.probabilities[distribution[last]]).clamp_min(0)  # not normalised
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, wanted)
     final = torch.where(is_sampled[last], sample_weighted(residual, uniforms.residual[last]), tokens[last])
     is_kept = torch.arange(1 + rows.max_drafts, device=tokens.device) < num_kept[:, None]
     emitted = torch.where(is_kept, rows.draft_ids[windows.logits], final[:, None])
@@ -124,12 +126,6 @@ class _Windows:
         columns = torch.arange(self.logits.shape[1], device=holds.device)
         kept = holds[self.logits] & (columns < self.num_drafts[:, None])
         return kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
-
-
-def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """Return max(p - q, 0) [rows, vocab], or p where that is all zeros; not normalised."""
-    residual = (p - q).clamp_min(0)
-    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
 _COLUMNS = 16

@@ -52,7 +52,9 @@ def read_common_state(directory: Path) -> CommonState:
     """Read the file of a checkpoint's directory; raise `ValueError`, naming the file, if it is damaged."""
     path = directory / COMMON_FILE
     try:
-        stand_ins = [(_stand_in(name), name) for name in get_unsafe_globals_in_checkpoint(str(path))]
+        names = get_unsafe_globals_in_checkpoint(str(path))
+        # A new class for each: torch keeps the allowed classes in a set.
+        stand_ins = [(type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__}), name) for name in names]
         with safe_globals([*stand_ins, *_NUMPY_TYPES]):  # type: ignore[list-item]
             state = torch.load(path, map_location="cpu", weights_only=True)
     except UNPICKLING_ERRORS as error:
@@ -91,11 +93,6 @@ class _StandIn:
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update(state)
-
-
-def _stand_in(name: str) -> type[_StandIn]:
-    """Return a new class for a name: torch keeps the allowed classes in a set."""
-    return type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__})
 
 
 INDEX_FILE = ".metadata"

@@ -70,7 +70,8 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
         vocab_size=arguments.integer("padded_vocab_size"),
         hidden_size=arguments.integer("hidden_size"),
         max_sequence_length=arguments.integer("max_position_embeddings"),
-        norm_eps=_norm_epsilon(arguments),
+        # Since core 0.16, arguments that configure it have the names of its fields.
+        norm_eps=arguments.number("layernorm_epsilon", arguments.number("norm_epsilon", 1e-5)),
         recurrent=_mamba(arguments),
         attention=_attention(arguments),
         feed_forward=_feed_forward(arguments),
@@ -82,11 +83,6 @@ def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
 def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, default) in supported.items():
         arguments.require(name, value, default)
-
-
-def _norm_epsilon(arguments: CheckpointConfig) -> float:
-    """Return the epsilon of norms; since core 0.16 arguments that configure it bear its fields' names."""
-    return arguments.number("layernorm_epsilon", arguments.number("norm_epsilon", 1e-5))
 
 
 def _pattern(arguments: CheckpointConfig) -> str:

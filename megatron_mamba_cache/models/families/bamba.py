@@ -3,14 +3,7 @@
 from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
-from .layer_placements import (
-    Placements,
-    attention_placements,
-    ends_placements,
-    gated_mlp_placements,
-    mamba_placements,
-    mlp_norm_placement,
-)
+from .layer_placements import Placements, ends_placements, gated_mlp_placements, mixer_placements, mlp_norm_placement
 
 ENDS = {
     "embeddings": "model.embed_tokens.weight",
@@ -51,13 +44,10 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a Bamba checkpoint goes."""
     placements = ends_placements(architecture, ENDS)
-    for layer, mixer in enumerate(architecture.pattern[::2]):
+    for layer in range(len(architecture.pattern) // 2):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
-        if mixer == "M":
-            placements |= mamba_placements(architecture, 2 * layer, f"{prefix}mamba.", norm)
-        else:
-            placements |= attention_placements(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        placements |= mixer_placements(architecture, 2 * layer, f"{prefix}mamba.", f"{prefix}self_attn.", norm)
         placements |= gated_mlp_placements(f"decoder.layers.{2 * layer + 1}.mlp.", f"{prefix}feed_forward.")
         placements |= mlp_norm_placement(2 * layer + 1, f"{prefix}pre_ff_layernorm.weight")
     return placements

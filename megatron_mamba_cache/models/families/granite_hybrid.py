@@ -12,7 +12,7 @@ from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split, stacked
 from .bamba import mamba_shape, rotary_base
-from .layer_placements import Placements, attention_placements, ends_placements, mamba_placements, mlp_norm_placement
+from .layer_placements import Placements, ends_placements, mixer_placements, mlp_norm_placement
 
 ENDS = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "output": "lm_head.weight"}
 OTHER_NAMES = OtherNames(
@@ -64,13 +64,10 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return where each tensor of a GraniteMoeHybrid checkpoint goes."""
     placements = ends_placements(architecture, ENDS)
-    for layer, mixer in enumerate(architecture.pattern[::2]):
+    for layer in range(len(architecture.pattern) // 2):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
-        if mixer == "M":
-            placements |= mamba_placements(architecture, 2 * layer, f"{prefix}mamba.", norm)
-        else:
-            placements |= attention_placements(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        placements |= mixer_placements(architecture, 2 * layer, f"{prefix}mamba.", f"{prefix}self_attn.", norm)
         placements |= _feed_forward(architecture, 2 * layer + 1, prefix)
         placements |= mlp_norm_placement(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
     return placements

@@ -4,63 +4,50 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..architecture import GatedDeltaSizes, HybridArchitecture, MambaSizes
+from ..architecture import HybridArchitecture, MambaSizes
+from ..parameter_shapes import recurrent_parameters
 from ..placement import GroupedSplit, Placement, Split
 from ..rank_shard import EMBEDDINGS, OUTPUT
 
 Placements = dict[str, tuple[Placement, ...]]
 
+_IN_PROJ = "mixer.in_proj.weight"
 
-def mamba_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where a Mamba layer's tensors go.
+
+def mixer_placements(
+    architecture: HybridArchitecture, layer: int, recurrent: str, attention: str, norm: str
+) -> Placements:
+    """Return where the tensors of a recurrent or attention layer go, except the first projections of Gated DeltaNet.
 
     Args:
         layer: Index of the Megatron layer.
-        prefix: Checkpoint name of the mixer, with the trailing dot.
+        recurrent, attention: Checkpoint name of the mixer of either kind, with the trailing dot.
         norm: Checkpoint name of the norm before it.
     """
-    mamba, target = architecture.recurrent, f"decoder.layers.{layer}."
-    assert isinstance(mamba, MambaSizes)
-    inner, bc = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
-    conv = Split(0, (inner, bc, bc))
-    splits = {
-        "in_proj.weight": Split(0, (inner, inner, bc, bc, mamba.num_heads)),  # z, x, B, C, dt
-        "conv1d.weight": conv,
-        **({"conv1d.bias": conv} if mamba.conv_bias else {}),
-        "dt_bias": Split(0),
-        "A_log": Split(0),
-        "D": Split(0),
-        "norm.weight": Split(0),
-        "out_proj.weight": Split(1),
-    }
-    placements = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
-    return {**placements, norm: (Placement(f"{target}norm.weight"),)}
+    if architecture.pattern[layer] == "M":
+        return _recurrent_placements(architecture, layer, recurrent, norm)
+    return _attention_placements(architecture, layer, attention, norm)
 
 
-def gated_delta_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where a Gated DeltaNet layer's tensors go, but for its first projections; as `mamba_placements`."""
-    target = f"decoder.layers.{layer}."
-    splits = {
-        "conv1d.weight": Split(0, in_proj_sections(architecture)[:3]),
-        "A_log": Split(0),
-        "dt_bias": Split(0),
-        "norm.weight": Split(),
-        "out_proj.weight": Split(1),
-    }
-    placements = {f"{prefix}{name}": (Placement(f"{target}mixer.{name}", split),) for name, split in splits.items()}
-    return {**placements, norm: (Placement(f"{target}norm.weight"),)}
+def _recurrent_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
+    target, placements = f"decoder.layers.{layer}.", Placements()
+    for name, parameter in recurrent_parameters(architecture).items():
+        if name == "norm.weight":
+            placements[norm] = (Placement(f"{target}{name}"),)
+        elif name != _IN_PROJ or isinstance(architecture.recurrent, MambaSizes):
+            placements[f"{prefix}{name.removeprefix('mixer.')}"] = (Placement(f"{target}{name}", parameter.split),)
+    return placements
 
 
 def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
-    """Return the rows of q, k, v, z, b and a in the projection before a Gated DeltaNet mixer."""
-    sizes = architecture.recurrent
-    assert isinstance(sizes, GatedDeltaSizes)
-    key, value = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads * sizes.value_head_dim
-    return key, key, value, value, sizes.num_value_heads, sizes.num_value_heads
+    """Return the rows of each section of the first projection: q, k, v, z, b and a of a Gated DeltaNet mixer."""
+    split = recurrent_parameters(architecture)[_IN_PROJ].split
+    assert isinstance(split, Split)
+    return split.sections
 
 
-def attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
-    """Return where an attention layer's tensors go; as `mamba_placements`.
+def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: str, norm: str) -> Placements:
+    """Return where an attention layer's tensors go.
 
     Megatron interleaves q, k and v by KV head. An output gate's rows follow the query's of each head in checkpoints,
     all queries' of the KV head in Megatron.

@@ -13,7 +13,7 @@ from ..architecture import (
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
-from .layer_placements import Placements, attention_placements, ends_placements, mamba_placements, mlp_norm_placement
+from .layer_placements import Placements, ends_placements, mixer_placements, mlp_norm_placement
 
 ENDS = {"embeddings": "backbone.embeddings.weight", "final_norm": "backbone.norm_f.weight", "output": "lm_head.weight"}
 OTHER_NAMES = OtherNames(
@@ -82,10 +82,8 @@ def placements_of(architecture: HybridArchitecture) -> Placements:
     placements = ends_placements(architecture, ENDS)
     for layer, symbol in enumerate(architecture.pattern):
         prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
-        if symbol == "M":
-            placements |= mamba_placements(architecture, layer, prefix, norm)
-        elif symbol == "*":
-            placements |= attention_placements(architecture, layer, prefix, norm)
+        if symbol in "M*":
+            placements |= mixer_placements(architecture, layer, prefix, prefix, norm)
         elif symbol == "-":
             placements |= {**_mlp(layer, prefix, "mlp."), **mlp_norm_placement(layer, norm)}
         else:

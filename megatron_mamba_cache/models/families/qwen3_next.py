@@ -19,11 +19,10 @@ from ..placement import Placement, Split
 from .bamba import rotary_base
 from .layer_placements import (
     Placements,
-    attention_placements,
     ends_placements,
-    gated_delta_placements,
     gated_mlp_placements,
     in_proj_sections,
+    mixer_placements,
     mlp_norm_placement,
 )
 
@@ -93,12 +92,10 @@ def placements_with(architecture: HybridArchitecture, projections: Projections) 
     for layer, (mixer, feed_forward) in enumerate(symbols):
         prefix = f"model.layers.{layer}."
         norm = f"{prefix}input_layernorm.weight"
+        placements |= mixer_placements(architecture, 2 * layer, f"{prefix}linear_attn.", f"{prefix}self_attn.", norm)
         if mixer == "M":
-            placements |= gated_delta_placements(architecture, 2 * layer, f"{prefix}linear_attn.", norm)
             in_proj = f"decoder.layers.{2 * layer}.mixer.in_proj.weight"
             placements |= projections(architecture, in_proj, f"{prefix}linear_attn.")
-        else:
-            placements |= attention_placements(architecture, 2 * layer, f"{prefix}self_attn.", norm)
         placements |= mlp_norm_placement(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
         target = f"decoder.layers.{2 * layer + 1}.mlp."
         if feed_forward == "E":

@@ -168,7 +168,9 @@ class HuggingFaceTokenizer:
         if not source:
             raise ValueError(self._templates.missing())
         tokenizer = self._chat_tokenizer
-        reserved = sorted(values.keys() & _reserved_values(type(tokenizer)))
+        # Arguments of transformers' function, and what it sets, are no template's variables.
+        own_names = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "messages"}
+        reserved = sorted(values.keys() & own_names)
         if reserved:
             raise ValueError(f"a chat template may not be given {', '.join(reserved)}; leave it out")
         try:
@@ -225,12 +227,6 @@ def _offsets_of(spans: Sequence[Span]) -> list[int]:
         offsets.append(end if span.start == span.end else min(span.start, end))
         end = max(end, span.end)
     return offsets
-
-
-def _reserved_values(tokenizer: type) -> frozenset[str]:
-    """Return names that are arguments of transformers' function or set by it, and so no template's variables."""
-    names = inspect.signature(tokenizer.apply_chat_template).parameters  # type: ignore[attr-defined]
-    return frozenset({*names, "messages"})
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -144,11 +144,7 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
     return None
 
 
-def _bytes_by_character() -> dict[str, int]:
-    """Return GPT-2's byte of each character: printable ones stand for themselves, the others are numbered from 256."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _bytes_by_character()
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
+"""GPT-2's byte of each character: printable ones are themselves, the others are numbered from 256."""
