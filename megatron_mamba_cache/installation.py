@@ -13,7 +13,7 @@ DISTRIBUTION = "megatron-mamba-cache"
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {
-        "server": "serve, and replicas behind a coordinator",
+        "server": "serve, and replicas with a coordinator",
         "hf": "models by hub name, chat templates, and tokenizers without a tokenizer.json",
         "otel": "OpenTelemetry traces of serve",
         "gpu": "attention on an NVIDIA GPU",

@@ -52,7 +52,7 @@ def check_tiers(arguments: Namespace) -> None:
         raise UsageError(str(HostBudgetError(host_gb, available_bytes())))
     directory = getattr(arguments, argument_of("disk_cache_dir"))
     if directory is not None and not _can_be_written(Path(directory)):
-        raise UsageError(f"--disk-cache-dir {directory}: cannot be made or written; name a directory that can")
+        raise UsageError(f"--disk-cache-dir {directory}: cannot be created or written to; name another directory")
 
 
 def _can_be_written(directory: Path) -> bool:
@@ -147,9 +147,9 @@ def check_engine_arguments(arguments: Namespace) -> None:
             if value is not None:
                 raise UsageError(f"{flag} {value}: nothing is drafted; set --num-speculative-tokens to 1 or more")
     if arguments.drafter == "draft-model" and arguments.draft_hf_model is None:
-        raise UsageError("--drafter draft-model: which model? name its directory with --draft-hf-model")
+        raise UsageError("--drafter draft-model needs a model: name its directory with --draft-hf-model")
     if arguments.drafter != "draft-model" and arguments.draft_hf_model is not None:
-        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: only --drafter draft-model reads it")
+        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: only --drafter draft-model uses it")
 
 
 def _check_range(arguments: Namespace, name: str, low: float, high: float, allowed: str) -> None:

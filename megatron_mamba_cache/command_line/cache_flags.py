@@ -33,7 +33,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Flags of a field: Megatron's name first, then a short alias."""
 
 _SWITCHES = {
-    "adaptive_drafts": "draft only if it raises throughput, or in every step (default: only if)",
+    "adaptive_drafts": "draft only if that raises throughput, or in every step (default: the former)",
     "prefix_caching": "reuse cached prefixes, or compute every prompt from its start (default: reuse)",
 }
 

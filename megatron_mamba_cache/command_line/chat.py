@@ -26,7 +26,7 @@ def chat(arguments: Namespace) -> int:
     """Chat until the input ends; return the exit status. A bad flag raises `UsageError`."""
     starts_own = arguments.url is None and bool(arguments.hf_model or arguments.load)
     if arguments.url is not None and arguments.load is not None:
-        raise UsageError("--url: a running server has its model; leave --load out")
+        raise UsageError("--url: a running server has its own model; leave --load out")
     server = own_server(arguments) if starts_own else nullcontext(arguments.url or DEFAULT_URL)
     try:
         with server as url:

@@ -56,7 +56,7 @@ class ChatClient:
         if not _names_a_host(url):
             raise UsageError(f"--url is {url!r}; it must be http://HOST or http://HOST:PORT")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise UsageError("--api-key has characters that the header of a request cannot have")
+            raise UsageError("--api-key has characters that an HTTP header cannot contain")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 

@@ -85,7 +85,7 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="for lines without it (default: 64)")
     add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: 1.0)")
     add("--top-k", type=int, metavar="K", help="sample from the K best tokens; 1 is greedy, 0 is off (default: 1)")
-    top_p = "sample from the most probable tokens that sum up to P; 0 is off (default: 0)"
+    top_p = "sample from the most probable tokens whose probabilities add up to P; 0 is off (default: 0)"
     add("--top-p", type=float, metavar="P", help=top_p)
     add("--seed", type=int, default=0, metavar="S", help="seed for sampling (default: 0)")
     _add_engine_arguments(parser, _PROCESSES_IN_WORDS)

@@ -61,7 +61,7 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
 def unknown_flag(flag: str, known: Collection[str], command: str) -> str:
     """Return the error line of an unknown flag; `known` are those of `command`, which includes the program's name."""
     advice = _advice_on(flag, known)
-    return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists those that there are")
+    return f"unknown flag {flag}" + (f": {advice}" if advice else f"; {command} --help lists all of them")
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:

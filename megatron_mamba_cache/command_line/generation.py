@@ -106,7 +106,7 @@ class Generation:
         if self._inexact_because is None:
             print(f"outputs differ: {difference}", file=sys.stderr)
             return EXIT_OUTPUTS_DIFFER
-        print(f"outputs differ as {self._inexact_because}: {difference}")
+        print(f"outputs differ, which can happen {self._inexact_because}: {difference}")
         return 0
 
     def _run_engines(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
@@ -155,11 +155,11 @@ class Generation:
 def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) -> str | None:
     """Return the reason why outputs may depend on cache or batch; None if they must not."""
     if dtype == "bf16":
-        return "bf16 may, where rounding depends on the batch"
+        return "in bf16, where rounding depends on the batch"
     if getattr(arguments, argument_of("cached_state_dtype")) == "int8":
-        return "they may after a cached state of 8 bits"
+        return "after a cached state of 8 bits"
     if arguments.drafter == "draft-model" and not sampling.is_greedy:
-        return "sampled ones may with a draft model, which changes tokens but not their distribution"
+        return "with a draft model, which changes sampled tokens but not their distribution"
     return None
 
 

@@ -47,7 +47,7 @@ class SeveralProcesses(Replicas):
         if device == "cuda":
             if launch.local_rank >= torch.cuda.device_count():
                 raise UsageError(
-                    f"process {launch.local_rank} of this machine needs a CUDA device of its own, and there are "
+                    f"process {launch.local_rank} of this machine needs its own CUDA device, but this machine has "
                     f"{torch.cuda.device_count()}; start fewer, or use --device cpu"
                 )
             torch.cuda.set_device(launch.local_rank)

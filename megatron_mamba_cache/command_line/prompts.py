@@ -77,7 +77,7 @@ def _prompt_of(found: dict[str, object]) -> str | tuple[int, ...]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f'"prompt" holds half a surrogate pair at character {error.start}') from error
+        raise UsageError(f'"prompt" contains half of a surrogate pair at character {error.start}') from error
     return prompt
 
 

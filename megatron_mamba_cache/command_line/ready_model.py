@@ -117,8 +117,8 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
     vocab_size = model_shape_of(model.model, ranks_of_process()).vocab_size
     if draft_model.vocab_size != vocab_size:
         raise UsageError(
-            f"{_DRAFT_FLAG} {directory.path}: it has a vocabulary of {draft_model.vocab_size} tokens and the model one "
-            f"of {vocab_size}; a draft model needs the same"
+            f"{_DRAFT_FLAG} {directory.path}: its vocabulary has {draft_model.vocab_size} tokens, but the model's has "
+            f"{vocab_size}; a draft model needs the same vocabulary"
         )
     shape = model_shape_of(draft_model, ranks_of_process())
 

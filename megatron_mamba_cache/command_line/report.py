@@ -126,11 +126,11 @@ def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
         return "a single request has no earlier one to share a prefix with"
     if counters.states_skipped_no_room or counters.states_evicted:
         return (
-            f"states found no room ({counters.states_skipped_no_room} not stored, {counters.states_evicted} "
+            f"states did not fit ({counters.states_skipped_no_room} not stored, {counters.states_evicted} "
             "evicted); raise --inference-dynamic-batching-prefix-caching-mamba-gb"
         )
     if counters.prompt_tokens_matched:
-        return "prompts share a prefix, but no state was cached where it ends; the next request there will find one"
+        return "prompts share a prefix, but no state was cached at its end; the next such request will find one"
     return f"no prompt begins with the same {block} tokens as an earlier one"
 
 

@@ -44,9 +44,9 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
     names = "model names for clients; replies have the first one (default: the directory's name)"
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
-    key = "API key; may be repeated, and keys share no prefixes. Without a key, everyone is served"
+    key = "API key; may be repeated, and keys share no prefixes. Without a key, all requests are served"
     add("--api-key", action="append", default=[], metavar="KEY", help=key)
-    add("--admin-api-key", action="append", default=[], metavar="KEY", help="only this key reads metrics and flushes")
+    add("--admin-api-key", action="append", default=[], metavar="KEY", help="only this key may read metrics and flush")
     keys = "API keys, one per line, KEY or NAME: KEY; hidden from other users, unlike flags; logs show the name"
     add("--api-key-file", metavar="FILE", help=keys)
     add("--admin-api-key-file", metavar="FILE", help="the same for admin keys")
@@ -111,7 +111,7 @@ def _check_traces(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UsageError(
-            f"--otlp-traces-endpoint is {url!r}; it must be the HTTP URL that takes traces, such as "
+            f"--otlp-traces-endpoint is {url!r}; it must be an HTTP URL that accepts traces, such as "
             "http://localhost:4318/v1/traces"
         )
     try:
@@ -122,7 +122,9 @@ def _check_traces(url: str) -> None:
 
 def _check_record(path: str) -> None:
     if path.endswith(".gz"):
-        raise UsageError(f"--record-load {path}: lines are appended as they are; leave out .gz, and compress it later")
+        raise UsageError(
+            f"--record-load {path}: lines are appended uncompressed; leave out .gz, and compress the file later"
+        )
     try:
         with open(path, "ab"):
             pass
@@ -220,5 +222,5 @@ def _read_keys(flag: str, path: str | None) -> dict[str, str]:
         name, key = ("", line) if named is None else named.groups()
         found[key] = name or found.get(key, "")
     if not found:
-        raise UsageError(f"{flag} {path}: it has no key; write one a line")
+        raise UsageError(f"{flag} {path}: the file has no key; write one key per line")
     return found

@@ -203,9 +203,9 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
     """Return the error of a card that is too small."""
     return (
         f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU, of which the cache can have "
-        f"{budget / _GIB:.1f} GiB beside the largest step; the live states of {max_requests} requests take "
+        f"{budget / _GIB:.1f} GiB next to the largest step; the live states of {max_requests} requests take "
         f"{max_requests * state_bytes / _GIB:.1f} GiB: lower --max-running-requests or --max-tokens-per-step, "
-        "or share the model out with --tensor-model-parallel-size"
+        "or split the model with --tensor-model-parallel-size"
     )
 
 

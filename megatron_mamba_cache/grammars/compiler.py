@@ -29,7 +29,7 @@ _MOST_OBJECTS = 20_000
 _MOST_OBJECTS_OF_PART = 2_000  # the time to compile an object grows with the square of its properties
 _MOST_VALUES = 200_000  # of a schema that is written out
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
-TOO_COMPLEX = "the grammar of this request has become too complex to go on"
+TOO_COMPLEX = "the grammar of this request has become too complex to continue"
 """Start of the failure reason of a request whose compiled grammar failed."""
 
 
@@ -118,7 +118,7 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 if self._tokenizer is None:
-                    raise GrammarError("replies of a given form need a tokenizer, and this engine has none")
+                    raise GrammarError("structured outputs need a tokenizer, and this engine has none")
                 self._vocabulary = _llguidance().read_vocabulary(self._tokenizer, self.vocab_size)
             return self._vocabulary
 
@@ -136,7 +136,7 @@ def _parsed(grammar: str) -> Any:
     try:
         value = json.loads(grammar)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
+        raise GrammarError(f"the grammar is not JSON, or is nested too deeply: {error}") from error
     parts = _parts(value)
     for part in parts[1:] or parts:  # the first one puts the others together
         with at_location(_location(part)):
@@ -148,7 +148,7 @@ def _parsed(grammar: str) -> Any:
 
 def _check(count: int, things: str, most: int) -> None:
     if count > most:
-        raise GrammarError(f"the grammar has {count} {things} in it; at most {most} are allowed")
+        raise GrammarError(f"the grammar has {count} {things}; at most {most} are allowed")
 
 
 def _check_objects(value: Any, most: int) -> None:
@@ -183,7 +183,7 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
 def _llguidance() -> ModuleType:
     """Return the module that uses llguidance; raise `GrammarError` if it is not installed."""
     try:
-        require_extra("server", "a reply of a given form")
+        require_extra("server", "structured output")
     except MissingExtraError as error:
         raise GrammarError(str(error)) from error
     from . import matching

@@ -55,8 +55,8 @@ def _exclusive(branches: list[Any], base: Schema, root: Any) -> list[Any]:
             branch = _set_apart(branch, base, whole, root)
             if branch is None:
                 raise GrammarError(
-                    f"oneOf cannot be held to: values of its alternatives {number} and {other} may be the same; write "
-                    "anyOf, or require a property in each whose const sets it apart"
+                    f"oneOf cannot be enforced: its alternatives {number} and {other} may allow the same value; write "
+                    "anyOf, or require in each alternative a property with a different const"
                 )
         narrowed.append(branch)
     return narrowed
@@ -71,7 +71,7 @@ def _tagged(branches: list[Any], root: Any) -> list[Any]:
         if None not in tags and len(set(values)) == len(values):
             return [_with(branch, root, required=name) for branch in branches]
     raise GrammarError(
-        f"oneOf has more than {_MOST_BRANCHES} alternatives; require a property in each whose const sets it apart, or "
+        f"oneOf has more than {_MOST_BRANCHES} alternatives; require in each a property with a different const, or "
         "write anyOf"
     )
 

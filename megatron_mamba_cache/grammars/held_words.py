@@ -30,7 +30,7 @@ UNHELD = frozenset(
         *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
     )
 )
-"""Words that cannot be held to."""
+"""Keywords of schemas that cannot be enforced."""
 _ANY: tuple[Any, ...] = (True, {})
 _NO_WORDS: dict[str, tuple[Any, ...]] = {
     **{word: (*_ANY, None) for word in ("unevaluatedItems", "unevaluatedProperties")},
@@ -49,7 +49,7 @@ def hold_words(root: Any, refusal: Refusal) -> None:
     """Rewrite a JSON schema of any draft in place, with words that llguidance holds to.
 
     Raises:
-        GrammarError: If a word cannot be held to; it says where.
+        GrammarError: If a word cannot be enforced; it says where.
     """
     root.pop("$schema", None)
     hold_strings = partial(_hold_strings, refusal=refusal)
@@ -125,7 +125,7 @@ def _hold_names(schema: Schema, root: Any) -> None:
     is_matched = {name: _matches(pattern, name) for name in properties}
     is_overlap = any(is_matched.values()) and others not in (True, False, {})
     if schema.get("patternProperties") or is_overlap:
-        raise GrammarError("propertyNames with other words for names cannot be held to; use patternProperties alone")
+        raise GrammarError("propertyNames cannot be enforced next to other keywords; use patternProperties alone")
     schema["properties"] = {name: value if is_matched[name] else False for name, value in properties.items()}
     if others is not False:
         schema["patternProperties"] = {pattern: others}
@@ -178,12 +178,12 @@ def _hold_unique(schema: Schema, root: Any) -> None:
         return
     values = _listed_values(schema.get("items", {}), root)
     if values is None or "prefixItems" in schema:
-        raise GrammarError("uniqueItems cannot be held to unless the items are an enum; leave it out")
+        raise GrammarError("uniqueItems cannot be enforced unless the items are an enum; leave it out")
     longest = min(len(values), most if isinstance(most, int) else len(values))
     if perm(len(values), max(longest - 1, 0)) > _MOST_ORDERS:
         raise GrammarError(
-            f"uniqueItems of {len(values)} values has too many orders to be held to; set maxItems to a smaller number, "
-            "or leave uniqueItems out"
+            f"uniqueItems of {len(values)} values has too many orders to be enforced; set maxItems to a smaller "
+            "number, or leave uniqueItems out"
         )
     least = schema.get("minItems", 0)
     others = types_of(schema) - {"array"}
@@ -208,7 +208,7 @@ def _without(values: list[Any], taken: Iterable[Any]) -> list[Any]:
 def _refuse_others(schema: Schema, _root: Any) -> None:
     for word in schema:
         if word in UNHELD:
-            raise GrammarError(f"{word} cannot be held to; leave it out")
+            raise GrammarError(f"{word} cannot be enforced; leave it out")
     named = schema.get("type")
     for name in named if isinstance(named, list) else [named] if "type" in schema else []:
         if name not in TYPES:

@@ -56,7 +56,7 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
     """
     if not guidance_for(schema):
         return
-    reason = "control characters, which cannot be held to where objects may have other properties; set "
+    reason = "control characters, which cannot be enforced if objects may have other properties; set "
     remedy = "additionalProperties to false"
     for location, found in locations_in(schema).items():
         with at_location(location):
@@ -145,8 +145,8 @@ def _narrow_count(schema: dict[str, Any]) -> None:
         also(schema, {"anyOf": [{"required": [name]} for name in optional]})
     if isinstance(least, int) and is_free and least > num_required + 1:
         raise GrammarError(
-            f"minProperties is {least}, of which {num_required} are required: others have free names, which a reply "
-            "may repeat; require more by name, or set additionalProperties to false"
+            f"minProperties is {least}, but only {num_required} properties are required by name, and a reply may "
+            "repeat the names of others; require more by name, or set additionalProperties to false"
         )
 
 

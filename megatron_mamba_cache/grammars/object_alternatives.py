@@ -22,7 +22,7 @@ def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the allowed and the required properties of an object, for each choice of alternatives in its schema.
 
     Raises:
-        GrammarError: If there are too many choices, or none; or a word about the whole object cannot be held to.
+        GrammarError: If there are too many choices, or none; or a word about the whole object cannot be enforced.
     """
     if not any(word in schema for word in _COMBINED):
         found = [_merged([schema])]
@@ -49,7 +49,9 @@ def _ways(schema: Any, root: Any, depth: int) -> list[list[dict[str, Any]]]:
         groups.append([way for branch in schema["anyOf"] for way in _ways(branch, root, depth + 1)])
     count = prod(map(len, groups))
     if count > _MOST_ALTERNATIVES:
-        raise GrammarError(f"anyOf and oneOf give {count} kinds of objects; at most {_MOST_ALTERNATIVES} can be held")
+        raise GrammarError(
+            f"anyOf and oneOf give {count} kinds of objects; at most {_MOST_ALTERNATIVES} can be enforced"
+        )
     return [[part for way in ways for part in way] for ways in product(*groups)]
 
 
@@ -91,7 +93,7 @@ def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) 
     patterns = mapping_of(words.get("patternProperties"))
     unheld |= {"patternProperties"} if any(_may_match(pattern, names) for pattern in patterns) else set()
     if unheld:
-        raise GrammarError(f"{min(unheld)} cannot be held to; leave it out")
+        raise GrammarError(f"{min(unheld)} cannot be enforced; leave it out")
 
 
 def _may_have(schema: Any, names: set[str]) -> bool:

@@ -84,14 +84,16 @@ def words_of_format(name: str) -> Mapping[str, Any]:
         GrammarError: If no expression describes the texts of the format.
     """
     if name == "regex":
-        raise GrammarError("the format regex cannot be held to; leave it out")
+        raise GrammarError("the format regex cannot be enforced; leave it out")
     return _FORMATS.get(name, {})
 
 
 def pattern_of_properties(pattern: str) -> str:
     """Return a pattern of `patternProperties` for llguidance; raise `GrammarError` if it looks ahead or behind."""
     if _looks_around(pattern):
-        raise GrammarError(f"patternProperties has {pattern!r:.100}, which looks ahead or behind; write it without")
+        raise GrammarError(
+            f"patternProperties has {pattern!r:.100}, which uses lookahead or lookbehind; write it without"
+        )
     return translated(pattern, ".")
 
 
@@ -110,8 +112,8 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
     is_other = len(taken) != 1 or (len(known) > 1 and _takes(pattern, _NO_EXAMPLES, any_of_them=True))
     if is_other:
         raise GrammarError(
-            f"the pattern {pattern!r:.100} looks ahead or behind (`(?!`, `(?<=`, `\\b`), which cannot be held to; "
-            "write it without, or name a format such as email instead"
+            f"the pattern {pattern!r:.100} has lookahead or lookbehind (`(?!`, `(?<=`, `\\b`), which cannot be "
+            "enforced; write it without, or name a format such as email instead"
         )
     (name,) = taken
     return [{"pattern": _EMAIL} if name == "email" else _FORMATS[name]]
@@ -128,7 +130,7 @@ def pattern_of_names(schema: Any) -> str:
     is_wider = "pattern" not in words or _takes(schema["pattern"], _EXAMPLES.get(name, ()))
     if name in _COMMON and is_wider:
         return _COMMON[name]
-    raise GrammarError("propertyNames can be held to if they are an enum, a pattern, a length or a format; name one")
+    raise GrammarError("propertyNames can be enforced if they are an enum, a pattern, a length or a format; name one")
 
 
 def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
@@ -162,7 +164,7 @@ def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
             branches.append(_in_text(inner[group.end() : -1], is_start=at_start, is_end=at_end))
             continue
         if any(sign in CLASS.sub("", inner) for sign in "^$"):
-            raise GrammarError(f"the pattern {pattern!r:.100} has `^` or `$` inside of it; write it without")
+            raise GrammarError(f"the pattern {pattern!r:.100} has `^` or `$` inside; write it without")
         branches.append(f"{'' if at_start else _ANYTHING}({inner}){'' if at_end else _ANYTHING}")
     return f"({'|'.join(branches)})"
 
@@ -201,7 +203,7 @@ def _translated_class(text: str) -> str:
     other = _OTHER_CLASS.search(text)
     if other is not None:
         raise GrammarError(
-            f"the pattern has {other[0]!r}, which JSON Schema reads as single characters; list those that are meant"
+            f"the pattern has {other[0]!r}, which JSON Schema reads as single characters; list the characters"
         )
     start = 2 if text.startswith("[^") else 1
     inner = re.sub(r"(\\.)|\[|(?<=[~&])[~&]", lambda found: found[0] if found[1] else f"\\{found[0]}", text[start:-1])

@@ -126,8 +126,8 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
     if found is False:
         path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` writes `not: {}` as one
     with at_location(path):
-        reason = "a value is required where it is false" if found is False else "references never come to an end"
-        raise GrammarError(f"no JSON value is of the schema: {reason}")
+        reason = "a property is required whose schema allows no value" if found is False else "references never end"
+        raise GrammarError(f"no JSON value matches the schema: {reason}")
 
 
 def _replace(schema: dict[str, Any], step: str) -> None:
@@ -180,7 +180,7 @@ _LONGEST = 300
 _NAMING = ("required property", "required item", "prefixItems")  # in reasons that name a part of the schema
 _OPTION = re.compile(r"[^.;]*(?:coerce_one_of|x-guidance)[^.;]*[.;]?")
 _SENTENCES: tuple[tuple[str, str], ...] = (
-    (r"Unsatisfiable schema: Regex is empty.*", "no string is of the pattern, the format and the length together"),
+    (r"Unsatisfiable schema: Regex is empty.*", "no string matches the pattern, the format and the length together"),
     (r"Unsatisfiable schema: required property '(.*)' is unsat.*", r"no value is allowed for \1, which is required"),
     (r"Unsatisfiable schema: (?:anyOf|oneOf) is empty", "no value is allowed: no alternative or enum value is left"),
     (r"Unsatisfiable schema: schema is false", "no value is allowed"),
@@ -192,11 +192,11 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"min/maxProperties only supported.*",
-        "minProperties and maxProperties cannot be held to here; require properties by name",
+        "minProperties and maxProperties cannot be enforced here; require properties by name",
     ),
     (
         r"circular references with sibling keys.*",
-        "a $ref that leads back to itself has other words next to it; write them where it leads",
+        "a recursive $ref has other keywords next to it; move them to the schema that it names",
     ),
     (r"Resource '(.*?)' is not present.*", r"$ref names \1, which is not in the schema; write it under $defs"),
     (r"Pointer '(.*?)' does not exist.*", r"$ref names #\1, which is not in the schema"),
@@ -206,7 +206,7 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     (r"regex parse error: ?(.*)", r"the pattern cannot be read: \1"),
     (
         r"lookarounds not supported.*? in regex (.*)",
-        r"the pattern \1 has `^`, `$` or the end of a word inside of it, which cannot be held to; write it without",
+        r"the pattern \1 has `^`, `$` or the end of a word inside, which cannot be enforced; write it without",
     ),
     (r"Failed to generate regex for (float|integer) range.*", "minimum or maximum is beyond 2**63; use one within it"),
     (r"Expected f64 for '(.*?)', got (.*)", r"\1 has to be a number, not \2"),

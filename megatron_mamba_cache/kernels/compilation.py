@@ -101,7 +101,7 @@ class CompilationWatch:
         with self._lock:
             for _, failed in self._running.values():  # no hook reports a failed compilation
                 failed.end()
-            line = ProgressLine(f"Triton compiles {name} at its first use, which it does once on a machine")
+            line = ProgressLine(f"Triton compiles {name} at its first use, once per machine")
             self._running[identity] = time.perf_counter(), line
 
     def _end(self, identity: Hashable, *, is_launched: bool) -> None:

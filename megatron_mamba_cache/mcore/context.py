@@ -310,7 +310,7 @@ class MambaCacheContext(DynamicInferenceContext):
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
         if any(request.request_id == req.request_id for request in self.running_requests):
-            raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
+            raise ValueError(f"request id {req.request_id} is in use; give each request a different id")
         budget = self.runner.requests.prompt_budget if chunk_length is None else chunk_length
         scores = not self.materialize_only_last_token_logits  # only the engine scores prompts apart from steps
         spec = checked_spec_of(req, replace(self.request_rules, scores_prompts=scores, ranks_prompts=False))
@@ -466,7 +466,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """
         if self.overlapped_step is not None:
             raise CacheIntegrityError(
-                "the next step has moved live states on; set CacheConfig(run_ahead=False) to read them"
+                "the next step has already advanced the live states; set CacheConfig(run_ahead=False) to read them"
             )
         self.memory.resolve([request for request in self.running_requests if not request.scheduled])
         return LiveSlots(self.running_requests)
@@ -478,7 +478,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
 
 def _no_memory() -> TensorStateDeallocatedError:
-    return TensorStateDeallocatedError(None, "the engine is suspended, resume it first; or it is closed, build another")
+    return TensorStateDeallocatedError(None, "the engine is suspended or closed; resume it, or build another")
 
 
 def ids_of(requests: Sequence[RunningRequest]) -> Tensor | None:

@@ -424,4 +424,4 @@ class MambaCacheEngine(SuspendableEngine):
 
 
 def _in_use(request_id: int) -> ValueError:
-    return ValueError(f"request id {request_id} is in use; give each request an id of its own")
+    return ValueError(f"request id {request_id} is in use; give each request a different id")

@@ -42,10 +42,11 @@ def check_experts(config: TransformerConfig, groups: Any) -> None:
         ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, groups.tp),
     ):
         if number % group.size():
-            raise ValueError(f"{name} is {number}, which {group.size()} ranks cannot share; use a divisor of it")
+            raise ValueError(f"{name} is {number}, which is not divisible by {group.size()} ranks; use a divisor of it")
     if groups.expt_tp.size() != groups.tp.size():
         raise ValueError(
-            f"expert tensor parallel size is {groups.expt_tp.size()}, but must be the others' {groups.tp.size()}"
+            f"expert tensor parallel size is {groups.expt_tp.size()}, but must equal the tensor parallel size "
+            f"{groups.tp.size()}"
         )
     if config.add_bias_linear:
         raise ValueError("add_bias_linear is True; experts with biases are not supported")
@@ -60,9 +61,7 @@ def routing_rule(config: TransformerConfig) -> RoutingRule:
     require_settings(config, _OF_ROUTERS)
     balancing = config.moe_router_load_balancing_type
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
-        raise ValueError(
-            "moe_router_load_balancing_type is 'sinkhorn', which chooses experts in another way; set 'none'"
-        )
+        raise ValueError("moe_router_load_balancing_type is 'sinkhorn', which chooses experts differently; set 'none'")
     num_groups = config.moe_router_num_groups or 1
     top_groups = config.moe_router_group_topk or num_groups
     num_scoring = top_k // top_groups

@@ -34,7 +34,7 @@ class KVBlockAllocator(BlockAllocator):
         if self.active_count < 1:
             raise ValueError(
                 f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
-                "run on; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
+                "run on; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         self.pool = pool
         self._lent: Counter[BlockId] = Counter()

@@ -86,8 +86,8 @@ def ranks_of_process() -> Ranks:
         return OneRank()
     if (size := parallel_state.get_context_parallel_world_size()) > 1:
         raise ValueError(
-            f"context parallel size is {size}, and a sequence's state cannot be shared out: set it to 1, and share the "
-            "model out by tensor, pipeline or expert parallelism"
+            f"context parallel size is {size}, and a sequence's state cannot be split: set it to 1, and split the "
+            "model by tensor, pipeline or expert parallelism"
         )
     num_ranks = dist.get_world_size(parallel_state.get_model_parallel_group())
     return OneRank() if num_ranks == 1 else ModelRanks()

@@ -47,7 +47,7 @@ class CachingSelfAttention(SelfAttention):
         if not type(self.core_attention).__module__.startswith("megatron.core."):
             raise ValueError(
                 f"the spec's core_attention is {type(self.core_attention).__qualname__}, which no step would call; "
-                "take DotProductAttention"
+                "use DotProductAttention"
             )
 
     @override

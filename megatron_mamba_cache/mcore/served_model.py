@@ -133,7 +133,7 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
     on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages, longest))
     if longest > model.max_sequence_length:
         _LOG.warning(
-            "requests may have %d tokens, and the model was made for %d positions: replies beyond these may be noise; "
+            "requests may have %d tokens, but the model has %d positions: replies beyond these may be noise; "
             "set max_sequence_length (--max-model-len) to %d or less",
             *(longest, model.max_sequence_length, model.max_sequence_length),
         )
@@ -153,7 +153,7 @@ def _check_part(model: Any, num_stages: int, longest: int) -> None:
     is_mixed = model.config.fp32_residual_connection and model.config.params_dtype is not torch.float32
     if is_mixed and (num_stages > 1 or isinstance(model.decoder, LocalHybridStack)):
         raise ValueError(
-            f"fp32_residual_connection is True, and layers and stages hand {model.config.params_dtype} on: build the "
+            f"fp32_residual_connection is True, but layers and stages pass {model.config.params_dtype} on: build the "
             "model with fp32_residual_connection=False; its weights are the same"
         )
     if model.position_embedding_type == "learned_absolute" and model.max_sequence_length < longest:

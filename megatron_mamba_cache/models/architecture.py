@@ -48,7 +48,7 @@ class MambaSizes:
     def check(self) -> None:
         """Raise `ValueError` if the heads cannot be divided into groups."""
         if self.num_heads % self.num_groups:
-            raise ValueError(f"{self.num_heads} Mamba heads do not divide by {self.num_groups} groups")
+            raise ValueError(f"{self.num_heads} Mamba heads are not divisible by {self.num_groups} groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class GatedDeltaSizes:
     def check(self) -> None:
         """Raise `ValueError` if value heads cannot share the key heads equally."""
         if self.num_value_heads % self.num_key_heads:
-            raise ValueError(f"{self.num_value_heads} value heads do not divide by {self.num_key_heads} key heads")
+            raise ValueError(f"{self.num_value_heads} value heads are not divisible by {self.num_key_heads} key heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,9 @@ def check_architecture(architecture: HybridArchitecture) -> None:
 def _check_heads(architecture: HybridArchitecture) -> None:
     attention = architecture.attention
     if attention.num_heads % attention.num_kv_heads:
-        raise ValueError(f"{attention.num_heads} attention heads do not divide by {attention.num_kv_heads} KV heads")
+        raise ValueError(
+            f"{attention.num_heads} attention heads are not divisible by {attention.num_kv_heads} KV heads"
+        )
     architecture.recurrent.check()
     rotated = attention.head_dim * attention.rotary_percent
     if attention.rotary_base is not None and (int(rotated) % 2 or not 2 <= rotated <= attention.head_dim):

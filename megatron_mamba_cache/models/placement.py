@@ -26,7 +26,7 @@ class Split:
         """Return this rank's shard.
 
         Raises:
-            ValueError: If the sections are not the tensor's, or one does not divide by the number of ranks.
+            ValueError: If the sections are not the tensor's, or one is not divisible by the number of ranks.
         """
         if self.dim is None or size == 1:
             return tensor
@@ -35,7 +35,7 @@ class Split:
             raise ValueError(f"dimension {self.dim} has {length} channels, and parts {list(self.sections)} are needed")
         parts = tensor.split(self.sections or length, dim=self.dim)
         if any(part.shape[self.dim] % size for part in parts):
-            raise ValueError(f"parts {[part.shape[self.dim] for part in parts]} do not divide by {size} ranks")
+            raise ValueError(f"parts {[part.shape[self.dim] for part in parts]} are not divisible by {size} ranks")
         return torch.cat([part.chunk(size, dim=self.dim)[rank] for part in parts], dim=self.dim)
 
 
@@ -57,12 +57,12 @@ class GroupedSplit:
         """Return this rank's shard.
 
         Raises:
-            ValueError: If the rows do not divide by the groups, or groups and ranks do not divide each other.
+            ValueError: If the rows are not divisible by the groups, or groups and ranks do not divide each other.
         """
         if size <= self.num_groups:
             return Split(0).local(tensor, rank, size)
         if len(tensor) % self.num_groups or size % self.num_groups:
-            raise ValueError(f"{len(tensor)} rows of {self.num_groups} KV heads do not divide by {size} ranks")
+            raise ValueError(f"{len(tensor)} rows of {self.num_groups} KV heads are not divisible by {size} ranks")
         num_sharing = size // self.num_groups
         group = tensor.chunk(self.num_groups)[rank // num_sharing]
         *parts, rest = group.split((*self.divided, len(group) - sum(self.divided)))

@@ -86,13 +86,15 @@ def check_ranks(architecture: HybridArchitecture) -> None:
     """Raise `ValueError` unless the ranks of Megatron's parallel state can share the model."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     if (context := parallel_state.get_context_parallel_world_size()) > 1:
-        raise ValueError(f"context parallel size is {context}; a sequence's state cannot be shared out")
+        raise ValueError(f"context parallel size is {context}; a sequence's state cannot be split")
     if (for_experts := parallel_state.get_expert_tensor_parallel_world_size()) != size:
-        raise ValueError(f"expert tensor parallel size is {for_experts}, but must be the others' {size}")
+        raise ValueError(
+            f"expert tensor parallel size is {for_experts}, but must equal the tensor parallel size {size}"
+        )
     for name, count in _shared_out(architecture).items():
         if count % size:
             raise ValueError(
-                f"{name} {count} does not divide by {size} tensor-parallel ranks; choose a "
+                f"{name} {count} is not divisible by {size} tensor-parallel ranks; choose a "
                 "--tensor-model-parallel-size that divides it"
             )
     kv_heads_of_rank(architecture.attention.num_kv_heads, size)
@@ -110,7 +112,7 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
     if architecture.experts.num_experts % size:
         raise ValueError(
             f"number of experts {architecture.experts.num_experts} (n_routed_experts, num_local_experts or "
-            f"num_experts) does not divide by {size} expert-parallel ranks; choose an --expert-model-parallel-size "
+            f"num_experts) is not divisible by {size} expert-parallel ranks; choose an --expert-model-parallel-size "
             "that divides it"
         )
 

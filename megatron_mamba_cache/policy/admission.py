@@ -55,14 +55,14 @@ class HitRateHint:
 
 
 class Refusal(Enum):
-    """Why a request is not admitted in this step."""
+    """The reason why a request is not admitted in this step."""
 
-    TOO_MANY_REQUESTS = "max_requests requests run already"
+    TOO_MANY_REQUESTS = "max_requests requests are already running"
     NO_TOKENS = "the step's token budget is used up"
     NO_BLOCKS = "not enough KV blocks"
     NO_SLOT = "no state slot until this step's states are published"
     WAITS_FOR_PREFIX = "another request computes its prefix in this step"
-    WAITS_FOR_COPY = "its prefix is on its way from the host"
+    WAITS_FOR_COPY = "its prefix is being restored from the host"
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def _numbers(requests: Sequence[RequestDemand]) -> tuple[int, ...]:
 def _no_room(request: RequestDemand) -> CacheCapacityError:
     return CacheCapacityError(
         f"request {request.index}, the only one, holds {len(request.blocks)} KV blocks, needs 1 more, 0 available; "
-        "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
+        "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
     )
 
 

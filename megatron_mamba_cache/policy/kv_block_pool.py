@@ -159,7 +159,7 @@ class KVBlockPool:
             num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
                 f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
-                "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
+                "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         is_end = not indices.is_shared
         while indices.num_free < num_blocks:

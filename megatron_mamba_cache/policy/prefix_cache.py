@@ -332,7 +332,7 @@ class PrefixCache:
         if match.skip_tokens and self.slots.slot_of(match.blocks[match.skip_tokens // self.block_size - 1]) is None:
             raise CacheIntegrityError(f"the state at token {match.skip_tokens} of an admission plan is gone")
         if not has_room(match, plan.num_new_blocks, self.pools, self.block_size):
-            raise CacheIntegrityError("the room an admission plan counted on is gone; plan again before admitting")
+            raise CacheIntegrityError("the memory that an admission plan needs is gone; plan again before admitting")
 
     def _room_for_drafts(self, request: RunningRequest, num_drafts: int) -> int:
         """Return how many drafts fit the request's KV blocks, after adding one block if needed and possible."""

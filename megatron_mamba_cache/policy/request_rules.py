@@ -39,7 +39,7 @@ class RequestRules:
         problem = problem or _problem_of_sampling(sampling) or self._problem_of_log_probs(spec.log_probs)
         if problem is None and sampling.grammar and sampling.logits.min_tokens:
             least = sampling.logits.min_tokens
-            problem = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar says"
+            problem = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar does; leave it out"
         return problem or sampling.logits.problem(self.vocab_size)
 
     def _problem_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:
@@ -73,7 +73,7 @@ class RequestRules:
         if needed > self.num_blocks:
             return (
                 f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {self.num_blocks}; raise "
-                "--cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
+                "--cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         return None
 

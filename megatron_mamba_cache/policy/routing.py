@@ -105,7 +105,7 @@ class PrefixRouter:
     def join(self, replica: ReplicaName) -> None:
         """Add a replica with an empty cache; raise `ValueError` if it has joined already."""
         if replica in self._replicas:
-            raise ValueError(f"replica {replica} takes part already; replicas need names of their own")
+            raise ValueError(f"replica {replica} already takes part; give each replica a different name")
         given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)
         self._replicas[replica] = _Replica(ReplicaKeys(self._max_keys), next(self._orders), given)
 

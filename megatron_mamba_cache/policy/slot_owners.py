@@ -55,7 +55,7 @@ class SlotOwners:
         if not 0 <= slot < len(self._owners):  # a padding -1 would silently index the last slot
             raise ValueError(f"need a slot of 0 to {len(self._owners) - 1}, found {slot}")
         if self._owners[slot] is not owner:
-            raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")
+            raise CacheIntegrityError(f"need slot {slot} to be {owner.value}, found {self._owners[slot].value}")
         self._counts[owner] -= 1
         self._counts[new_owner] += 1
         self._owners[slot] = new_owner

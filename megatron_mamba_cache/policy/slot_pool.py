@@ -399,7 +399,7 @@ class SlotPool:
             raise CacheCapacityError(
                 f"need {num_slots} state slots, {indices.num_free} free and {indices.num_available - indices.num_free} "
                 f"evictable of {indices.num_indices}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-"
-                "mamba-gb where that is given, or lower max requests"
+                "mamba-gb if that is set, or lower max requests"
             )
         while indices.num_free < num_slots:
             self.evict()

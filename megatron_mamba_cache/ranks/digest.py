@@ -225,7 +225,7 @@ class RankDigest:
         if lowest != highest:
             raise CacheIntegrityError(
                 f"the ranks of the model disagree; {first_difference(self._ranks.gather(self.log.recent()))}. "
-                "Requests must come in the same order to all of them"
+                "Add requests in the same order on all ranks"
             )
 
 

@@ -60,15 +60,15 @@ class StateSlotAllocator:
         """
         blocks = [BlockId(int(block)) for block in block_ids]
         if blocks and min(blocks) < 0:
-            raise ValueError(f"block ids {blocks} hold a negative one; padding has no slot")
+            raise ValueError(f"block ids {blocks} contain a negative one; padding has no slot")
         held = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is not None]
         missing = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is None]
         available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
         if len(missing) > available:
             raise CacheCapacityError(
-                f"need {len(missing)} state slots on top of those of the same call, {available} available of "
+                f"need {len(missing)} state slots in addition to those of the same call, {available} available of "
                 f"{self.slots.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb "
-                "where that is given, or max_slots"
+                "if that is set, or max_slots"
             )
         for block in held:
             self.slots.pin(block)
@@ -141,7 +141,7 @@ class StateSlotAllocator:
         """
         targets, sources = [int(slot) for slot in slots], [int(request_idx) for request_idx in request_indices]
         if targets and min(targets) < 0:
-            raise ValueError(f"slots {targets} hold a negative one; padding takes no state")
+            raise ValueError(f"slots {targets} contain a negative one; padding takes no state")
         if len(targets) != len(sources):
             raise ValueError(f"{len(targets)} slots for {len(sources)} request indices; give one for each")
         live_slots = [self._live_slot(request_idx) for request_idx in sources]

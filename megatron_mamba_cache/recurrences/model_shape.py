@@ -225,7 +225,7 @@ def kv_heads_of_rank(num_kv_heads: int, num_tensor_ranks: int) -> int:
     """
     if num_kv_heads % num_tensor_ranks and num_tensor_ranks % num_kv_heads:
         raise ValueError(
-            f"number of KV heads {num_kv_heads} does not divide by {num_tensor_ranks} tensor-parallel ranks, nor the "
+            f"number of KV heads {num_kv_heads} is not divisible by {num_tensor_ranks} tensor-parallel ranks, nor the "
             "ranks by it; choose a --tensor-model-parallel-size that divides it or is a multiple of it"
         )
     return max(1, num_kv_heads // num_tensor_ranks)

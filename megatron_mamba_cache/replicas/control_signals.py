@@ -52,7 +52,7 @@ class ControlSignals:
     def ask(self, signal: Headers) -> None:
         """Queue a client's signal; raise `ValueError` if too many wait for the replicas' answers."""
         if len(self._waiting) >= _MOST_WAITING:
-            raise ValueError(f"{_MOST_WAITING} signals wait already; those before have to be answered")
+            raise ValueError(f"{_MOST_WAITING} signals are already pending; wait until they are answered")
         if not self.is_stopping:
             self._waiting.append(signal)
 

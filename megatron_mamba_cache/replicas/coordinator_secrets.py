@@ -71,7 +71,7 @@ def _path_of(port: int) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone; remove it, or set TMPDIR to another")
+        raise PermissionError(f"{folder} is not private to this user; remove it, or set TMPDIR to another folder")
     host = hashlib.blake2b(host_identity().encode(), digest_size=8).hexdigest()
     return folder / f"coordinator-{host}-{port}"
 
@@ -86,9 +86,9 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
         mode = os.stat(path).st_mode
         text = Path(path).read_text(encoding="ascii").strip()
     except OSError as error:
-        raise ValueError(f"key file {path}: {error.strerror or error}; make one with {_MAKE}") from error
+        raise ValueError(f"key file {path}: {error.strerror or error}; create one with {_MAKE}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"key file {path} is not text; make one with {_MAKE}") from error
+        raise ValueError(f"key file {path} is not text; create one with {_MAKE}") from error
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise ValueError(f"key file {path} is open to other users (mode {mode & 0o777:03o}); run chmod 600 {path}")
     if len(text) != 2 * _NUM_BYTES or not all(digit in "0123456789abcdefABCDEF" for digit in text):

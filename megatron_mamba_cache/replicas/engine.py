@@ -220,7 +220,7 @@ class ReplicaEngine(MambaCacheEngine):
             is_one_process = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
             if not is_one_process or self._failed_in_a_row >= MOST_FAILED_STEPS:
                 raise
-            logger.exception("a step of replica %s failed; its requests are tried again", self._replica_name)
+            logger.exception("a step of replica %s failed; its requests are retried", self._replica_name)
             return None
         self._failed_in_a_row = 0
         return outcome

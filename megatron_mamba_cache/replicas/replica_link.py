@@ -87,8 +87,8 @@ class ReplicaLink:
             message = self._receive(flags)
             if message == FENCED:
                 raise ReplicaFencedError(
-                    "the coordinator has declared this replica dead: it could not be reached, or a part of it has "
-                    "ended; its requests have gone to others: restart it"
+                    "the coordinator has declared this replica dead: it could not be reached, or one of its "
+                    "processes has ended; its requests were sent to other replicas: restart it"
                 )
             self._is_welcome = self._is_welcome or message == WELCOME
             if message not in (PROBE, WELCOME):
@@ -100,8 +100,8 @@ class ReplicaLink:
         except zmq.Again:
             if time.monotonic() - self._last_heard > COORDINATOR_SILENCE_S:
                 raise ReplicaFencedError(
-                    f"nothing has come from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s; "
-                    "start it and its replicas again"
+                    f"nothing was received from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s; "
+                    "restart it and its replicas"
                 ) from None
             raise
         self._last_heard = time.monotonic()
@@ -113,7 +113,7 @@ class ReplicaLink:
         while not self._is_welcome:
             if time.monotonic() > end:
                 raise ConnectionError(
-                    f"no coordinator has welcomed this replica at {self._address} within {timeout_s:g} s; check the "
+                    f"no coordinator has accepted this replica at {self._address} within {timeout_s:g} s; check the "
                     "address, and that all ranks of the replica have started"
                 )
             await asyncio.sleep(_WELCOME_POLL_S)

@@ -135,7 +135,7 @@ class RequestsInFlight:
         of_client = self._bytes_of[request.client]
         if of_client > self._max_bytes // _CLIENTS_SHARE or self._num_bytes > self._max_bytes:
             raise PendingLimitError(
-                f"{of_client} bytes of this client's requests and {self._num_bytes} of all are not done, above "
+                f"{of_client} bytes of this client's requests and {self._num_bytes} of all are unfinished, more than "
                 f"a quarter or all of max_pending_bytes={self._max_bytes}; wait for answers before sending more"
             )
 
@@ -160,7 +160,7 @@ def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"sampling parameters hold plain values and lists of them, at most {_MOST_NESTED} deep")
     for name in sampling:
         if name.startswith("_") or name in (CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
-            raise ValueError(f"sampling parameter {name!r} has a name that is taken; give it another one")
+            raise ValueError(f"sampling parameter {name!r} has a name that is already used; rename it")
     if not isinstance(sampling.get(SPEC, {}), dict):
         raise ValueError(f"sampling parameter {SPEC!r} is {sampling[SPEC]!r:.100}; it must be a mapping")
     try:

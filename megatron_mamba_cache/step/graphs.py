@@ -74,7 +74,7 @@ class StepGraphs:
         """Send a step that a graph holds, and launch its forward; see `GraphsByShape`."""
         graph = self.fitting(requests)
         if graph is None:
-            raise CacheIntegrityError("no graph holds the requests of a step that is to be launched; ask hold()")
+            raise CacheIntegrityError("no graph fits the requests of the step to launch; call hold() first")
         batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         graph.forward()
         return OverlappedStep(graph, batch, None, OverlapState.FORWARD, draft_distributions)
@@ -99,7 +99,7 @@ def reason_to_capture_again(graphs: GraphsByShape | None, model: StepModel, rank
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
     """Return why the steps of a model cannot be captured, None if they can."""
     if shape.waits_for_experts:
-        return "the host waits for what experts the tokens choose, in Megatron's layer"
+        return "the host waits for the routing of tokens in Megatron's expert layer"
     return device_reason(memory)
 
 

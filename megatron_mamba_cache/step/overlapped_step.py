@@ -119,7 +119,7 @@ class OverlappedStep:
     def check_inputs(self, tokens: Sequence[int]) -> None:
         """Raise `CacheIntegrityError` unless its requests keep the tokens that it was fed."""
         if [*tokens] != [*self._fed]:
-            raise CacheIntegrityError("the step that runs already was fed other tokens than its requests keep")
+            raise CacheIntegrityError("the running step was given other tokens than its requests kept")
 
     def wait(self) -> None:
         """Wait once for the device, before buffers or memory are reused; a capture must not wait again.
@@ -168,7 +168,9 @@ class OverlappedStep:
             return batch
         row_of = {id(request): row for request, row in zip(batch.requests, batch.row_indices, strict=True)}
         if any(id(request) not in row_of for request in requests):
-            raise CacheIntegrityError("a request joined a step that runs already; admit requests by the engine")
+            raise CacheIntegrityError(
+                "a request joined a step that is already running; admit requests through the engine"
+            )
         row_indices, starts = tuple(row_of[id(request)] for request in requests), batch.logits.starts
         if self.state in (OverlapState.FORWARD, OverlapState.COPIED_LOGITS):
             self._wait_for_launch()
@@ -198,7 +200,7 @@ class OverlappedStep:
     def verify(self, draws: Draws) -> Tensor:
         """Return the outcome, which may still be computed."""
         if self.state is OverlapState.COPIED_LOGITS:
-            raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
+            raise CacheIntegrityError("the graph that computed this step was freed; check can_verify")
         if self.state is OverlapState.FORWARD and self._graph is not None:
             self.outcome = self._graph.verify(draws)
             self.state = OverlapState.OUTCOME
@@ -214,7 +216,7 @@ class OverlappedStep:
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
         if self._graph is None:
-            raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
+            raise CacheIntegrityError("the graph that computed this step was freed; check can_launch_next()")
         return self._graph.launch_next(requests)
 
     def _wait_for_launch(self) -> None:

@@ -238,7 +238,7 @@ class StepRunner:
     def step(self) -> Step:
         """The step that is laid out and has not landed."""
         if self._step is None:
-            raise CacheIntegrityError("no step is laid out; call initialize_attention_state() first")
+            raise CacheIntegrityError("no step is planned; call initialize_attention_state() first")
         return self._step
 
     @property

@@ -16,7 +16,7 @@ from .overlapped_step import CapturedStep
 
 def no_attention(*_: Tensor) -> Tensor:
     """Raise: no layer may run eagerly in a graph's replay or after the forward."""
-    raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
+    raise CacheIntegrityError("a layer requested attention outside its step's forward")
 
 
 def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:

@@ -167,7 +167,7 @@ class StepGraph:
         """Launch the step after the one laid out last; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
-            raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
+            raise CacheIntegrityError("the next step depends on more than this step's tokens; check can_launch_next()")
         sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_requests)
         self._memory.prepare(())
         batch = self._note_next(before, sent)

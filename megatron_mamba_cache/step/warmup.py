@@ -27,7 +27,7 @@ from .shapes import decode_padding_request, prefill_padding_request
 from .verify import copy_reached_boundaries, verify_step
 
 _LOG = logging.getLogger(__name__)
-_COMPILES = "Triton compiles the kernels of this model, which it does once on a machine"
+_COMPILES = "Triton compiles the kernels of this model, once per machine"
 _LAUNCHES = "Each kernel of this model is launched once, and compiled if it has not been"
 _MOST_RESIDUES = 8
 """The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
@@ -51,7 +51,7 @@ def compile_ahead(
         with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
             (rehearse_steps or rehearse)(model, runner)
     except Exception as error:  # steps work without it
-        _LOG.warning("kernels are compiled one after another: a rehearsal without launches raised %r", error)
+        _LOG.warning("kernels are compiled one after another, because a dry run without launches raised %r", error)
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:

@@ -408,7 +408,7 @@ def test_ranks_with_different_layers_agree_on_state_priority_and_report_slab_was
     capacity = CacheCapacity.of(config, shape_of("M" * 12 + "*" * 3), Ranks())
     bytes_of_state, bytes_of_block = (sum(getattr(unit, name) for unit in units) for name in ("state", "block"))
     assert capacity.state_len == pytest.approx(256 * bytes_of_state / bytes_of_block)
-    assert "stays empty" in caplog.text and "even out the pipeline stages" in caplog.text
+    assert "stays empty" in caplog.text and "balance the pipeline stages" in caplog.text
     caplog.clear()
     CacheCapacity.of(config, DENSE_8B, OneRank())
     assert not caplog.text

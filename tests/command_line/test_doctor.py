@@ -148,7 +148,7 @@ def test_doctor_reports_a_missing_extra_and_succeeds(
 ) -> None:
     _lose(monkeypatch, "pyzmq", None)
     assert main(["doctor"]) == 0
-    reported = "missing pyzmq; for serve, and replicas behind a coordinator: pip install 'megatron-mamba-cache[server]'"
+    reported = "missing pyzmq; for serve, and replicas with a coordinator: pip install 'megatron-mamba-cache[server]'"
     output = capsys.readouterr().out
     assert f"  server             {reported}\n" in output and "  hf                 present: " in output
 

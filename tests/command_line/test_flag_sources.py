@@ -252,7 +252,7 @@ UNKNOWN_FLAGS = [
     (["serve", "--max-model-length=5"], "unknown flag --max-model-length: did you mean --max-model-len?"),
     (["generate", "--temp", "1"], "unknown flag --temp: did you mean --temperature?"),
     (["plan", "--trace", "x", "--cachegb", "1"], "unknown flag --cachegb: did you mean --cache-gb?"),
-    (["serve", "--zzz"], "unknown flag --zzz; mamba-cache serve --help lists those that there are"),
+    (["serve", "--zzz"], "unknown flag --zzz; mamba-cache serve --help lists all of them"),
     (["serve", "--gpu-memory-utilization", "0.9"], "unknown flag --gpu-memory-utilization: use --memory-fraction"),
     (["serve", "--tensor-parallel-size=2"], "unknown flag --tensor-parallel-size: use torchrun --nproc-per-node N"),
     (["serve", "--tensor_parallel_size", "2"], "unknown flag --tensor_parallel_size: use torchrun"),
@@ -283,4 +283,4 @@ def test_serve_takes_its_model_by_flag_or_as_first_argument(words: list[str]) ->
 
 def test_error_names_the_typed_alias_of_a_model_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", "no-folder"]) == 2
-    assert "error: --model: no-folder is no directory" in capsys.readouterr().err
+    assert "error: --model: no-folder is not a directory" in capsys.readouterr().err

@@ -223,7 +223,7 @@ def test_grammar_no_token_can_begin_is_refused_before_a_reply(piece: str, tmp_pa
     tokenizer = saved_without(tmp_path, "{", piece)
     for grammar in (forms.json_grammar(OBJECT), forms.choice_grammar(["{a", "{b"])):
         error = grammars_of(tokenizer).error_of(grammar.text)
-        assert error == "the model has no token that begins a reply of this form"
+        assert error == "the model has no token with which a reply in this format can begin"
     assert set(replies(tokenizer, forms.choice_grammar(["a", ""]), 8)) == {"a", ""}
 
 

@@ -142,7 +142,7 @@ def test_failed_compilation_is_not_counted_and_logs_nothing_later(
     assert watch.total.num_kernels == 1
     names = [maker.__name__ for maker in (broken_kernel, triton_kernel)]
     assert [line.message for line in lines] == [
-        f"Triton compiles {name}.<locals>.add at its first use, which it does once on a machine" for name in names
+        f"Triton compiles {name}.<locals>.add at its first use, once per machine" for name in names
     ]
     assert all(line.has_ended for line in lines)
 

@@ -110,7 +110,7 @@ def test_local_spec_builds_gated_delta_layers() -> None:
     build_engine(model, SETTINGS).close()
 
 
-@pytest.mark.parametrize(("num_heads", "message"), [((4, 6), "6 does not divide by linear_num_key_heads 4")])
+@pytest.mark.parametrize(("num_heads", "message"), [((4, 6), "6 is not divisible by linear_num_key_heads 4")])
 def test_unsplittable_heads_are_refused(num_heads: tuple[int, int], message: str) -> None:
     keys, values = num_heads
     spec = local_hybrid_spec(LocalSpecOptions(mixer="gated_delta", num_experts=4))

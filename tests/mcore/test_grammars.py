@@ -223,7 +223,7 @@ def test_too_complex_grammar_fails_only_its_request(monkeypatch: pytest.MonkeyPa
     for wish in wishes:
         run.add(wish.request_id, wish.prompt, wish.sampling(20), seed=wish.seed)
     run.finish()
-    assert "too complex to go on" in str(run.finished[1].events[0].payload), run.finished[1].events
+    assert "too complex to continue" in str(run.finished[1].events[0].payload), run.finished[1].events
     assert run.counters.steps_aborted == 0
     plain = replies_to([wishes[0], wishes[2]], num_tokens=20)
     assert {number: run.tokens(number) for number in (0, 2)} == plain

@@ -329,7 +329,7 @@ def test_nothing_is_scheduled_during_a_running_step() -> None:
     run = start()
     step_until_ahead(run)
     runner, scheduler = run.context.runner, run.engine.scheduler
-    with pytest.raises(RuntimeError, match="runs already"):
+    with pytest.raises(RuntimeError, match="is already running"):
         runner.step_requests.schedule(scheduler, ())
     assert is_ahead(run)
     run.finish()

@@ -50,5 +50,5 @@ def test_length_beyond_the_models_positions_is_served_with_one_warning(
     run = EngineRun.start(tiny_hybrid(), config)
     found = [record.getMessage() for record in caplog.records if "positions" in record.getMessage()]
     assert len(found) == num_warnings
-    assert all(f"requests may have {length} tokens, and the model was made for 4096 positions" in one for one in found)
+    assert all(f"requests may have {length} tokens, but the model has 4096 positions" in one for one in found)
     assert run.run(0, [1, 2, 3], 4) >= 0

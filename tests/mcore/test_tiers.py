@@ -506,7 +506,7 @@ def test_engine_after_a_kill_finds_each_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"host_cache_gb": 2.0**19}, "this host has .* GiB to give: lower --host-cache-gb"),
+        ({"host_cache_gb": 2.0**19}, "this host has only .* GiB available: lower --host-cache-gb"),
         ({"host_cache_gb": 1e-6}, "which holds no state with the KV before it: set --host-cache-gb to "),
         ({"host_cache_gb": 0}, "it must be more than 0"),
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),

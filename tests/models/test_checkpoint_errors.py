@@ -67,7 +67,7 @@ def test_superfluous_tensors_are_refused(family: str, checkpoints: dict[str, Pat
     directory = copy_of(checkpoints[family], tmp_path)
     tensors = tensors_of(directory)
     write_tensors(directory, tensors | {"model.layers.99.mamba.D": torch.ones(4)})
-    assert_refused(directory, str(directory), "has 1 tensors: model.layers.99.mamba.D, which the model has no place")
+    assert_refused(directory, str(directory), "has 1 tensors: model.layers.99.mamba.D, which the model does not have")
     write_tensors(directory, tensors | {f"extra.{index}": torch.ones(1) for index in range(12)})
     assert_refused(directory, "has 12 tensors: extra.0, ", " and 4 more, ")
 
@@ -115,7 +115,7 @@ def test_file_of_another_format_is_refused(sharded: Path) -> None:
 )
 def test_damaged_index_is_refused(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
-    assert_refused(sharded, f"{sharded / INDEX} is no index of safetensors shards")
+    assert_refused(sharded, f"{sharded / INDEX} is not an index of safetensors shards")
 
 
 @pytest.mark.usefixtures("no_model_is_built")

@@ -190,7 +190,7 @@ def test_directory_without_config_is_refused(copies: dict[str, Path]) -> None:
 
 def test_path_that_is_not_a_directory_is_refused(copies: dict[str, Path]) -> None:
     for source in (copies["bamba"] / "config.json", "/no/such/directory", "no-such-directory", "no/such/directory"):
-        assert_refused(source, f"{source} is no directory")
+        assert_refused(source, f"{source} is not a directory")
 
 
 def test_unavailable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_unavailable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert_refused(
         "no-such-owner/no-such-model",
-        f"no-such-owner/no-such-model is no directory in {Path.cwd()}",
+        f"no-such-owner/no-such-model is not a directory in {Path.cwd()}",
         "huggingface_hub cannot fetch",
     )
 
@@ -218,6 +218,6 @@ def test_hub_name_without_huggingface_hub_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert_refused(
         "no-such-owner/no-such-model",
-        "is no directory",
+        "is not a directory",
         "huggingface_hub, which could fetch a model of that name, is not",
     )

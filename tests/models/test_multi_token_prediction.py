@@ -79,12 +79,12 @@ def test_layers_after_the_last_one_are_mtp_if_configured(
     num_layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
     first, second = (f"model.layers.{num_layers + index}.eh_proj.weight" for index in range(2))
     write_tensors(directory, tensors | {first: torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {first}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {first}, which the model does not have")
     set_fields(directory, num_nextn_predict_layers=1)
     load_hugging_face(directory, torch.float32)
     assert len(warnings_of(caplog)) == 1
     write_tensors(directory, tensors | {first: torch.ones(4), second: torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {second}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {second}, which the model does not have")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
@@ -94,7 +94,7 @@ def test_unknown_names_next_to_mtp_are_refused(
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
     write_tensors(directory, tensors_of(directory) | {name: torch.ones(4), "mtp.norm.weight": torch.ones(4)})
-    assert_refused(directory, f"has 1 tensors: {name}, which the model has no place for")
+    assert_refused(directory, f"has 1 tensors: {name}, which the model does not have")
     assert warnings_of(caplog) == []
 
 

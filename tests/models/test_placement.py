@@ -106,13 +106,13 @@ def test_unsplit_tensor_is_whole_on_every_rank(size: int) -> None:
 @pytest.mark.parametrize(("sections", "size"), [((), 4), ((4, 2), 4), ((3, 3), 2), ((8, 1), 2)])
 def test_section_not_divisible_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
     tensor = torch.zeros(sum(sections) or 6)
-    with pytest.raises(ValueError, match=rf"parts .* do not divide by {size} ranks"):
+    with pytest.raises(ValueError, match=rf"parts .* are not divisible by {size} ranks"):
         Split(0, sections).local(tensor, 0, size)
 
 
 @pytest.mark.parametrize(("num_groups", "rows", "size"), [(2, 12, 3), (2, 5, 4), (3, 9, 2)])
 def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, size: int) -> None:
-    with pytest.raises(ValueError, match=f"do not divide by {size} ranks"):
+    with pytest.raises(ValueError, match=f"are not divisible by {size} ranks"):
         GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
 
 

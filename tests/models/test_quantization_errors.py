@@ -215,7 +215,7 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
         "compressed-tensors MXFP4",
         lambda stored: stored.update({f"{X}_blocks": stored[f"{X}_packed"]}),
     ),
-    f"1 tensors: {X}_scale, which the model has no place for": (
+    f"1 tensors: {X}_scale, which the model does not have": (
         "modelopt FP8",
         lambda stored: stored.pop(X),
     ),

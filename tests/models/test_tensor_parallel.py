@@ -145,7 +145,7 @@ def test_unsplittable_model_is_refused_before_building(
     set_fields(tmp_path, **fields)
     for name in ("get_tensor_model_parallel_world_size", "get_expert_tensor_parallel_world_size"):
         monkeypatch.setattr(parallel_state, name, lambda: NUM_RANKS)
-    assert_refused(tmp_path, str(tmp_path / "config.json"), f"{message} does not divide by 2 tensor-parallel ranks")
+    assert_refused(tmp_path, str(tmp_path / "config.json"), f"{message} is not divisible by 2 tensor-parallel ranks")
 
 
 def test_context_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_context_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("case", "size", "message"), [("nemotron_h_moe-0", 1024, "does not divide by 1024"), ("bamba-2", 2, "no experts")]
+    ("case", "size", "message"), [("nemotron_h_moe-0", 1024, "is not divisible by 1024"), ("bamba-2", 2, "no experts")]
 )
 def test_unsplittable_experts_are_refused(
     case: str, size: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -192,7 +192,7 @@ def test_arguments_of_an_unsupported_model_are_refused(
     refusal = refusal_of(tmp_path / "run")
     assert refusal.startswith(f"{directory / 'common.pt'}: ")
     assert expected_message in refusal
-    assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+    assert f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=" in refusal
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], 
     save_with_common_state(random_model(DENSE), state, tmp_path)
     refusal = refusal_of(tmp_path)
     assert f"{tmp_path / 'common.pt'} holds no arguments" in refusal
-    assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+    assert f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=" in refusal
     assert load_megatron_checkpoint(tmp_path, torch.float32, architecture=DENSE).architecture == DENSE
     write_architecture(DENSE, tmp_path)
     assert load_megatron_checkpoint(tmp_path, torch.float32).architecture == DENSE
@@ -259,7 +259,7 @@ def test_unexpected_tensors_are_named(trained: LoadedModel) -> None:
     smaller = replace(DENSE, pattern="M-*-")
     refusal = refusal_of(trained.directory, architecture=smaller)
     assert "decoder.layers.4.mixer.A_log" in refusal
-    assert "which the model that the given architecture describes has no place for" in refusal
+    assert "which the model that the given architecture describes does not have" in refusal
     assert "optimizer" not in refusal
     assert "_extra_state" not in refusal
 

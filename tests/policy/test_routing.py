@@ -150,7 +150,7 @@ def test_invalid_calls_are_refused() -> None:
     subject.route(0, everywhere(blocks([])))
     with pytest.raises(ValueError, match="request 0 is in flight"):
         subject.route(0, everywhere(blocks([])))
-    with pytest.raises(ValueError, match="replica a takes part already"):
+    with pytest.raises(ValueError, match="replica a already takes part"):
         subject.join(NAMES[0])
 
 

@@ -69,7 +69,7 @@ def test_fenced_replica_must_restart(line: Line) -> None:
 
 
 def test_missing_welcome_times_out(line: Line) -> None:
-    with pytest.raises(ConnectionError, match=r"no coordinator has welcomed this replica at tcp://127\.0\.0\.1:\d+"):
+    with pytest.raises(ConnectionError, match=r"no coordinator has accepted this replica at tcp://127\.0\.0\.1:\d+"):
         asyncio.run(line.link.wait_for_welcome(0.05))
 
 
@@ -79,7 +79,7 @@ def test_silent_coordinator_is_lost_but_probes_keep_it(line: Line) -> None:
     line.say(PROBE)
     line.link.drain()
     line.link._last_heard -= silence_s
-    with pytest.raises(ReplicaFencedError, match="nothing has come from the coordinator"):
+    with pytest.raises(ReplicaFencedError, match="nothing was received from the coordinator"):
         line.link.drain()
 
 

@@ -130,5 +130,5 @@ def test_grammar_violation_is_noted_only_for_its_request() -> None:
     assert found[0] == [set(range(TOKENIZER.vocab_size))]
     assert found[1] == allowed_tokens(GrammarMasks(compiled()), [running_request(ANSWER.text)])[0]
     failures = grammars.take_failures()
-    assert list(failures) == [1] and "too complex to go on" in failures[1]
+    assert list(failures) == [1] and "too complex to continue" in failures[1]
     assert grammars.take_failures() == {}

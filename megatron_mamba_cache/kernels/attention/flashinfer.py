@@ -81,7 +81,7 @@ class FlashInferAttention:
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
         self._graph_workspace = self._workspace  # until a graph needs more
         self._last_of_fa3 = last_block_of_fa3(shape, _release())
-        message = "FlashInfer compiles attention kernels for this model, which it does once on a machine"
+        message = "FlashInfer compiles attention kernels for this model, once per machine"
         with progress(message), scripts_in_path():
             prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))

@@ -75,7 +75,7 @@ def routed_experts(
     CUDA-graph safe: no host sync; two launches for few tokens, four to eight for more.
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
-        raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
+        raise ValueError(f"the shared expert of {len(x)} tokens is a separate GEMM; pass its result as addend")
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)
     comes_last = fills_card and len(x) > MOST_TOKENS_OVERLAPPING_ROUTING

@@ -55,7 +55,7 @@ class RoutingRule:
     def check(self, num_experts: int) -> None:
         """Raise `ValueError` unless the rule fits this many experts."""
         if num_experts % self.num_groups:
-            raise ValueError(f"{num_experts} experts do not divide into {self.num_groups} groups of one size")
+            raise ValueError(f"{num_experts} experts cannot be divided into {self.num_groups} groups of one size")
         in_reach = num_experts // self.num_groups * self.top_groups
         if self.top_k > in_reach:
             raise ValueError(f"top_k is {self.top_k}, and a token can choose from {in_reach} experts")

@@ -178,10 +178,10 @@ def _recurrence_of(config: Any, chunk_size: int, num_ranks: int) -> GatedDelta:
     """Return a rank's part of the layer that a configuration describes."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
-        raise ValueError(f"linear_num_value_heads {values} does not divide by linear_num_key_heads {keys}")
+        raise ValueError(f"linear_num_value_heads {values} is not divisible by linear_num_key_heads {keys}")
     if keys % num_ranks:
         raise ValueError(
-            f"linear_num_key_heads {keys} does not divide by {num_ranks} tensor-parallel ranks; choose a "
+            f"linear_num_key_heads {keys} is not divisible by {num_ranks} tensor-parallel ranks; choose a "
             "--tensor-model-parallel-size that divides it"
         )
     return GatedDelta(

@@ -31,11 +31,11 @@ def weights_directory(directory: Path) -> Path:
         raise ValueError(f"{tracker} names the iteration {named!r:.80}, but must hold a number or {_RELEASE!r}")
     latest = directory / (named if named == _RELEASE else f"iter_{int(named):07d}")
     if not latest.is_dir():
-        raise ValueError(f"{latest}, which {tracker} names, is no directory; give the directory of one iteration")
+        raise ValueError(f"{latest}, which {tracker} names, is not a directory; give the directory of one iteration")
     return latest
 
 
-_REMEDY = f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture= to load_megatron_checkpoint"
+_REMEDY = f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture= to load_megatron_checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

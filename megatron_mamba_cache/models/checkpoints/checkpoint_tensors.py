@@ -89,12 +89,14 @@ def _index(directory: Path) -> dict[str, str]:
     try:
         files = read_json_object(path).get("weight_map")
     except ValueError as error:
-        raise ValueError(f"{path} is no index of safetensors shards: {error}") from error
+        raise ValueError(f"{path} is not an index of safetensors shards: {error}") from error
     if not isinstance(files, dict):
-        raise ValueError(f"{path} is no index of safetensors shards: its weight_map is {files!r}")
+        raise ValueError(f"{path} is not an index of safetensors shards: its weight_map is {files!r}")
     for name, file in files.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
-            raise ValueError(f"{path} is no index of safetensors shards: {name} is in {file!r}, which is no file name")
+            raise ValueError(
+                f"{path} is not an index of safetensors shards: {name} is in {file!r}, which is not a file name"
+            )
     return files
 
 

@@ -182,8 +182,10 @@ def _directory_of(source: str | Path) -> Path:
     if directory.is_dir():
         return directory
     if directory.is_absolute() or str(source).count("/") != 1:
-        raise ValueError(f"{source} is no directory; give a Hugging Face model directory, or a hub name as OWNER/NAME")
-    missing = f"{source} is no directory in {Path.cwd()}"
+        raise ValueError(
+            f"{source} is not a directory; give a Hugging Face model directory, or a hub name as OWNER/NAME"
+        )
+    missing = f"{source} is not a directory in {Path.cwd()}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -216,7 +218,7 @@ def _placements(
 
 
 def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, Sequence[str]]) -> None:
-    errors = [f"has {listed(unknown)}, which the model has no place for"] if unknown else []
+    errors = [f"has {listed(unknown)}, which the model does not have"] if unknown else []
     if missing:
         lacking = sorted(missing)
         tried = shortened(missing[lacking[0]][1:])

@@ -176,7 +176,7 @@ def _make_empty(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = next(path.iterdir(), None) is None
     except OSError as error:
-        raise ValueError(f"cannot make the directory {path}: {error.strerror}") from error
+        raise ValueError(f"cannot create the directory {path}: {error.strerror}") from error
     if not is_empty:
         raise ValueError(f"{path} is not empty; give a new directory")
 
@@ -186,7 +186,9 @@ def _check_files(path: Path) -> None:
     for file in [*(path / name for name in _FILES), *sorted(path.glob("*.distcp"))]:
         if not file.is_file() or not file.stat().st_size:
             found = "empty" if file.is_file() else "missing"
-            raise ValueError(f"{path} does not hold the weights of a model: {file} is {found}; copy or save it anew")
+            raise ValueError(
+                f"{path} does not hold the weights of a model: {file} is {found}; copy it or save it again"
+            )
 
 
 def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
@@ -218,11 +220,11 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
     superfluous = sorted(name for name in stored.keys() - anywhere if not is_training_state(name))
     model = f"the model that {described.source} describes"
     if missing:
-        also = f", and has {listed(superfluous)} that it has no place for" if superfluous else ""
+        also = f", and has {listed(superfluous)} that it does not have" if superfluous else ""
         raise _Mismatch(f"{path} lacks {listed(missing)} of {model}{also}")
     left_out = mtp_names(superfluous)
     if unknown := sorted(set(superfluous) - set(left_out)):
-        raise _Mismatch(f"{path} has {listed(unknown)}, which {model} has no place for")
+        raise _Mismatch(f"{path} has {listed(unknown)}, which {model} does not have")
     for name, part in needed.items():
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
         if found != expected:  # Megatron would pad embeddings that are too small with zeros

@@ -107,7 +107,7 @@ def _value(schemas: Sequence[Any], name: str, root: Mapping[str, Any]) -> Gramma
             )
     unheld = sorted(UNHELD & set[str]().union(*parts))
     if unheld:
-        raise GrammarError(f"{unheld[0]} cannot be held to; leave it out")
+        raise GrammarError(f"{unheld[0]} cannot be enforced; leave it out")
     for part in parts:
         for word in ("minLength", "maxLength"):
             if word in part and (type(part[word]) is not int or part[word] < 0):
@@ -153,7 +153,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
     held = [matching(f"{pattern}{_VALUE_END}") for part in parts for pattern in whole_patterns(part)]
     texts = [" & ".join((*terms, *held)) for terms in kinds]
     if held and not any(map(has_text, texts)):
-        raise GrammarError("no string is of the pattern, the format and the length together")
+        raise GrammarError("no string matches the pattern, the format and the length together")
     rules: dict[str, str] = {}
     for number, text in enumerate(texts):
         key = f"{name}_{number}"

@@ -88,7 +88,7 @@ WHOLE_OBJECTS: dict[str, dict[str, Any]] = {
 def test_constraints_on_all_parameters_are_refused_if_each_is_written_alone(word: str, grammars: Grammars) -> None:
     schema = {"type": "object", "properties": AB, **WHOLE_OBJECTS[word]}
     refusal, _ = error_and_grammar("qwen3_coder", CallableTool("save_all", schema), grammars)
-    assert refusal == f"the parameters of save_all: {word} cannot be held to; leave it out"
+    assert refusal == f"the parameters of save_all: {word} cannot be enforced; leave it out"
 
 
 def test_empty_constraints_on_all_parameters_are_accepted(grammars: Grammars) -> None:
