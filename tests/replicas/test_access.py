@@ -230,7 +230,7 @@ def test_joining_secret_is_private_and_removed_at_exit(monkeypatch: pytest.Monke
     with pytest.raises(ConnectionError, match="no coordinator of this user has port 5"):
         JoiningSecret.read(5)
     newer.path.parent.chmod(0o755)
-    with pytest.raises(PermissionError, match="is not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="is not private to this user"):
         JoiningSecret.create(5)
 
 

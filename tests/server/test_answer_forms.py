@@ -219,8 +219,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "each set one; send one"),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each set one"),
-    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex says where an answer ends"),
-    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex says where an answer ends"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex decides where an answer ends"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex decides where an answer ends"),
     ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice", "tool_choice names 'other', which is not in tools"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but there are no tools"),
 ]
