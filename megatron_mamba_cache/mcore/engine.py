@@ -311,12 +311,9 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _refuse_failed_grammars(self) -> None:
         """Fail the requests whose grammar cannot go on."""
-        failures, ranks, requests = (
-            self.context.grammars.take_failures(),
-            self.context.ranks,
-            self.context.running_requests,
-        )
+        failures, ranks = self.context.grammars.take_failures(), self.context.ranks
         if ranks.num_stages > 1:  # only the last stage makes masks
+            requests = self.context.running_requests
             with_grammar = {request.request_id for request in requests if request.spec.sampling.grammar}
             found = {request_id: reason for request_id, reason in failures.items() if request_id in with_grammar}
             failures = known_to_any(found, ranks) if with_grammar else {}

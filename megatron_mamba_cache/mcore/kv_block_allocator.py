@@ -49,16 +49,16 @@ class KVBlockAllocator(BlockAllocator):
         """Return the distinct blocks of running requests."""
         if not any(request.is_paused for request in self.context.running_requests):
             return self.pool.num_referenced - sum(count > 0 for count in self._lent.values())
-        return len(
-            {block for request in self.context.running_requests if not request.is_paused for block in request.block_ids}
-        )
+        return self._num_distinct_blocks(are_paused=False)
 
     @override
     def get_paused_used(self) -> int:
         """Return the distinct blocks of paused requests."""
-        return len(
-            {block for request in self.context.running_requests if request.is_paused for block in request.block_ids}
-        )
+        return self._num_distinct_blocks(are_paused=True)
+
+    def _num_distinct_blocks(self, *, are_paused: bool) -> int:
+        requests = [request for request in self.context.running_requests if request.is_paused == are_paused]
+        return len({block for request in requests for block in request.block_ids})
 
     def utilization(self) -> dict[str, float]:
         """Return the counts and shares of blocks in use, under the names Megatron logs them by."""

@@ -29,16 +29,8 @@ class SpecParams(SamplingParams):
     """Sampling parameters that carry a spec; Megatron's own fields are filled from it."""
 
     def __init__(self, spec: RequestSpec) -> None:
-        super().__init__(
-            temperature=spec.sampling.temperature,
-            top_k=spec.sampling.top_k,
-            top_p=spec.sampling.top_p,
-            num_tokens_to_generate=spec.max_tokens,
-            termination_id=spec.sampling.termination_id,
-            return_log_probs=spec.log_probs.wanted,
-            skip_prompt_log_probs=spec.log_probs.skip_prompt,
-            top_n_logprobs=spec.log_probs.top_n,
-        )
+        carried = spec.as_mapping()
+        super().__init__(**{name: carried[name] for name in _OF_MEGATRON.keys() & carried.keys()})
         self.spec = spec
 
     @override

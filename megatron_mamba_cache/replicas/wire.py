@@ -5,7 +5,7 @@ confused: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reas
 `["probe"]` and `["fenced"]` to it.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgpack
@@ -92,8 +92,7 @@ def opening_of(message: bytes) -> tuple[Any, ...]:
 
 def pack_hello(hello: Hello) -> bytes:
     """Return the message."""
-    fields = {"replica": hello.replica, "member": hello.member, "num_members": hello.num_members}
-    return packed(HELLO, {**fields, "domain": hello.domain, "proof": hello.proof})
+    return packed(HELLO, asdict(hello))
 
 
 def hello_of(body: Any) -> Hello:

@@ -99,10 +99,8 @@ def _write_sampling(
     draws_ratios: bool,
 ) -> None:
     """Write each request's settings and random numbers; if all requests are greedy, constants, which is faster."""
-    num_requests, names = (
-        len(requests),
-        ["uniforms", *(["accept_uniforms", "residual_uniforms"] if draws_ratios else [])],
-    )
+    num_requests = len(requests)
+    names = ["uniforms", "accept_uniforms", "residual_uniforms"][: 3 if draws_ratios else 1]
     temperature, top_p = (buffers.host(name).view(np.float32)[:num_requests] for name in ("temperature", "top_p"))
     top_k = buffers.host("top_k")[:num_requests]
     if Draws.of(requests) is Draws.BEST:
