@@ -41,6 +41,7 @@ class SlotPool:
         if isinstance(indices, int) and indices < 0:
             raise ValueError(f"need num_slots >= 0, found {indices}")
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
+        self.num_slots = self._indices.num_indices
         self._owners = SlotOwners(self._indices)
         self._running_indices = running
         self._running = self._owners if running is None else SlotOwners(running)
@@ -66,11 +67,6 @@ class SlotPool:
     def attach(self, texts: CachedTexts) -> None:
         """Let KV blocks leave with the states that they are useless without."""
         self._texts = texts
-
-    @property
-    def num_slots(self) -> int:
-        """Slots have numbers below this."""
-        return self._indices.num_indices
 
     @property
     def num_available(self) -> int:

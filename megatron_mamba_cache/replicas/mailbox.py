@@ -37,13 +37,9 @@ class Mailbox:
             undo.callback(self._end_admitting)  # before: the context waits for its sockets
             self.socket = _listening_router(self.context, port, access, max_message_bytes)
             self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._admission = access.open_for_replicas(port_of(self.address))
+            admission = access.open_for_replicas(port_of(self.address))
             undo.pop_all()
-
-    @property
-    def proof(self) -> str:
-        """The proof that a replica's hello must carry."""
-        return self._admission.proof
+        self._end_joining, self.proof = admission.end, admission.proof
 
     def receive(self, wait_s: float) -> Iterator[list[bytes]]:
         """Wait for messages and yield the frames of those that have arrived."""
@@ -73,7 +69,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Send pending messages and close all connections."""
-        self._admission.end()
+        self._end_joining()
         self.socket.close()
         self._end_admitting()
         self.context.term()

@@ -17,7 +17,6 @@ from ..grammars.compiler import Grammars
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.block_growth import GrowthOutcome
 from ..policy.kept_tokens import StepTokens
-from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
@@ -70,6 +69,7 @@ class StepRunner:
         grammars: Grammars,
     ) -> None:
         self.memory = memory
+        self.cache = memory.prefix_cache
         self.ranks = ranks
         self.peers = peers
         self.planner = planner
@@ -82,8 +82,7 @@ class StepRunner:
         self._digest = digest
         self._step: Step | None = None
         self._at_work: list[RunningRequest] = []  # the requests of the step that is being planned or computed
-        self.graphs: GraphsByShape | None = None
-        """The steps that are captured over this memory."""
+        self.graphs: GraphsByShape | None = None  # captured over this memory
         self._changes = LogitsChanges(GrammarMasks(grammars, samples_here=ranks.is_last_stage))
         self._capture: Callable[[], None] = lambda: None
         self.sharing = StepSharing()
@@ -212,11 +211,6 @@ class StepRunner:
             self.counters.steps_aborted += 1
 
     # The memory and its requests.
-
-    @property
-    def cache(self) -> PrefixCache:
-        """The prefix cache over the memory's blocks and slots."""
-        return self.memory.prefix_cache
 
     def reset(self) -> None:
         """Drop all requests and the step that is laid out or launched. What is cached stays."""

@@ -22,7 +22,8 @@ class DiskIndex:
         self._limit = limit
         self._entries: OrderedDict[int, EntryName] = OrderedDict()
         self._num_after: dict[int, int] = {}  # by key: entries that follow it directly, if any do
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Bytes of all entries."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -31,14 +32,9 @@ class DiskIndex:
         return key in self._entries
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all entries."""
-        return self._num_bytes
-
-    @property
     def num_free_bytes(self) -> int:
         """Bytes of the limit that no entry takes; entries of other servers in the directory may hold some of them."""
-        return max(self._limit - self._num_bytes, 0)
+        return max(self._limit - self.num_bytes, 0)
 
     def bytes_of(self, name: EntryName) -> int:
         """Return what an entry takes."""
@@ -50,7 +46,7 @@ class DiskIndex:
             self.use([name])
             return
         self._entries[name.key] = name
-        self._num_bytes += self.bytes_of(name)
+        self.num_bytes += self.bytes_of(name)
         self._num_after[name.anchor] = self._num_after.get(name.anchor, 0) + 1
 
     def remove(self, name: EntryName) -> None:
@@ -58,7 +54,7 @@ class DiskIndex:
         if self._entries.get(name.key) != name:
             return
         del self._entries[name.key]
-        self._num_bytes -= self.bytes_of(name)
+        self.num_bytes -= self.bytes_of(name)
         self._num_after[name.anchor] -= 1
         if not self._num_after[name.anchor]:
             del self._num_after[name.anchor]
@@ -77,7 +73,7 @@ class DiskIndex:
         """
         most, stay = self._limit - self.bytes_of(name), set(kept)
         leaving: list[EntryName] = []
-        while self._num_bytes > most:
+        while self.num_bytes > most:
             found = self._first_that_may_leave(stay)
             if found is None:
                 for entry in reversed(leaving):
@@ -107,7 +103,7 @@ class DiskIndex:
     def trim(self) -> list[EntryName]:
         """Remove entries until the limit holds; return them."""
         leaving = []
-        while self._num_bytes > self._limit and (found := self._first_that_may_leave(())) is not None:
+        while self.num_bytes > self._limit and (found := self._first_that_may_leave(())) is not None:
             self.remove(found)
             leaving.append(found)
         return leaving
@@ -121,7 +117,7 @@ class DiskIndex:
         """Forget all entries."""
         self._entries.clear()
         self._num_after.clear()
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless counts agree with the entries. O(n)."""
@@ -129,9 +125,9 @@ class DiskIndex:
         num_after: dict[int, int] = {}
         for name in self._entries.values():
             num_after[name.anchor] = num_after.get(name.anchor, 0) + 1
-        if (num_bytes, num_after) != (self._num_bytes, self._num_after):
+        if (num_bytes, num_after) != (self.num_bytes, self._num_after):
             raise CacheIntegrityError(
-                f"{self._num_bytes} bytes and {self._num_after} followers counted, {num_bytes} and {num_after} found"
+                f"{self.num_bytes} bytes and {self._num_after} followers counted, {num_bytes} and {num_after} found"
             )
 
     def _first_that_may_leave(self, stay: Container[int]) -> EntryName | None:
