@@ -42,7 +42,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
-    """Return whether a product is all there is: no bias, no gradient, no token on another rank."""
+    """Return whether the layer is a plain GEMM: no bias, no gradient, no token on another rank."""
     has_others = settings.get("bias") is not None or settings.get("sequence_parallel")
     return not has_others and not wants_gradient(x, weight)
 

@@ -452,7 +452,7 @@ class SlotPool:
             self._indices.fix(self.slot_by_block[block])
 
     def _has_changed(self, block: BlockId) -> bool:
-        """Return whether a state is weighed otherwise than when it was filed: what is around it has come or gone."""
+        """Return whether a state's weight has changed since it was filed, because of states or text near it."""
         was_end = self._evictable.kind_of(block) in ENDS
         if was_end == self._texts.is_end(block) and self._lineage.is_anchor_kept(block, self.slot_by_block):
             return False

@@ -75,7 +75,7 @@ class DecodeStep:
         return DecodeStep(tuple(requests), buffers.num_begun, widths, _ends_of(requests), Draws.of(requests))
 
     def continues(self, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-        """Return whether a step is this one, each request advanced by its kept tokens within its KV block."""
+        """Return whether a step has the same requests, each advanced by its kept tokens within its KV block."""
         if not self._is_sent_last(requests, buffers) or [request.scheduled for request in requests] != self.widths:
             return False
         if any(request.is_prefilling for request in requests):

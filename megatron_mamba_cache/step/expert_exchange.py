@@ -80,7 +80,7 @@ class ExpertExchange:
         return sum_of_ranks(received.view(self._num_ranks, -1, partial.shape[1]), num_tokens, addend)
 
     def _is_made(self) -> bool:
-        """Return whether the next exchange is one to skip, and count it."""
+        """Return whether the next exchange was made by the failed forward, and count it."""
         skips = self._num_to_skip > 0
         self._num_to_skip -= skips
         return skips

@@ -58,7 +58,7 @@ class StepSharing:
         """Note that this rank's forward is launched."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return whether this rank, which wants to or not, launches the step after this one."""
+        """Return whether this rank launches the step after this one; `wants` is what it would do alone."""
         return wants
 
     def forget(self) -> None:

@@ -175,7 +175,7 @@ class DiskMoves:
             self._pair.ledger.begin(Lane.TO_DISK, (), (), lambda ok: None, files=tuple(names))
 
     def _pays(self, names: Sequence[EntryName], num_known: int, depth_above: int) -> bool:
-        """Return whether reading is sooner than computing what it brings."""
+        """Return whether reading takes less time than computing what it brings."""
         times, depth = self._times.now(), names[-1].depth
         read = (depth - min(num_known, depth)) * times.disk_block + times.disk_state
         return read < (depth - depth_above) * self._pair.block_size * times.token
