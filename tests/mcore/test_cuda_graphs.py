@@ -379,7 +379,7 @@ def test_experts_that_need_the_host_run_without_graphs(
     small = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2}
     monkeypatch.setattr(model_reading, "waits_for_experts", lambda model: True)
     engine = build_engine(random_model(EXPERTS), CacheConfig(block_size_tokens=128, num_cuda_graphs=2, **small))
-    assert "steps run without CUDA graphs: the host waits for what experts the tokens choose" in caplog.text
+    assert "steps run without CUDA graphs: the host waits for the routing of tokens" in caplog.text
     engine.add_request(0, some_tokens(20), greedy(5))
     while engine.requests:
         (finished,) = engine.step_modern()["finished_request_records"] or [None]

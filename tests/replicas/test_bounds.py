@@ -217,7 +217,7 @@ def test_pending_signals_are_bounded() -> None:
     signals = ControlSignals()
     for _ in range(1000):
         signals.ask(Headers.PAUSE)
-    with pytest.raises(ValueError, match="1000 signals wait already"):
+    with pytest.raises(ValueError, match="1000 signals are already pending"):
         signals.ask(Headers.PAUSE)
 
 
