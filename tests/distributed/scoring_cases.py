@@ -8,7 +8,7 @@ from megatron_mamba_cache.step import prompt_log_probs
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_sizes
-from tests.mcore.test_log_probs import assert_log_probs, oracle_log_probs
+from tests.mcore.oracle_log_probs import assert_log_probs, oracle_log_probs
 
 
 def scores(layout: Layout, most_logits: int) -> tuple[list[float], list[dict[str, float]], list[ScoredToken]]:

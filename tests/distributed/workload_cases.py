@@ -35,7 +35,7 @@ from tests.mcore.random_workloads import (
     make_workload,
     run_workload,
 )
-from tests.mcore.test_speculative_workloads import start_draft_model
+from tests.mcore.workload_drafters import start_draft_model
 
 NUM_DRAFTS = 3
 GRAPH_TOKENS = 40

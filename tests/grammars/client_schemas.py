@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+from tests.grammars.pydantic_schemas import random_model
+
 Schema = dict[str, Any]
 DRAFT_7, DRAFT_2020 = "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema"
 NAMES = (
@@ -254,3 +256,13 @@ def _tagged(random: Random, depth: int, tag: str, writers: tuple[Writer, ...]) -
 _SCALARS: Mapping[tuple[Writer, ...], tuple[Writer, ...]] = {
     _MCP: _MCP_SCALARS, _ZOD_3: _ZOD_3_SCALARS, _ZOD_4: _ZOD_4_SCALARS,
 }  # fmt: skip
+
+MAKERS = {
+    "mcp": (mcp_schema, 100),
+    "zod 3": (zod_3_schema, 50),
+    "zod 4": (zod_4_schema, 50),
+    "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
+}
+
+REASONS = ("uniqueItems", "has lookahead or lookbehind", "oneOf", "no JSON value", "no value is allowed")
+LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "lookaround", "\n")

@@ -9,20 +9,11 @@ import pytest
 
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
-from tests.grammars.client_schemas import mcp_schema, zod_3_schema, zod_4_schema
+from tests.grammars.client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 from tests.grammars.piece_tokenizer import PieceTokenizer
-from tests.grammars.pydantic_schemas import random_model
 from tests.grammars.random_replies import random_reply
 
 TOKENIZER = PieceTokenizer()
-MAKERS = {
-    "mcp": (mcp_schema, 100),
-    "zod 3": (zod_3_schema, 50),
-    "zod 4": (zod_4_schema, 50),
-    "pydantic": (lambda random: random_model(random).model_json_schema(), 100),
-}
-REASONS = ("uniqueItems", "has lookahead or lookbehind", "oneOf", "no JSON value", "no value is allowed")
-LIBRARY_WORDS = ("x-guidance", "coerce", "llguidance", "Unimplemented", "Unsatisfiable", "lookaround", "\n")
 
 
 @pytest.fixture(scope="module")

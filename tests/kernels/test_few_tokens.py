@@ -7,9 +7,9 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.experts import pair_gemms, summed_gemms
 from megatron_mamba_cache.kernels.experts.pair_gemms import pair_gemm, pair_gemm_ref
 from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm, summed_gemm_ref
+from tests.kernels.expert_layers import TOLERANCES, Layer, choice
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_batches import same_bits
-from tests.kernels.test_grouped_gemm import TOLERANCES, Layer, choice
 
 OPS = {"kernel": (pair_gemm, summed_gemm), "reference": (pair_gemm_ref, summed_gemm_ref)}
 

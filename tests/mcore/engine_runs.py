@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
@@ -358,3 +359,8 @@ class OracleTally:
     def assert_few_stops(self) -> None:
         """Assert that at most one comparison, or one in a thousand tokens, was stopped."""
         assert self.num_stopped <= max(1, MAX_STOPPED_SHARE * self.num_compared), self
+
+
+def megatron_request(request_id: int, prompt: list[int], params: SamplingParams) -> DynamicInferenceRequest:
+    tokens = torch.tensor(prompt, dtype=torch.int64)
+    return DynamicInferenceRequest(request_id=request_id, prompt_tokens=tokens, sampling_params=params)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.step import graphs as cuda_graphs
 from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
@@ -76,3 +78,7 @@ def capture_without_cuda(
     recorder = recorder if model is None else lambda: ReadsWeightsWhereTheyLay(model)
     patch.setattr(cuda_graphs, "CudaRecorder", recorder)
     patch.setattr(cuda_graphs, "device_reason", lambda memory: None)
+
+
+def with_graphs(config: CacheConfig, count: int = 3, prefill_tokens: int | None = 40) -> CacheConfig:
+    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=prefill_tokens)

@@ -39,7 +39,9 @@ from megatron_mamba_cache.recurrences.mamba2.replay import (
     outputs_sums,
     tiling,
 )
+from megatron_mamba_cache.step.warmup import rehearse
 from tests.kernels.kernel_stand_ins import AbsentHopper
+from tests.mcore.engine_runs import EngineRun
 
 NUM_MULTIPROCESSORS = 132
 KERNELS = (
@@ -137,3 +139,7 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(gemm_tiles, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record
+
+
+def rehearse_engine(run: EngineRun) -> None:
+    rehearse(run.engine.controller.inference_wrapped_model, run.context.runner)

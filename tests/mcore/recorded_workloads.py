@@ -25,7 +25,7 @@ import pytest
 from tests.mcore.engine_runs import MAX_STEPS, EngineRun
 from tests.mcore.random_workloads import FLAVOURS, Workload, add_due, disturbed_step, make_workload
 from tests.mcore.split_replays import capture_in_parts
-from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_drafters import make_drafter
 
 VARIANTS = {
     "plain": {},

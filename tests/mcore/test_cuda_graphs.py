@@ -23,14 +23,13 @@ from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, with_one_budget
-from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.graph_stand_ins import capture_without_cuda, with_graphs
 from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.oracle_log_probs import assert_log_probs
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
-from tests.mcore.test_log_probs import assert_log_probs
-from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_drafters import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
-from tests.models.test_training_checkpoints import EXPERTS
-from tests.models.training_checkpoints import random_model
+from tests.models.training_checkpoints import EXPERTS, random_model
 from tests.recurrences.toy import on_cpu
 
 # One seed by default, a second where the first does not exercise all.
@@ -84,10 +83,6 @@ def totals() -> Iterator[WorkloadTotals]:
     totals = WorkloadTotals()
     yield totals
     totals.report()
-
-
-def with_graphs(config: CacheConfig, count: int = 3, prefill_tokens: int | None = 40) -> CacheConfig:
-    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=prefill_tokens)
 
 
 def start(**settings: object) -> EngineRun:

@@ -13,10 +13,9 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy import block_growth
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_REFUSAL
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, megatron_request, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
-from tests.mcore.test_bad_requests import megatron_request
 
 pytestmark = pytest.mark.usefixtures("either_form")
 

@@ -7,10 +7,15 @@ import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.injected_errors import ERROR_POINTS, REPORT_ERROR_POINTS, InjectedError, raise_once
+from tests.mcore.injected_errors import (
+    ERROR_POINTS,
+    REPORT_ERROR_POINTS,
+    InjectedError,
+    finish_through_errors,
+    raise_once,
+)
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.record_lists import assert_same_lists
-from tests.mcore.test_repeated_failures import finish_through_errors
 
 NUM_TOKENS = {0: 7, 1: 9, 2: 6, 3: 8}
 PROMPTS = {0: some_tokens(20, seed=1), 1: some_tokens(50), 2: some_tokens(33, seed=2), 3: some_tokens(12, seed=3)}

@@ -23,10 +23,10 @@ from megatron_mamba_cache.kernels.attention.split_prompts import SplitPart
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.kernels.attention_libraries import serve_with_flashinfer
+from tests.mcore.graph_stand_ins import with_graphs
 from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.split_replays import capture_in_parts
-from tests.mcore.test_cuda_graphs import with_graphs
-from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_drafters import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
 
 HAS_CUDA = torch.cuda.is_available()

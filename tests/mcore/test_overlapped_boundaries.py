@@ -12,8 +12,8 @@ from megatron_mamba_cache.step import step_graph
 from megatron_mamba_cache.step.decode_steps import DecodeStep
 from tests.mcore.engine_runs import EngineRun, add_fields, greedy, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_overlapped_steps import is_ahead, recapture, start
-from tests.mcore.test_warmup import rehearse_engine
+from tests.mcore.launch_records import rehearse_engine
+from tests.mcore.overlapped_runs import assert_nothing_is_copied_for, is_ahead, recapture, start
 
 pytestmark = pytest.mark.usefixtures("either_form")
 
@@ -187,16 +187,6 @@ def test_states_are_copied_even_if_verification_is_late(
     assert run.engine.cached_tokens(10) == boundary
     run.assert_matches_oracle([0, 1, 10]).assert_few_stops()
     run.assert_nothing_held()
-
-
-def assert_nothing_is_copied_for(request: RunningRequest, run: EngineRun) -> None:
-    """Send back a request whose boundary step runs already; assert that the step leaves its slot alone."""
-    slot = request.reserved[0].slot
-    run.engine._send_back([request.request_id])
-    states = run.context.memory.state_pool.tensor("ssm")[:, slot]
-    states.fill_(7.0)
-    run.step()
-    assert bool((states == 7.0).all())
 
 
 def test_request_that_leaves_before_verification_copies_nothing() -> None:

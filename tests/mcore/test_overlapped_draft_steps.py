@@ -14,8 +14,14 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import InjectedError, raise_once
-from tests.mcore.test_overlapped_boundaries import assert_nothing_is_copied_for
-from tests.mcore.test_overlapped_steps import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
+from tests.mcore.overlapped_runs import (
+    EVENTS_DURING_A_STEP,
+    assert_nothing_is_copied_for,
+    is_ahead,
+    penalised,
+    start,
+    step_until_ahead,
+)
 
 NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
 FORMS = ("replay", pytest.param("window", marks=pytest.mark.long))
@@ -152,7 +158,7 @@ def test_draft_steps_wait_if_more_than_tokens_is_undecided(settings: dict[str, A
     ("name", "is_sampled"),
     [
         pytest.param(name, is_sampled, marks=() if point % 2 == at else pytest.mark.long)
-        for point, name in enumerate(WHILE_ONE_RUNS)
+        for point, name in enumerate(EVENTS_DURING_A_STEP)
         for at, is_sampled in enumerate((False, True))
     ],
 )
@@ -160,7 +166,7 @@ def test_events_during_verification_change_no_token(name: str, form: str, is_sam
     run = start_drafted(draft_states=form, is_sampled=is_sampled, block_size_tokens=64)
     for _ in range(4):
         step_until_ahead(run)
-        WHILE_ONE_RUNS[name](run)
+        EVENTS_DURING_A_STEP[name](run)
         run.context.check_integrity()
         run.step()
         run.context.check_integrity()

@@ -8,7 +8,7 @@ import pytest
 from megatron_mamba_cache.speculation.draft_policy import SHORTEST_PAUSE
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_overlapped_steps import is_ahead, start
+from tests.mcore.overlapped_runs import is_ahead, start
 
 pytestmark = pytest.mark.usefixtures("either_form")
 

@@ -8,7 +8,7 @@ from megatron_mamba_cache.step import buffers as step_buffers
 from megatron_mamba_cache.step.buffers import HostCopy
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.test_overlapped_steps import is_ahead, start, step_until_ahead
+from tests.mcore.overlapped_runs import is_ahead, start, step_until_ahead
 
 pytestmark = pytest.mark.usefixtures("either_form")
 

@@ -11,7 +11,7 @@ from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.injected_errors import InjectedError, raise_once
-from tests.mcore.test_log_probs import _assert_top_n, assert_log_probs, oracle_log_probs
+from tests.mcore.oracle_log_probs import assert_log_probs, assert_top_n, oracle_log_probs
 
 SCORED: dict[str, Any] = {"return_log_probs": True, "skip_prompt_log_probs": False}
 
@@ -150,8 +150,8 @@ def test_top_n_match_the_oracle_after_an_interruption(
     run.finish()
     assert_log_probs(run, 1)
     log_probs = oracle_log_probs(run, 1).cpu()
-    _assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
-    _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
+    assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
+    assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
 
 
 def test_logits_are_computed_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 from megatron_mamba_cache.policy.scheduler import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.injected_errors import InjectedError, raise_once, raise_where
+from tests.mcore.injected_errors import InjectedError, finish_through_errors, raise_once, raise_where
 
 NUM_TOKENS = 6
 POISONED = 2
@@ -23,19 +23,6 @@ def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
     for request_id in range(num_requests):
         run.add(request_id, some_tokens(30 + 15 * request_id, seed=int(request_id == POISONED)), NUM_TOKENS)
     return run
-
-
-def finish_through_errors(run: EngineRun) -> int:
-    """Run every request to its end however many steps fail, and return how many did."""
-    num_failed = 0
-    while run.engine.has_unfinished_requests():
-        try:
-            run.step()
-        except InjectedError:
-            run.context.check_integrity()
-            num_failed += 1
-            assert num_failed < 50
-    return num_failed
 
 
 def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:

@@ -23,7 +23,7 @@ from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import StepGraph
 from tests.mcore.engine_runs import EngineRun, Hybrid, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.step.test_shared_steps import Meeting
+from tests.step.meetings import Meeting
 
 NUM_REQUESTS = 7
 ASKED: list[dict[str, Any]] = [

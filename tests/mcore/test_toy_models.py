@@ -18,6 +18,7 @@ from megatron_mamba_cache.recurrences.moves import StateMove
 from megatron_mamba_cache.tiers import host_memory
 from megatron_mamba_cache.tiers.copy_lanes import Piece, UnitSizes
 from megatron_mamba_cache.tiers.entry_files import EntryForm
+from tests.mcore.checked_restores import checked_restores
 from tests.mcore.engine_runs import EngineRun, cache_config, hybrid, tiny_hybrid, tiny_sizes
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
@@ -29,7 +30,6 @@ from tests.mcore.random_workloads import (
     run_workload,
     undisturbed,
 )
-from tests.mcore.test_quantized_workloads import checked_restores
 from tests.mcore.toy_models import ToyHybridConfig, toy_state_bytes
 from tests.recurrences.toy import on_cpu
 

@@ -28,10 +28,10 @@ from megatron_mamba_cache.recurrences.mamba2.scan import choose_tiling
 from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
-from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse, rehearse_prefill
+from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse_prefill
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
+from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches, rehearse_engine
 
 NUM_ROWS = 20
 SMALL = {"mamba_head_dim": 16, "mamba_state_dim": 16, "ssm_chunk_size": 16}
@@ -69,10 +69,6 @@ def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> En
         "num_speculative_tokens": num_drafts,
     }
     return EngineRun.start(hybrid(sizes), cache_config(sizes, **(small | settings)))
-
-
-def rehearse_engine(run: EngineRun) -> None:
-    rehearse(run.engine.controller.inference_wrapped_model, run.context.runner)
 
 
 def run_workload(run: EngineRun) -> None:

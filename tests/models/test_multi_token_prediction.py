@@ -15,8 +15,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_meg
 from megatron_mamba_cache.models.checkpoints.stored_names import mtp_names
 from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
 from tests.models.tensor_parallel_worker import assert_same_weights
-from tests.models.test_training_checkpoints import DENSE
-from tests.models.training_checkpoints import random_model, write_training_checkpoint
+from tests.models.training_checkpoints import DENSE, random_model, write_training_checkpoint
 
 QWEN_NAMES = [
     "mtp.fc.weight",

@@ -4,6 +4,7 @@ import io
 import math
 import signal
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron_mamba_cache.models.architecture import HybridArchitecture, MambaSizes
+from megatron_mamba_cache.models.architecture import (
+    AttentionSizes,
+    ExpertsSizes,
+    FeedForwardSizes,
+    HybridArchitecture,
+    MambaSizes,
+)
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 
@@ -129,3 +136,17 @@ def _model_state(model: MambaModel, architecture: HybridArchitecture, singleton_
 
 def _sharded(name: str) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(name, torch.ones(4))
+
+
+DENSE = HybridArchitecture(
+    pattern="M-*-M",
+    vocab_size=128,
+    hidden_size=32,
+    max_sequence_length=512,
+    norm_eps=1e-4,
+    recurrent=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
+    attention=AttentionSizes(4, 2, 8),
+    feed_forward=FeedForwardSizes(48, "relu2", gated=False),
+)
+
+EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsSizes(4, 2, 24, 40, "sigmoid", scaling=2.5))

@@ -11,8 +11,8 @@ from megatron_mamba_cache.recurrences.interface import LayerStates, ReplayedRecu
 from megatron_mamba_cache.recurrences.layout import SlotLayout, state_tensors
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers
 from megatron_mamba_cache.recurrences.pool import StatePool
-from tests.command_line.test_card_settings import NANO_30B
 from tests.kernels.packed_batches import RowSpec, VerifySpec, pack_rows, pack_verify, same_bits
+from tests.published_shapes import NANO_30B
 
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=24, d_conv=4, grain=8)
 DRAFTS = 3

@@ -14,7 +14,7 @@ from megatron_mamba_cache.recurrences.mamba2 import recurrence as mamba2_recurre
 from megatron_mamba_cache.recurrences.mamba2.replay import tiling
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
-from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
+from tests.published_shapes import DENSE_8B, NANO_30B
 
 
 def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:

@@ -15,8 +15,8 @@ from megatron_mamba_cache.recurrences.quantized_states import QuantizedStates
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 from tests.kernels.packed_batches import same_bits
 from tests.kernels.quantized_values import by_the_formula
+from tests.recurrences.allocator_context import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 from tests.recurrences.state_groups import window_and_matrix
-from tests.recurrences.test_mamba_slot_allocator import CONV_SHAPE, LIVE_SLOTS, NUM_LAYERS, SSM_SHAPE, context
 
 GROUP = window_and_matrix(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.bfloat16, torch.float32)
 LIVE = SlotLayout.of([GROUP])

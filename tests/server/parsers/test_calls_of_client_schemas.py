@@ -14,9 +14,9 @@ from megatron_mamba_cache.server.parsers.call_grammars import calls_grammar
 from megatron_mamba_cache.server.parsers.families import ReplySyntax
 from megatron_mamba_cache.server.parsers.parts import assembled
 from megatron_mamba_cache.server.parsers.xml_call_grammars import CallableTool
+from tests.grammars.client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 from tests.grammars.piece_tokenizer import PieceTokenizer
 from tests.grammars.random_replies import random_reply
-from tests.grammars.test_client_schemas import LIBRARY_WORDS, MAKERS, REASONS
 
 TOKENIZER = PieceTokenizer()
 FAMILIES = ("hermes", "qwen3_coder")
