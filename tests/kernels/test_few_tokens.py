@@ -1,4 +1,4 @@
-"""The products of a few tokens with their experts, kernels and twins, against plain loops in float64."""
+"""GEMMs of a few tokens with their experts, kernels and references, against plain loops in float64."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def run(
     addend: Tensor | None = None,
     shared: Layer | None = None,
 ) -> Tensor:
-    """Compute [tokens, hidden] by the ops; check that kernels were launched, or were not.
+    """Compute [tokens, hidden] by the ops; check that kernels were launched or not.
 
     Args:
         shared: Whose only expert all tokens go to.
@@ -114,7 +114,7 @@ def test_shared_expert_is_added(
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_last_weight_of_a_token_is_the_shared_experts(ops: str, dtype: torch.dtype, device: str) -> None:
-    """Of its product here, or of an addend, whose product with the weight is rounded."""
+    """The shared expert's weight scales its GEMM's output here, or an addend, with rounding."""
     layer, shared = (Layer(*sizes, "gated_silu", dtype).to(device) for sizes in ((5, 72, 40), (1, 72, 24)))
     torch.manual_seed(8)
     x, ids = torch.randn(3, 72).to(dtype).to(device), choice(3, 2, 5, "random").to(device)

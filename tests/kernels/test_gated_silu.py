@@ -1,4 +1,4 @@
-"""The gated SiLU: the kernel agrees with its twin, which rounds once."""
+"""The gated SiLU kernel agrees with its reference, which rounds once."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The products of experts and their weighted sum, kernels and twins, against plain loops in float64.
+"""GEMMs of experts and their weighted sum, kernels and references, against plain loops in float64.
 
-Where a kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import re

@@ -1,6 +1,6 @@
 """New keys and values are written to their cache slots and nowhere else, by kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def counted_kernel() -> Iterator[None]:
 def new_tokens(
     num_tokens: int, kv_heads: int, dim: int, queries: int, device: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as strided views, as a joint projection gives them; a query more than keys."""
+    """Return queries, keys and values as strided views of a joint projection; one query more than keys."""
     joint = torch.randn(num_tokens + 1, kv_heads, (queries + 2) * dim + 3, device=device).to(dtype)
     if INTERPRETED:
         joint = joint.bfloat16().to(dtype)  # the interpreter cuts to bfloat16 where the compiler rounds
@@ -120,7 +120,7 @@ def test_no_tokens(device: str) -> None:
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
-    """Return arguments that must be refused and a word of the reason."""
+    """Return invalid arguments and a word of the error."""
     return {
         "heads": ({"key": torch.zeros(3, 4, 8), "value": torch.zeros(3, 4, 8)}, "kv_heads"),
         "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "one shape"),

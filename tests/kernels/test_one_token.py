@@ -1,4 +1,4 @@
-"""The product of one token with a linear layer's weights, kernel and twin."""
+"""The GEMM of one token with a linear layer's weights, for kernel and reference."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Attention's output is multiplied by the sigmoid of its gate as Megatron does it, kernel and twin alike.
+"""Attention's output is multiplied by the sigmoid of its gate as in Megatron, by kernel and reference.
 
-Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 from collections.abc import Callable

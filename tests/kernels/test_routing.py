@@ -1,6 +1,6 @@
-"""Routing and the order of tokens by expert, kernels and twins, against plain loops in float64.
+"""Routing and the order of tokens by expert, kernels and references, against plain loops in float64.
 
-Where a kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import math
@@ -85,7 +85,7 @@ def test_each_token_gets_its_best_experts(
 
 
 def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
-    """Return how many experts are in one of two choices only."""
+    """Return the number of experts in only one of two choices."""
     return len(set(found) ^ set(expected)) // 2
 
 
@@ -134,7 +134,7 @@ def test_padding_tokens_get_no_expert(op: Route, device: str) -> None:
 def test_shared_expert_is_weighted_by_its_gates_sigmoid(
     num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
 ) -> None:
-    """Both the gate's product and its sigmoid are rounded, as by the linear layer and the function of torch."""
+    """Both the gate's GEMM and its sigmoid are rounded, as by torch's linear layer and function."""
     torch.manual_seed(num_inputs)
     x = torch.randn(6, num_inputs + 8).to(dtype).to(device)[:, :num_inputs]
     gate = torch.randn(1, num_inputs).mul(2 / num_inputs**0.5).to(dtype).to(device)

@@ -19,14 +19,14 @@ from megatron_mamba_cache.step.memory import CacheMemory
 
 
 def digest_of(states: StoredStates, slot: int) -> bytes:
-    """Return a digest of all that a slot holds."""
+    """Return a digest of a slot's contents."""
     parts = [part[:, slot] for part in states.parts]
     return sha256(b"".join(part.contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in parts)).digest()
 
 
 @contextmanager
 def checked_restores(patch: pytest.MonkeyPatch) -> Iterator[dict[BlockKey, set[bytes]]]:
-    """Check that what a request starts from is, bit for bit, what a request has published under its key.
+    """Check that restored states equal, bit for bit, the states that were published under their keys.
 
     Whatever happens between: evictions, other tiers, suspended engines. Yields the digests of what was published.
     """

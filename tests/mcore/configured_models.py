@@ -16,7 +16,7 @@ SETTINGS = CacheConfig(block_size_tokens=128, buffer_size_gb=0.01, max_sequence_
 
 
 def configured(**settings: Any) -> TransformerConfig:
-    """Return the configuration of a tiny hybrid with four experts; the settings are set when Megatron has checked."""
+    """Return the configuration of a tiny hybrid with four experts; the settings are set after Megatron's checks."""
     config = TransformerConfig(
         num_layers=len(PATTERN),
         hidden_size=64,
@@ -37,7 +37,7 @@ def configured(**settings: Any) -> TransformerConfig:
 
 
 def built(config: TransformerConfig, spec: ModuleSpec | None = None, **settings: Any) -> MambaModel:
-    """Build the model as a user of Megatron does, by default from the local spec with experts."""
+    """Build the model like a user of Megatron, by default from the local spec with experts."""
     initialize_single_process()
     sizes: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "hybrid_override_pattern": PATTERN}
     model = MambaModel(config, spec or spec_with_experts(), **(sizes | settings))

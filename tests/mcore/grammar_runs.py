@@ -38,7 +38,7 @@ class GrammarRequest:
 
 
 def grammar_requests(grammars: Sequence[str], seed: int, first_id: int = 0) -> list[GrammarRequest]:
-    """Return a request for each grammar; prompts share beginnings."""
+    """Return a request for each grammar; their prompts share prefixes."""
     random = Random(seed)
     shared = [random.randrange(256) for _ in range(70)]
     return [
@@ -63,7 +63,7 @@ def replies_to(
     num_tokens: int = NUM_TOKENS,
     **settings: Any,
 ) -> dict[int, list[int]]:
-    """Return the tokens of all replies, drafted as `known` texts say with some errors; several requests run at once."""
+    """Return the tokens of all replies, with drafts from `known` texts that have some errors."""
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
     drafter = None
     if known is not None:
@@ -81,7 +81,7 @@ def replies_to(
 
 
 def is_valid(schema: Any, tokens: Sequence[int]) -> bool:
-    """Return whether a reply that ended by itself is a document of the schema."""
+    """Return True if a reply that ended by itself is a document of the schema."""
     assert tokens[-1] == END
     text = b"".join(TOKENIZER.bytes_of(token) or b"?" for token in tokens[:-1]).decode()
     return bool(jsonschema_rs.is_valid(schema, json.loads(text)))

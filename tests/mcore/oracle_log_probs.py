@@ -16,7 +16,7 @@ def oracle_log_probs(run: EngineRun, request_id: int) -> torch.Tensor:
 
 
 def assert_log_probs(run: EngineRun, request_id: int) -> None:
-    """Assert that the request's prompt and generated log-probs are the oracle's."""
+    """Assert that the request's prompt and generated log-probs equal the oracle's."""
     request = run.finished[request_id]
     text = torch.tensor(run.prompts[request_id] + run.tokens(request_id))
     wanted = oracle_log_probs(run, request_id).cpu()[:-1].gather(1, text[1:, None])[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""A request that cannot run fails alone and says why; so does an engine that cannot be built."""
+"""A request that cannot run fails alone with a clear error; so does an engine that cannot be built."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of experts that are configured in Megatron itself; what cannot be served is refused, not built."""
+"""Models with experts configured in Megatron itself are built or refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_to
 
 @pytest.fixture
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test fail that builds a layer."""
+    """Fail a test that builds a layer."""
 
     def build(*_arguments: Any, **_settings: Any) -> None:
         raise RuntimeError("a layer took memory first")
@@ -75,13 +75,13 @@ def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: s
 
 @pytest.mark.usefixtures("no_layers")
 def test_spec_without_experts_is_refused_for_a_pattern_with_experts() -> None:
-    """Megatron would leave these layers out, and tokens would be wrong."""
+    """Megatron would skip these layers, and tokens would be wrong."""
     with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
         built(configured(), local_hybrid_spec())
 
 
 def test_model_with_skipped_layers_is_refused() -> None:
-    """A spec of the user's own may have none for a symbol; Megatron builds the model all the same."""
+    """A custom spec may lack a symbol; Megatron builds the model all the same."""
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
     model = built(configured(), spec, hybrid_override_pattern="M-M*")

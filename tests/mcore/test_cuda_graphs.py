@@ -1,4 +1,4 @@
-"""Decode steps that are padded to captured shapes: the tokens are the oracle's, and padding touches nothing.
+"""Decode steps padded to captured shapes: tokens match the oracle, and padding touches nothing.
 
 Where there is no CUDA, a replay computes the padded step again; all else is as on a GPU.
 """
@@ -53,7 +53,7 @@ forms = pytest.mark.parametrize(
 
 
 def forms_of_flavours(first: int, of_others: pytest.MarkDecorator) -> list[Any]:
-    """Return each flavour in each form: by default in one only, of the first flavour in the one at `first`."""
+    """Return each flavour in each variant: by default in only one, the first flavour in the one at `first`."""
     return [
         pytest.param(name, *FORMS[form], id=f"{name}-{form}", marks=() if (index + first) % 3 == at else of_others)
         for index, name in enumerate(FLAVOURS)
@@ -426,7 +426,7 @@ def test_garbage_is_collected_before_a_capture_and_not_during_it(monkeypatch: py
     collected: list[bool] = []
 
     class Garbage:
-        """A graph of an engine that is gone: in a cycle, so that only a collection ends it."""
+        """The graph of a deleted engine, in a reference cycle that only a collection frees."""
 
         def __init__(self) -> None:
             self.itself = self

@@ -1,4 +1,4 @@
-"""Dropping a step while it is computed, or an engine's memory, loses no token."""
+"""Dropping a running step, or an engine's memory, loses no token."""
 
 import asyncio
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def start_run(**settings: object) -> EngineRun:
 
 
 def step_while(run: EngineRun, act: Callable[[EngineRun], None]) -> None:
-    """Run a step; act while its forward runs."""
+    """Run a step, and call a function during its forward."""
 
     async def step_and_act() -> None:
         step = asyncio.ensure_future(run.engine.async_step())

@@ -1,4 +1,4 @@
-"""An error while a step is reported: every list of a request is that of an undisturbed run, as long as its tokens."""
+"""After an error in a report, every list of a request is as long as its tokens and equals an undisturbed run's."""
 
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ POINTS = REPORT_ERROR_POINTS | {
 
 
 def start_run(wish: str, num_drafts: int, **settings: Any) -> EngineRun:
-    """Return an engine with four requests, the first of which wants no log-probs."""
+    """Return an engine with four requests; the first one asks for no log-probs."""
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, **({"max_tokens": 24, "num_speculative_tokens": num_drafts} | settings))
     drafter = NoisyDrafter(plain_texts(), accuracy=0.8, vocab_size=96) if num_drafts else None

@@ -1,4 +1,4 @@
-"""Gated DeltaNet models: each layer computes what the oracle does, and their states, dtypes and checkpoint names."""
+"""Gated DeltaNet models: their layers match the oracle; their states, dtypes and checkpoint names."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Replies follow their grammars, whatever is drafted, cached or interrupted, and others do not notice."""
+"""Replies follow their grammars with any drafts, cache hits and interruptions, and other requests are unaffected."""
 
 import json
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def test_other_grammar_formats_are_followed(name: str) -> None:
     ],
 )
 def test_grammar_applies_after_reasoning(closing: str, is_open: bool) -> None:
-    """With drafts across the end of reasoning too."""
+    """Drafts cross the end of reasoning too."""
     answer = forms.json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
     grammar = ReasoningGrammar("<think>", closing, TOKENIZER.id_of).before(answer, is_open=is_open)
     schema = {"type": "object", "required": ["a"]}
@@ -160,7 +160,7 @@ def test_too_complex_grammar_fails_only_its_request(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("end", [-1, 5])
 def test_grammar_needs_the_end_token_of_its_text(end: int) -> None:
-    """Else the reply would repeat it up to its length."""
+    """Otherwise the reply would repeat it up to its length."""
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
     run = EngineRun.start(subject, cache_config(subject.sizes), tokenizer=TOKENIZER)
     grammar = {"grammar": forms.json_grammar({"type": "boolean"}).text}

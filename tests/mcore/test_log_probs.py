@@ -1,4 +1,4 @@
-"""Log-probs equal the oracle's for the requests that want them, and cost the others nothing."""
+"""Log-probs equal the oracle's for the requests that ask for them, and cost others nothing."""
 
 from collections.abc import Callable
 from typing import Any

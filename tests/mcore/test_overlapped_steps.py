@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before has landed: when they are, and what may happen while they run.
+"""Steps launched before the previous one has landed: their conditions, and events while they run.
 
 Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
 """
@@ -52,7 +52,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_overlapped_steps(run: EngineRun) -> int:
-    """Run all requests to their end and return how many steps ended with the next one launched."""
+    """Run all requests to their end and return the number of steps that ended with the next one launched."""
     num_early = 0
     while run.engine.has_unfinished_requests():
         run.step()
@@ -112,7 +112,7 @@ SAMPLED = {
 
 
 def start_sampled(**settings: Any) -> EngineRun:
-    """Return an engine whose requests sample, each with settings of its own, next to a greedy one."""
+    """Return an engine with sampled requests of different settings, next to a greedy one."""
     run = start(1, 40, **settings)
     for request_id, sampling in enumerate(SAMPLED.values(), 1):
         params = SamplingParams(num_tokens_to_generate=40, termination_id=-1, **sampling)
@@ -202,7 +202,7 @@ def test_steps_overlap_next_to_requests_with_extra_outputs(asked: dict[str, Any]
 
 
 def test_requested_settings_change_tokens() -> None:
-    """So that the comparison above is one."""
+    """Shows that the comparison above can fail."""
     texts = set()
     for asked in ({}, *ASKED.values()):
         run = start(1, 20)
@@ -251,7 +251,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 def test_random_workloads_sample_the_same_tokens(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
-    """With graphs, overlapped steps, the cache, drafts and errors, or without any of these."""
+    """Compare graphs, overlapped steps, the cache, drafts and errors with a plain run."""
     shares = {"sampled_share": 0.6, "changed_share": changed_share}
     work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, models=models, **shares)
     plain = undisturbed(work)
@@ -265,7 +265,7 @@ def test_random_workloads_sample_the_same_tokens(
 
 
 def test_steps_overlap_with_several_end_tokens() -> None:
-    """As models have them whose replies end a turn or a text."""
+    """Several tokens may end a reply, as in models with separate ends of a turn and a text."""
     subject = tiny_hybrid()
     alone = EngineRun.start(subject)
     alone.run(0, some_tokens(20, seed=9), greedy(20))

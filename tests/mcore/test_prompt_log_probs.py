@@ -1,4 +1,4 @@
-"""Prompts are scored where only the last logits are materialized: exactly, in bounded memory, at no cost to others."""
+"""Prompts are scored exactly in bounded memory if only the last logits are materialized, without affecting others."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +17,7 @@ SCORED: dict[str, Any] = {"return_log_probs": True, "skip_prompt_log_probs": Fal
 
 
 def start_run(**settings: Any) -> EngineRun:
-    """Return an engine that materializes the last logits only and scores prompts."""
+    """Return an engine that materializes only the last logits and scores prompts."""
     subject = tiny_hybrid()
     return EngineRun.start(subject, cache_config(subject.sizes, **settings), scores_prompts=True)
 

@@ -1,4 +1,4 @@
-"""Random workloads with quantized cached states: what is restored was published, and little else changes."""
+"""Random workloads with quantized cached states: restored states were published, and tokens hardly change."""
 
 import random
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ FORMS = {
     "window": (NUM_DRAFTS, False),
     "replayed": (0, True),
 }
-"""Most drafts, and whether states are replayed."""
+"""Most drafts, and True if states are replayed."""
 OTHER_FORMS = {
     f"{form}{drafts}": (num_drafts, False)
     for form in ("toy", "gated delta")
@@ -68,7 +68,7 @@ OTHER_RECURRENCES = [
     for at, cached_form in enumerate(cached_forms[i % 2 :] + cached_forms[: i % 2])
 ]
 MOST_CHANGED = 0.01
-"""Of the tokens, those that may not be the oracle's choice."""
+"""The share of tokens that may differ from the oracle's choice."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload, NoisyDrafter | None]:
-    """Return the workload of a flavour, and a drafter that is often right if it has drafts."""
+    """Return the workload of a flavour, and a drafter that is often right if the workload has drafts."""
     num_drafts, replays = (FORMS | OTHER_FORMS)[form]
     models = MODEL_FORMS[form.removesuffix(" with drafts") if form in OTHER_FORMS else "dense"]
     work = make_workload(FLAVOURS[name], seed, num_drafts, models=models, replays=replays, **settings)
@@ -115,7 +115,7 @@ def test_restored_states_were_published_and_everything_is_returned(
 
 @contextmanager
 def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let engines that store cached states as live ones round them when they publish them."""
+    """Let engines that store cached states unquantized quantize and dequantize them when they publish them."""
     memories: list[CacheMemory] = []
     publish, begin = StateReservations._publish_state, CacheMemory.__init__
 
@@ -144,7 +144,7 @@ def quantizing_when_published(patch: pytest.MonkeyPatch) -> Iterator[None]:
     "seeds", [pytest.param(range(1), id="few"), pytest.param(range(1, 30), id="more", marks=pytest.mark.slow)]
 )
 def test_tokens_equal_those_of_states_quantized_when_published(form: str, seeds: range) -> None:
-    """Both engines have room for everything, so that they decide alike."""
+    """Both engines have room for everything, so that they make the same decisions."""
     skipped = 0
     for seed in seeds:
         name = random.Random(seed).choice(["roomy", "small_steps"])

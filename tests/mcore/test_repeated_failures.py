@@ -1,4 +1,4 @@
-"""A request that makes steps fail again and again is found and fails alone; reports lose nothing to an error."""
+"""A request that makes steps fail repeatedly is found and fails alone; reports lose nothing to an error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ POISONED = 2
 
 
 def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
-    """Return an engine with requests of one prefix, but for the poisoned one, whose prompt takes two steps."""
+    """Return an engine with requests of one prefix, except the failing one, whose prompt takes two steps."""
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes, max_tokens=48, **settings))
     for request_id in range(num_requests):
@@ -26,7 +26,7 @@ def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
 
 
 def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
-    """Assert that one request failed with its reason, and that all others went to their ends."""
+    """Assert that one request failed with its reason, and that all others finished."""
     reason = failure_reason(run.finished[poisoned])
     assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedError" in reason
     others = [request_id for request_id in run.prompts if request_id != poisoned]

@@ -1,4 +1,4 @@
-"""Random workloads whose steps verify drafts: whatever is proposed, the tokens are the oracle's."""
+"""Random workloads whose steps verify drafts: tokens match the oracle with any drafts."""
 
 import random
 from collections.abc import Iterator

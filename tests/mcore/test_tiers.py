@@ -1,4 +1,4 @@
-"""Engines whose prefixes go to the host and to disk and come back: tokens are the oracle's, whatever happens."""
+"""Engines whose prefixes are offloaded to host and disk and restored: tokens match the oracle."""
 
 import errno
 import gc
@@ -68,7 +68,7 @@ def resolve(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_restore_starts_for_a_request_waiting_at_the_limit(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps overlap while it waits, and its prefix is there when the request ends."""
+    """Steps overlap while it waits, and its prefix is restored when the running request ends."""
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid()
     config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=1), subject.shape, 12)
@@ -295,7 +295,7 @@ def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None
 
 
 def test_text_is_stored_again_after_a_corrupt_file(tmp_path: Path) -> None:
-    """Nothing is written after an entry that cannot be read any more."""
+    """Nothing is written after an unreadable entry."""
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
@@ -504,7 +504,7 @@ def test_unusable_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_step_does_not_clear_restored_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restored KV is written to memory of former states, which steps clear before they may read it."""
+    """Restored KV is written to memory of former states, which steps clear before they read it."""
     subject = tiny_hybrid()
     limits = cache_config(subject.sizes, max_sequence_length=160, max_requests=2)
     config = with_host_tier(with_one_budget(limits, subject.shape, 5), subject.shape, 60)

@@ -1,4 +1,4 @@
-"""Warmup: afterwards nothing compiles, and nothing else has changed."""
+"""After warmup nothing compiles, and nothing else has changed."""
 
 import random
 from dataclasses import replace
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
-    """Return an engine of `NUM_ROWS` requests whose memory is short."""
+    """Return an engine of `NUM_ROWS` requests with little memory."""
     small = {
         "max_requests": NUM_ROWS,
         "max_tokens": 512,
@@ -72,7 +72,7 @@ def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> En
 
 
 def run_workload(run: EngineRun) -> None:
-    """Prefill one request, some and many, hit, decode in changing company, settle, pause and resume."""
+    """Prefill one request, some and many, hit, decode in changing batches, resolve, pause and resume."""
     block = run.context.block_size_tokens
     document = some_tokens(3 * block)
     run.run(0, [*document, 1])
@@ -177,7 +177,7 @@ def test_warmup_covers_every_scan_variant(num_heads: int, max_requests: int, mon
 
 
 def cache_snapshot(run: EngineRun) -> CacheSnapshot:
-    """Return all that a snapshot counts but compilations, which a rehearsal is for."""
+    """Return all counts of a snapshot except compilations."""
     return replace(run.context.snapshot(), num_compiled_kernels=0, compile_seconds=0.0)
 
 
@@ -262,7 +262,7 @@ def test_shared_experts_order_needs_no_kernel() -> None:
 
 @pytest.mark.parametrize("num_graphs", [0, 3])
 def test_kernels_are_compiled_before_the_first_capture(num_graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once: not again where graphs are captured anew, or before a warmup."""
+    """Compile once: not again for a recapture, or before a warmup."""
     capture_without_cuda(monkeypatch)
     events: list[str] = []
 
@@ -381,7 +381,7 @@ def test_warmup_of_a_draft_model_changes_nothing() -> None:
 
 
 class WarmDrafter:
-    """Drafts nothing; counts how often it is warmed up."""
+    """Drafts nothing; counts its warmups."""
 
     def __init__(self) -> None:
         self.warmups = 0
@@ -390,10 +390,10 @@ class WarmDrafter:
         raise AssertionError("nothing is to be drafted")
 
     def forget(self, request_id: int) -> None:
-        """Know nothing."""
+        """Do nothing."""
 
     def warmup(self) -> None:
-        """Count."""
+        """Count the warmup."""
         self.warmups += 1
 
 

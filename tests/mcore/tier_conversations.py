@@ -27,7 +27,7 @@ def small_device(subject: Hybrid, *, host_slabs: int = 60, **settings: Any) -> C
 
 
 def on_disk(config: CacheConfig, directory: Path, **settings: Any) -> CacheConfig:
-    """Return the settings with a directory below the host."""
+    """Return the settings with a disk directory below the host."""
     return replace(config, disk_cache_dir=str(directory), disk_cache_gb=0.01, **settings)
 
 
@@ -39,7 +39,7 @@ class Conversations:
         self._num_requests = 0
 
     def turn(self, run: EngineRun, **settings: Any) -> list[int]:
-        """Run the next turn of each text, with time for its copies; return the tokens that each skipped."""
+        """Run the next turn of each text, with time for its copies; return the skipped tokens of each."""
         skipped = []
         for number, text in enumerate(self.texts):
             request_id = self._num_requests
@@ -52,5 +52,5 @@ class Conversations:
 
     @property
     def most(self) -> list[int]:
-        """Return the tokens that each text's next turn can skip: all whole blocks that are computed by now."""
+        """Return the tokens that each text's next turn can skip: all whole computed blocks."""
         return [(len(text) - 6) // BLOCK * BLOCK for text in self.texts]

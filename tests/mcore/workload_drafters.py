@@ -31,7 +31,7 @@ def make_drafter(rng: random.Random, work: Workload) -> Drafter:
 
 
 def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
-    """Return the model itself or one that is unlike it, with a memory of its own that may be short of everything."""
+    """Return the model itself or a different one, with its own memory, which may be short of everything."""
     sizes = work.subject.sizes
     unlike = {"pattern": "M*", "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "seed": 3}
     subject = rng.choice([work.subject, tiny_hybrid(**unlike, vocab_size=sizes.vocab_size)])
@@ -39,7 +39,7 @@ def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
 
 
 def start_draft_model(rng: random.Random, work: Workload, subject: Hybrid, **settings: Any) -> CheckedDraftModel:
-    """Return a model that drafts for a workload's, with random settings where none are given."""
+    """Return a draft model for a workload, with random values for settings that are not given."""
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2])
     max_requests = rng.randrange(2, 9)
     chosen = {
