@@ -209,9 +209,9 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
         r"the pattern \1 has `^`, `$` or the end of a word inside, which cannot be enforced; write it without",
     ),
     (r"Failed to generate regex for (float|integer) range.*", "minimum or maximum is beyond 2**63; use one within it"),
-    (r"Expected f64 for '(.*?)', got (.*)", r"\1 has to be a number, not \2"),
-    (r"Expected positive integer for '(.*?)', got (.*)", r"\1 has to be an integer of 0 or more, not \2"),
-    (r"Expected (\w+) for '(.*?)', got (.*)", r"\2 has to be of type \1, not \3"),
+    (r"Expected f64 for '(.*?)', got (.*)", r"\1 must be a number, not \2"),
+    (r"Expected positive integer for '(.*?)', got (.*)", r"\1 must be an integer of 0 or more, not \2"),
+    (r"Expected (\w+) for '(.*?)', got (.*)", r"\2 must be of type \1, not \3"),
 )
 
 

@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "never": (of("a", a={"not": {}}), "properties.a: no JSON value matches the schema"),
     "never within all": (of("a", a={"allOf": [TEXT, {"not": {}}]}), "properties.a.allOf.1: no JSON value"),
     "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
-    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum has to be a number"),
+    "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum must be a number"),
     "far bound": (of(a={"type": "number", "minimum": 1e19}), "properties.a: minimum or maximum is beyond 2**63"),
     "farthest bound": ({"type": "integer", "exclusiveMinimum": int(1.7976931348623157e308)}, "no float64 is within"),
     "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be enforced"),
