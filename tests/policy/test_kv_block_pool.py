@@ -369,7 +369,7 @@ def test_wrong_registration_is_an_error_that_changes_nothing() -> None:
         "another key": (block, key, parent),
         "unreferenced": (BlockId(7), key, None),
         "registered, referenced parent": (new, key, unregistered),
-        "one parent a key": (new, keys_of([1, 2])[1], None),
+        "one parent per key": (new, keys_of([1, 2])[1], None),
     }
     for message, arguments in wrong.items():
         with pytest.raises(CacheIntegrityError, match=message):
