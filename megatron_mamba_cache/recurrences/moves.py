@@ -67,8 +67,8 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
 
 
 def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each request: keep a state or not, the slots of its window and of whole tensors, and the shift:
-    [requests].
+    """Return flags of kept states, the slots of windows and of whole tensors, and shifts: [requests], 0 if none is
+    kept.
     """
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)

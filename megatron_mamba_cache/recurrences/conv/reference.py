@@ -75,9 +75,7 @@ class _RawInputs:
         self._row_starts = rows.cu_seqlens[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], at most a window before the
-        start.
-        """
+        """Return inputs [n, conv_dim] of requests `owner` [n] at packed `positions` [n], windows included."""
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
         if self._window_len == 0:
             return tokens

@@ -25,8 +25,7 @@ def ssd_scan_ref(
 ) -> Tensor:
     """Torch twin of `ssd_scan`, by the block decomposition of section 6.
 
-    Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone: a request resumed
-    at a chunk's end, in any packing, continues bit-equal.
+    Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone.
     """
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_requests.shape[0]
@@ -115,8 +114,7 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: Quan
 class _ChunkScan:
     """The state-independent terms of a scan's chunks; heads and groups come before tokens.
 
-    Each matmul is of one chunk, on memory of its own: on a CPU its rounding depends on the number of matrices and on
-    their addresses.
+    Each matmul has its own chunk and memory: on a CPU its rounding depends on their number and on addresses.
     """
 
     B: Tensor  # [chunks, groups, chunk_size, d_state], as C
