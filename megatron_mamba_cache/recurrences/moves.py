@@ -40,7 +40,7 @@ class StateMove:
 
 
 def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int) -> None:
-    """Torch twin of `align_copy`; every source is read before any write."""
+    """Torch reference for `align_copy`; every source is read before any write."""
     if rows.targets.shape[0] == 0:
         return
     keeps, window, whole, shift = _decide(rows, block_size)

@@ -419,7 +419,7 @@ def test_old_flashinfer_is_refused_with_the_remedy(
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
     monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
     reason = flashinfer.FlashInferAttention.refusal(shape_of())
-    older = f"flashinfer {release} is older than 0.5.3; the extra gpu installs a newer release"
+    older = f"flashinfer {release} is older than 0.5.3; install the extra `gpu` for a newer release"
     assert reason == (older if is_older else "it needs a CUDA device, found cpu")
 
 
@@ -455,7 +455,7 @@ def test_missing_flashinfer_is_logged_for_half_precision_on_a_gpu(
         choose_attention("other", shape)
         monkeypatch.setattr(choice, "BACKENDS", (OtherAttention, flashinfer.FlashInferAttention))
         choose_attention("auto", shape)
-    text = "attention runs on other, not on flashinfer: flashinfer is not installed; the extra gpu installs it"
+    text = "attention runs on other, not on flashinfer: flashinfer is not installed; install the extra `gpu`"
     assert [record.message for record in caplog.records] == [text] * is_logged
 
 

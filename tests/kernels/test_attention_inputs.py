@@ -185,17 +185,17 @@ def test_no_tokens(device: str) -> None:
 
 
 def bad_changes() -> dict[str, tuple[HeadChanges, str]]:
-    """Return invalid changes of keys of 8 channels, and a word of the error."""
+    """Return head changes that must be refused for keys with 8 channels, each with an excerpt of the error message."""
     weights, table = torch.zeros(8), torch.zeros(4, 2, 2)
     positions = torch.zeros(3, dtype=torch.int64)
     return {
-        "norms of others": (HeadChanges(HeadNorms(weights, torch.zeros(4), EPS)), r"norms \[8\]"),
-        "strided norms": (HeadChanges(HeadNorms(torch.zeros(16)[::2], weights, EPS)), "contiguous weights"),
-        "too many channels": (HeadChanges(rotation=Rotation(torch.zeros(4, 2, 5), positions)), "at most 8 channels"),
-        "table of angles": (HeadChanges(rotation=Rotation(torch.zeros(4, 4), positions)), r"\[positions, 2, half\]"),
-        "dtype of the table": (HeadChanges(rotation=Rotation(table.bfloat16(), positions)), "table in torch.float32"),
+        "wrong norm size": (HeadChanges(HeadNorms(weights, torch.zeros(4), EPS)), r"norm weights of shape \[8\]"),
+        "strided norms": (HeadChanges(HeadNorms(torch.zeros(16)[::2], weights, EPS)), "contiguous norm weights"),
+        "too many channels": (HeadChanges(rotation=Rotation(torch.zeros(4, 2, 5), positions)), "between 2 and 8"),
+        "wrong table shape": (HeadChanges(rotation=Rotation(torch.zeros(4, 4), positions)), r"\[positions, 2, half\]"),
+        "wrong table dtype": (HeadChanges(rotation=Rotation(table.bfloat16(), positions)), "torch.float32 table"),
         "float positions": (HeadChanges(rotation=Rotation(table, positions.float())), "int64 positions"),
-        "too few positions": (HeadChanges(rotation=Rotation(table, positions[:2])), "positions of 3 tokens"),
+        "too few positions": (HeadChanges(rotation=Rotation(table, positions[:2])), r"shape \[3 or more\]"),
     }
 
 

@@ -139,7 +139,7 @@ def test_mismatched_weights_and_experts_are_refused() -> None:
     layer = Layer(5, 72, 40, "none", torch.float32)
     rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
     for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
-        with pytest.raises(ValueError, match="contiguous weights of 3 tokens and 2 experts"):
+        with pytest.raises(ValueError, match=r"contiguous weights \[3, 2\]"):
             summed_gemm(rows, layer.second, ids, weights)
 
 
@@ -190,8 +190,8 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
         ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
         ({"ids": torch.zeros(3, 1)}, "int32"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
-        ({"shared_weight": torch.zeros(4, 9)}, "of the shared expert and inputs of each token"),
-        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "of the shared expert in one dtype"),
+        ({"shared_weight": torch.zeros(4, 9)}, "shared expert needs weight .* and one row .* per token"),
+        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "needs contiguous torch.float32 weight and rows"),
     ],
 )
 def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:

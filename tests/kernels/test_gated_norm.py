@@ -126,12 +126,12 @@ def test_no_tokens(device: str) -> None:
 
 
 def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
-    """Return invalid arguments and a word of the error."""
+    """Return invalid arguments, each with an excerpt of the error message."""
     return {
         "shape": ({"z": torch.zeros(3, 12)}, r"\[tokens, channels\]"),
         "weight": ({"weight": torch.zeros(23)}, r"\[channels\]"),
-        "group": ({"group_size": 7}, "divides 24"),
-        "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "contiguous channels"),
+        "group": ({"group_size": 7}, "must divide the 24 channels"),
+        "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
         "device": ({"weight": torch.zeros(24, device="meta")}, "one device"),
     }
 

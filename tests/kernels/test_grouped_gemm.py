@@ -73,7 +73,7 @@ def test_last_weight_of_a_token_is_the_addends(ops: str, dtype: torch.dtype, dev
     product = (addend.float() * weights[:, 2:]).to(dtype)  # rounded once, then added
     assert same_bits(total(rows, expert_rows, weights, addend), total(rows, expert_rows, own, product))
     assert same_bits(total(rows, expert_rows, weights), total(rows, expert_rows, own))
-    with pytest.raises(ValueError, match="5 tokens and 2 experts, or one more"):
+    with pytest.raises(ValueError, match=r"contiguous weights \[5, 2\], or \[5, 3\] with a shared expert"):
         weighted_sum(rows, expert_rows, torch.rand(5, 4).to(device))
 
 
@@ -208,10 +208,10 @@ def test_no_tokens(device: str) -> None:
     ("changes", "reason"),
     [
         ({"weight": torch.zeros(2, 4, 7)}, r"\[experts, outputs, inputs\]"),
-        ({"weight": torch.zeros(3, 4, 8)}, "order of 3 experts"),
+        ({"weight": torch.zeros(3, 4, 8)}, r"order.starts of shape \[4\]"),
         ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
-        ({"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"}, "as many gates"),
+        ({"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"}, r"2 \* outputs, inputs\], found \(2, 5, 8\)"),
     ],
 )
 def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:

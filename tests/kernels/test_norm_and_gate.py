@@ -98,7 +98,7 @@ def test_no_tokens(device: str) -> None:
         ({"weight": torch.zeros(7)}, r"weight \[head_dim\]"),
         ({"weight": torch.zeros(0)}, r"weight \[head_dim\]"),
         ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, "one dtype"),
-        ({"y": torch.zeros(3, 48)[:, ::2]}, "contiguous channels"),
+        ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
         ({"weight": torch.zeros(8, device="meta")}, "one device"),
     ],
 )

@@ -274,11 +274,11 @@ def test_no_tokens(device: str) -> None:
         ({"bias": torch.zeros(7)}, r"bias \[experts\]"),
         ({"bias": torch.zeros(8, device="meta")}, "one device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),
-        ({"rule": RoutingRule(2, num_groups=3)}, "3 groups of one size"),
-        ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"tokens \[3, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"gate \[1, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "of one dtype"),
-        ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "contiguous inputs"),
+        ({"rule": RoutingRule(2, num_groups=3)}, "into 3 equal groups"),
+        ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"x \[3, inputs\]"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"weight \[1, inputs\]"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "with one dtype on"),
+        ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "gate must be contiguous"),
     ],
 )
 def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
@@ -302,7 +302,7 @@ def test_mismatched_logit_arguments_are_refused(x: Tensor, gate: Tensor, reason:
 
 @pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 1, "top_groups": 2}, {"top_k": 1, "score": "tanh"}])
 def test_impossible_rules_are_refused(fields: dict) -> None:
-    with pytest.raises(ValueError, match=r"top_k >= 1|'sigmoid' and 'softmax'"):
+    with pytest.raises(ValueError, match=r"top_k >= 1|'sigmoid' or 'softmax'"):
         RoutingRule(**fields)
 
 

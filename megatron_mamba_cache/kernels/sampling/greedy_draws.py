@@ -94,6 +94,6 @@ def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
 
 
 def greedy_tokens_ref(logits: Tensor) -> Tensor:
-    """Torch twin of `greedy_tokens`."""
+    """Torch reference for `greedy_tokens`."""
     found, largest = (logits.float(), LARGEST) if is_computed_in_fp32(logits) else (logits, None)
     return found.nan_to_num(nan=float("-inf"), posinf=largest, neginf=float("-inf")).argmax(dim=-1)

@@ -173,7 +173,7 @@ def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True)
 
 
 def sample_tokens_ref(rows: SamplingRows, uniforms: Tensor) -> Tensor:
-    """Torch twin of `sample_tokens`, in float64."""
+    """Torch reference for `sample_tokens`, in float64."""
     return sample_weighted(_kept_weights(rows), uniforms)
 
 

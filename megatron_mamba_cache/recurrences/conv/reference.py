@@ -12,7 +12,7 @@ from ..slot_copies import load_slots, store_slots
 def causal_conv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillBatch, ends: Tensor | None = None
 ) -> Tensor:
-    """Torch twin of `causal_conv`; initial windows are read before any write."""
+    """Torch reference for `causal_conv`; initial windows are read before any write."""
     num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
     if num_rows == 0:
         return torch.zeros_like(x)
@@ -40,7 +40,7 @@ def conv_verify_ref(
     *,
     drafts: DraftInputs | None = None,
 ) -> Tensor:
-    """Torch twin of `conv_verify`."""
+    """Torch reference for `conv_verify`."""
     window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
     tokens = PackedTokens(rows)
     inputs = tokens.gather(x).to(dtype)  # [requests, max_len, conv_dim]

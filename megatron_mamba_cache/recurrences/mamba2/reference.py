@@ -23,7 +23,7 @@ def ssd_scan_ref(
     chunk_size: int,
     quantized: QuantizedStates | None = None,
 ) -> Tensor:
-    """Torch twin of `ssd_scan`, by the block decomposition of section 6.
+    """Torch reference for `ssd_scan`, by the block decomposition of section 6.
 
     Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone.
     """
@@ -54,7 +54,7 @@ def ssd_scan_ref(
 
 
 def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
-    """Torch twin of `state_verify`: between tokens states have the pool's dtype."""
+    """Torch reference for `state_verify`: between tokens states have the pool's dtype."""
     dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
     A, D = weights.decay(dtype), weights.D.to(dtype)
     packed = PackedTokens(rows)
