@@ -1,4 +1,4 @@
-"""On a rank: requests with grammars, penalties and biases, by a model that ranks share."""
+"""On a rank: requests with grammars, penalties and biases, by a sharded model."""
 
 from dataclasses import replace
 from random import Random
@@ -16,7 +16,7 @@ LOGITS = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": [[6
 
 
 def replies(layout: Layout) -> dict[int, list[int]]:
-    """Return the tokens of all replies, which are the same here with drafts and without."""
+    """Return the tokens of all replies, asserting that drafts do not change them."""
     schemas = [random_schema(Random(seed)) for seed in range(NUM_REQUESTS)]
     grammars = [forms.json_grammar(schema).text if seed % 3 else "" for seed, schema in enumerate(schemas)]
     requests = [
@@ -34,7 +34,7 @@ def replies(layout: Layout) -> dict[int, list[int]]:
 
 
 def replies_despite_a_failure(layout: Layout, num_drafts: int) -> tuple[dict[int, list[int]], str]:
-    """Return the tokens of requests next to one whose grammar becomes too complex, and why that one failed."""
+    """Return the tokens of requests next to one whose grammar becomes too complex, and that one's error."""
     matching._MOST_ITEMS = 500
     schema = {"type": "object", "properties": {f"p{number}": {} for number in range(200)}}
     grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]

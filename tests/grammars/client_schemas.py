@@ -1,4 +1,4 @@
-"""JSON schemas as clients write them: servers of tools (MCP), and zod 3 and 4; names and texts are our own."""
+"""JSON schemas as clients write them: tool servers (MCP), zod 3 and zod 4, with our own names and texts."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -55,12 +55,12 @@ def mcp_schema(random: Random) -> Schema:
 
 
 def zod_3_schema(random: Random) -> Schema:
-    """Return what zod-to-json-schema writes for an object of zod 3."""
+    """Return an object's schema as written by zod-to-json-schema for zod 3."""
     return {**_object(random, _DEPTH, _ZOD_3, is_closed=True), "$schema": DRAFT_7}
 
 
 def zod_4_schema(random: Random) -> Schema:
-    """Return what `z.toJSONSchema` of zod 4 writes."""
+    """Return a schema as written by `z.toJSONSchema` of zod 4."""
     schema = {"$schema": DRAFT_2020, **_object(random, _DEPTH, _ZOD_4, is_closed=True)}
     if random.random() < 0.2:
         lazy = {"type": "object", "properties": {"id": {"type": "string"}}, "additionalProperties": False}

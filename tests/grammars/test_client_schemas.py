@@ -1,4 +1,4 @@
-"""Schemas of the kinds that clients send: each is held in every reply, or refused in one line before it begins."""
+"""Each schema like those of clients is enforced in every reply, or refused in one line before it."""
 
 import json
 from random import Random
@@ -24,7 +24,7 @@ def grammars() -> Grammars:
 
 
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that a schema is held in 3 replies, or refused by name; return whether it is held."""
+    """Check that a schema is enforced in 3 replies, or refused by name; return True if it is enforced."""
     grammar = forms.json_grammar(schema).text
     error = grammars.error_of(grammar)
     if error is not None:

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction are left out of a checkpoint with one line that says so; nothing else is."""
+"""Only layers for multi-token prediction are skipped in a checkpoint, with one log line."""
 
 import logging
 from pathlib import Path

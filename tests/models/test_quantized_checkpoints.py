@@ -1,4 +1,4 @@
-"""Quantized checkpoints load as the weights that their codes and scales mean, bit by bit."""
+"""Quantized checkpoints load as their dequantized weights, bit for bit."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def assert_loads_exactly(directory: Path, kind: str, keep: str = "$^", dtype: to
 
 
 def number_quantized(directory: Path, ending: str) -> int:
-    """Return how many tensors a directory has whose names end so."""
+    """Return the number of a directory's tensors whose names have this suffix."""
     return sum(name.endswith(ending) for name in SafetensorsFiles(directory).names)
 
 

@@ -1,4 +1,4 @@
-"""Loading holds one tensor of the checkpoint at a time, whatever files they are spread over."""
+"""Loading holds one tensor of the checkpoint at a time, for any distribution over files."""
 
 import weakref
 from dataclasses import replace

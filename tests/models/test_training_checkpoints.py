@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM's own training load bit-equal, by the run's arguments, or are refused with a remedy."""
+"""Checkpoints of Megatron-LM's training load bit for bit, by the run's arguments, or are refused with a remedy."""
 
 import os
 import pickle
@@ -296,7 +296,7 @@ def test_release_tracker_is_followed(trained: LoadedModel, tmp_path: Path) -> No
 
 
 class Dangerous:
-    """Runs a function of its choice when it is unpickled without care."""
+    """Runs a function when it is unpickled without protection."""
 
     def __init__(self, function: Any, argument: str) -> None:
         self._call = function, (argument,)

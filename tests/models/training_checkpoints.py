@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM's training writes them: Transformer Engine's names, a run's arguments, its other state."""
+"""Checkpoints as Megatron-LM's training writes them: Transformer Engine's names, arguments, and other state."""
 
 import io
 import math
@@ -34,7 +34,7 @@ FUSED_NORMS = {
 
 
 def random_model(architecture: HybridArchitecture, dtype: torch.dtype = torch.float32) -> MambaModel:
-    """Return a model on the current device, every weight and buffer of it drawn at random."""
+    """Return a model on the current device with random weights and buffers."""
     model, generator = build_hybrid_model(architecture, dtype), torch.Generator().manual_seed(0)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -70,7 +70,7 @@ def write_training_checkpoint(
 
 
 def arguments_of(architecture: HybridArchitecture) -> dict[str, Any]:
-    """Return what Megatron-LM's command line would say of a model, and some of what else it says."""
+    """Return Megatron-LM's command-line arguments for a model, and some unrelated ones."""
     mamba, attention, experts = architecture.recurrent, architecture.attention, architecture.experts
     assert isinstance(mamba, MambaSizes)
     feed_forward = architecture.feed_forward

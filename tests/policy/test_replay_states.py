@@ -1,4 +1,4 @@
-"""Requests with draft buffers: one each, no slot for a draft, and after how many tokens the live slot's state is."""
+"""Requests with draft buffers: one each, no slots for drafts, and the position of the live slot's state."""
 
 import random
 

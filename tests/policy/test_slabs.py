@@ -1,4 +1,4 @@
-"""Slabs that change hands; an example each. The model of all indices is in test_index_pools."""
+"""Slabs that change use, by examples."""
 
 import pytest
 

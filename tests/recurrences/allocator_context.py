@@ -10,7 +10,7 @@ LIVE_SLOTS = [4, 0, 3]  # of requests 0, 1, 2
 
 
 def context(block_size: int = 64, num_blocks: int = 16, device: object = "cpu") -> SimpleNamespace:
-    """Return all that the allocator reads; request r has the blocks 100 r, 100 r + 1 …"""
+    """Return everything that the allocator reads; request r has the blocks 100 r, 100 r + 1 …"""
     generator = torch.Generator().manual_seed(0)
 
     def states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The allocator of cached states by itself, under the method names of Megatron's documented class."""
+"""The allocator of cached states without an engine, with the method names of Megatron's documented class."""
 
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def store_offsets(
     chunk: int | None = None,
     matched: int = 0,
 ) -> None:
-    """Store the boundaries of a chunk, by default all that is left of the prompt."""
+    """Store the boundaries of a chunk, by default the rest of the prompt."""
     chunk = num_tokens - done if chunk is None else chunk
     own.compute_and_store_offsets(prompt(num_tokens, done), request, skip, chunk, matched, [], 0)
 
@@ -414,7 +414,7 @@ def test_block_leaving_before_the_commit_releases_its_reservation() -> None:
 
 
 class Reservations:
-    """Boundaries of a scheduler of its own."""
+    """The boundaries of a custom scheduler."""
 
     def __init__(self, offsets: list[list[int]]) -> None:
         self._offsets = offsets

@@ -1,4 +1,4 @@
-"""Cached states that are quantized: views that do not touch each other, and whole states in and out."""
+"""Quantized cached states: views that do not overlap, and stores and restores of whole states."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_blocks_and_states_of_slabs_do_not_overlap(slab: SlabShape, device: str)
 
 
 def allocator_over(device: str) -> StateSlotAllocator:
-    """Return an allocator whose cached states are quantized, and whose live ones have slots of their own."""
+    """Return an allocator with quantized cached states and separate slots for live ones."""
     slots = SlotPool(4, running=FixedIndexPool(5))
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 
