@@ -6,7 +6,7 @@ Each figure is the median time of a launch inside a CUDA graph of many, bf16. By
 and write, and a memcpy reads and writes as many in total, measured up to 384 MiB read and scaled by bytes beyond that.
 FLOPs are those of the scores inside the causal mask. The host's plan of a step is timed separately, for all layers.
 Of Qwen's shapes, whose heads are normed and rotated and have gates, the launch that does so is compared with the plain
-append of the same heads, and both it and that of the gate with their twins.
+append of the same heads, and both it and that of the gate with their references.
 """
 
 import argparse

@@ -6,7 +6,7 @@ bf16 tokens, float32 states. Each time is the median of a launch inside a CUDA g
 are larger than the L2 cache, and successive decode steps use different slots, a GiB in total. Prompts: our op with its
 two kernels, and each alone; peers are given gates and write strengths that are computed already. Decode: the ratio is
 the time of a plain copy that reads and writes the states' bytes, over the kernel's. Errors are relative to the largest
-output of the twin in float64, over 4,096 tokens.
+output of the reference in float64, over 4,096 tokens.
 """
 
 import argparse

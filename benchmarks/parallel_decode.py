@@ -3,12 +3,12 @@
     PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape NAME] [--ranks 1 2 4]
         [--share tensors experts both] [--prompt-blocks 1 16] [--json FILE]
 
-Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows;
-or both: pairs of cards share tensors and decode a part of the rows, and all pairs share the experts.
-Starts a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number
-of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the
-median after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
-block ends in these steps. Processes beyond the measured number of ranks wait. Without CUDA devices for all, ranks are
+Cards share all tensors, and decode all requests together; or they share the experts, and each decodes some of the
+requests; or both: pairs of cards share tensors and decode some of the requests, and all pairs share the experts. Starts
+a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number of ranks
+is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the median
+after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no block
+ends in these steps. Processes beyond the measured number of ranks wait. Without CUDA devices for all, ranks are
 processes on the CPU, whose figures only show that it runs.
 """
 

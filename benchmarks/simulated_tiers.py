@@ -14,8 +14,8 @@ recorded after that one came. Where there are more sessions than the file has, i
 their own. Requests of Mooncake's traces come when they were recorded. With `--replies left-out`, prompts have as many
 other tokens instead of the replies before them, as where reasoning is left out.
 
-The caches: the card's memory alone; with so many GB of the host's below it; and unlimited, a card that evicts nothing.
-Columns:
+The caches: the card's memory alone; with a number of GB of the host below it; and unlimited, a card that evicts
+nothing. Columns:
 
 - skipped: share of the prompt tokens; of unlimited: that divided by what an unlimited cache skips;
 - mean, p50, p99: seconds from a request's arrival to its first token; of card: the mean divided by that of the card

@@ -14,7 +14,7 @@ those of a recorded load, as far as they fit in a request, and the measured turn
 No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
 take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
 
-With `--new-tokens`, nothing but this: the first token of turns of so many new tokens after a cached history.
+With `--new-tokens`, only this: the first token of turns with these numbers of new tokens after a cached history.
 """
 
 import argparse

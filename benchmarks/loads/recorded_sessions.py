@@ -27,7 +27,7 @@ class _Chain:
 def recorded_conversations(load: RecordedLoad, vocab_size: int) -> list[Conversation]:
     """Return a load as conversations, in order of arrival; equal content has equal tokens.
 
-    A request whose prompt goes on after another's prompt and reply is the next turn of its conversation. It arrives as
+    A request whose prompt continues another's prompt and reply is the next turn of its conversation. It arrives as
     long after that reply as it was recorded after that request; its new tokens are what its prompt has after the
     reply. Every other request begins a conversation, whose first turn is its whole prompt.
     """

@@ -219,7 +219,7 @@ class Flavour:
 
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
-        gaps: Steps between two arrivals, one of which is drawn.
+        gaps: Options for the steps between two arrivals.
         is_disturbed: True if steps fail, and caches are flushed and suspended.
         num_texts: Texts that share nothing; each later request is the next turn of an earlier one. None: most requests
             share a beginning with others.
@@ -417,10 +417,10 @@ def make_workload(
 
     Args:
         has_log_probs: True if most requests want log-probs, and steps are disturbed whatever the flavour.
-        sampled_share: How many of the requests draw their tokens at random.
-        changed_share: How many of them change their logits.
+        sampled_share: Share of the requests that sample.
+        changed_share: Share of those that change their logits.
         has_grammars: True if about half of the requests have to follow a grammar, and no others have stop words.
-        models: Sizes of models, one of which is drawn; None: MODELS.
+        models: Sizes of models to choose from; None: MODELS.
         replays: True if states are replayed, from rings of some length; else what the device's default is.
         cached_form: How cached states are stored.
     """

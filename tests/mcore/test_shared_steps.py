@@ -1,7 +1,7 @@
 """Engines that share experts, each in a thread, launch the same steps in the same order under any load.
 
 The model has no experts, so nothing is exchanged but what the hosts agree on; a step that one rank launches early and
-another later, or never, would make ranks with experts wait for each other for ever.
+another later, or never, would make ranks with experts wait for each other forever.
 """
 
 import asyncio

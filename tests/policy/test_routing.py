@@ -211,7 +211,7 @@ def test_round_robin_ignores_the_cache() -> None:
 class Conversations:
     """Conversations of four turns over replicas that keep every boundary state, a fixed number at a time.
 
-    A replica divides its speed among its requests; which one ends next is drawn by that.
+    A replica divides its speed among its requests; which one ends next is random with these rates.
     """
 
     subject: PrefixRouter

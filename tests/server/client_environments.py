@@ -136,7 +136,7 @@ def _node_environment() -> Environment:
 
 
 def _is_stale(folder: Path, made_of: str) -> bool:
-    """Return whether an environment has to be made; what is left of another one is removed."""
+    """Return True if an environment must be built; remains of another one are removed."""
     file = folder / _MADE_OF
     if file.exists() and file.read_text() == made_of:
         return False

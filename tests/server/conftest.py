@@ -1,4 +1,4 @@
-"""One server of the shipped model for all tests that do not need settings of their own."""
+"""One server of the shipped model for all tests without special settings."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A server of the shipped or a random model, in this process: uvicorn and the engine in threads of their own."""
+"""A server of the shipped or a random model, in this process: uvicorn and the engine in separate threads."""
 
 import asyncio
 import resource

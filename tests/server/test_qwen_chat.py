@@ -349,7 +349,7 @@ def test_image_tokens_are_refused(qwen: TagAgent, path: str, body: dict[str, Any
 
 
 def test_reply_with_an_image_token_does_not_end_the_conversation(weighing: TagAgent) -> None:
-    """Models may generate one. It is not shown, and the next turn goes on without it."""
+    """Models may generate one. It is not shown, and the next turn continues without it."""
     asked: list[Any] = [{"role": "user", "content": "Show it."}]
     reply = ["Hm.", Tag("</think>"), "See ", Tag("<|image_pad|>"), "there."]
     message = weighing.ask(reply, messages=asked, tools=openai.omit).message

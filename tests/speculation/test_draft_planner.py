@@ -1,4 +1,4 @@
-"""Properties of the plan of a step's drafts: which requests get some, what is refused, and what is remembered."""
+"""Properties of the plan of a step's drafts: which requests get drafts, refused answers, and remembered requests."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -49,7 +49,7 @@ def set_drafts(request: RunningRequest, drafts: Sequence[int]) -> None:
 
 
 def allowed_tokens(masks: GrammarMasks, requests: Sequence[RunningRequest]) -> list[list[set[int]]]:
-    """Return, for each request and position, the tokens that may be drawn."""
+    """Return, for each request and position, the tokens that may be sampled."""
     starts = [0]
     for request in requests:
         starts.append(starts[-1] + 1 + len(request.drafts))

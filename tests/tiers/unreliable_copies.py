@@ -74,7 +74,7 @@ class UnreliableCopies:
         self._failing.discard(number)
 
     def close(self) -> None:
-        """Assert that nothing is under way."""
+        """Assert that no copy is in flight."""
         assert not self._orders
 
     def _end(self, number: int) -> CopyStatus:
@@ -110,7 +110,7 @@ class _Seen:
 
 @contextmanager
 def unreliable_copies(seed: int) -> Iterator[_Seen]:
-    """Let tiers that are made in the block copy so."""
+    """Make tiers created in the block use unreliable copies."""
     found, rng = _Seen(), random.Random(seed)
 
     def copies(

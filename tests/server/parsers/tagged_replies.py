@@ -75,7 +75,7 @@ def reply_of_tokens(
     num_at_once: int = 1,
     is_held: bool = False,
 ) -> Reply:
-    """Return a complete reply whose tokens arrived so many at once."""
+    """Return a complete reply whose tokens arrived in groups of a size."""
     ids = syntax.tag_ids(tokenizer)
     reading = ReplyReading(
         ids.keys(),
