@@ -70,7 +70,7 @@ CLIENTS: Mapping[str, Client] = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where scripts run.
+    """An environment of scripts.
 
     Args:
         command: What runs a script.
@@ -84,11 +84,11 @@ class Environment:
 
 
 class NotHere(Exception):
-    """An environment that this machine cannot have."""
+    """An environment that is unavailable on this machine."""
 
 
 def environment_of(client: Client) -> Environment:
-    """Return a client's environment, which is made if there is none or if other requirements are declared.
+    """Return a client's environment; build it if it is missing or other requirements are declared.
 
     Raises:
         NotHere: If Node, or the client's module, is not installed.

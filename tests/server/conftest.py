@@ -55,7 +55,7 @@ def shared_server() -> Iterator["RunningServer"]:
 
 @pytest.fixture
 def server(shared_server: "RunningServer") -> Iterator["RunningServer"]:
-    """Return the shared server, nothing cached; afterwards nothing may be held."""
+    """Return the shared server with an empty cache; afterwards no request may hold anything."""
     shared_server.between_steps(lambda engine: engine.flush())
     yield shared_server
     shared_server.assert_nothing_held()

@@ -31,7 +31,7 @@ class CountingDrafter:
 
 
 class BrokenDrafter(CountingDrafter):
-    """Returns fixed drafts, whatever the request."""
+    """Returns fixed drafts for any request."""
 
     def __init__(self, answer: list[Draft]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_request_without_a_proposal_is_not_learned_from() -> None:
 
 @pytest.mark.parametrize("step_fails", [False, True])
 def test_drafting_pauses_when_shadow_drafts_match_nothing(step_fails: bool) -> None:
-    """Outcomes of the step before, or of a failed one, do not count for this step."""
+    """Outcomes of the previous step, or of a failed one, do not count for this step."""
 
     class OnceOnly(CountingDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -1,4 +1,4 @@
-"""Properties of prompt lookup: the longest earlier match, whatever way the text came."""
+"""Properties of prompt lookup: the longest earlier match, however the text arrived."""
 
 import time
 import weakref
@@ -30,7 +30,7 @@ def drafted_for(text: Sequence[int], num_tokens: int = 5, *, max_candidates: int
 
 
 def searched(text: list[int], num_tokens: int, min_match: int, max_match: int) -> tuple[int, ...]:
-    """Return what follows the longest earlier match of the text's end, found by trying every one."""
+    """Return the tokens after the longest earlier match of the text's end, found by trying every one."""
     best_len, best_end = 0, 0
     for end in range(len(text) - 1, 0, -1):
         match_len = 0

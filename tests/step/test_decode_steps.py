@@ -140,7 +140,7 @@ ENDING = SamplingSettings(top_k=1, termination_id=3)
 
 
 def reserve_ahead(requests: list[RunningRequest], draw: random.Random) -> None:
-    """Reserve what requests need in the next step, as an engine does; some boundaries get no slot."""
+    """Reserve what requests need in the next step, like an engine; some boundaries get no slot."""
     for request in requests:
         if request.computed + 1 == len(request.block_ids) * BLOCK:
             request.block_ids.append(BlockId(draw.randrange(50)))

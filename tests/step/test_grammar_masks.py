@@ -1,4 +1,4 @@
-"""Masks of requests with grammars: at every draft, those of a reply that has come so far one token at a time."""
+"""Masks of requests with grammars: at every draft, they equal those of a reply without drafts."""
 
 from collections.abc import Sequence
 from itertools import pairwise

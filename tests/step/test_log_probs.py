@@ -22,7 +22,7 @@ def laid_out(*top_n: int | None) -> StepBatch:
 
 
 def test_log_probs_of_a_request_do_not_depend_on_others() -> None:
-    """Though many logits are equal."""
+    """Many logits are equal."""
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB).mul(4).round().bfloat16()
     outcome = torch.stack([torch.ones(4, dtype=torch.int64), logits.argmin(dim=1)], dim=1)

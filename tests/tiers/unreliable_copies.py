@@ -19,7 +19,7 @@ _LATE_SHARE = 0.5
 
 
 class UnreliableCopies:
-    """`Copies` by the real works: each copies all or a part at its start, and the rest when its status is read.
+    """`Copies` by the real functions: each copies all or a part at its start, and the rest when its status is read.
 
     A copy that fails leaves noise. The order of events depends on the seed alone.
 
