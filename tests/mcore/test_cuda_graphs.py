@@ -353,9 +353,9 @@ def test_log_probs_equal_those_without_graphs(only_last: bool) -> None:
         run = EngineRun.start(subject, settings, materialize_only_last_token_logits=only_last)
         run.add(0, some_tokens(20), 5)
         run.step()
-        wish = {"return_log_probs": True, "top_n_logprobs": 2, "skip_prompt_log_probs": True}
-        run.add(1, some_tokens(16, seed=1), greedy(9, **wish))
-        run.add(2, some_tokens(7, seed=2), greedy(9, **wish))
+        requested = {"return_log_probs": True, "top_n_logprobs": 2, "skip_prompt_log_probs": True}
+        run.add(1, some_tokens(16, seed=1), greedy(9, **requested))
+        run.add(2, some_tokens(7, seed=2), greedy(9, **requested))
         num_steps, num_graphs = run.counters.steps, run.counters.graph_steps
         run.finish()
         num_steps, num_graphs = run.counters.steps - num_steps, run.counters.graph_steps - num_graphs

@@ -19,7 +19,7 @@ from tests.mcore.record_lists import assert_same_lists
 
 NUM_TOKENS = {0: 7, 1: 9, 2: 6, 3: 8}
 PROMPTS = {0: some_tokens(20, seed=1), 1: some_tokens(50), 2: some_tokens(33, seed=2), 3: some_tokens(12, seed=3)}
-WISHES = {
+REQUESTED = {
     "log-probs": {"skip_prompt_log_probs": True},
     "top-n": {"skip_prompt_log_probs": True, "top_n_logprobs": 2},
     "prompt top-n": {"top_n_logprobs": 2},
@@ -30,14 +30,14 @@ POINTS = REPORT_ERROR_POINTS | {
 }
 
 
-def start_run(wish: str, num_drafts: int, **settings: Any) -> EngineRun:
+def start_run(requested: str, num_drafts: int, **settings: Any) -> EngineRun:
     """Return an engine with four requests; the first one asks for no log-probs."""
     subject = tiny_hybrid()
     config = cache_config(subject.sizes, **({"max_tokens": 24, "num_speculative_tokens": num_drafts} | settings))
     drafter = NoisyDrafter(plain_texts(), accuracy=0.8, vocab_size=96) if num_drafts else None
     run = EngineRun.start(subject, config, drafter=drafter, materialize_only_last_token_logits=False)
     for request_id, prompt in PROMPTS.items():
-        wanted = {"return_log_probs": True, **WISHES[wish]} if request_id else {}
+        wanted = {"return_log_probs": True, **REQUESTED[requested]} if request_id else {}
         run.add(request_id, prompt, greedy(NUM_TOKENS[request_id], **wanted))
     return run
 
@@ -52,25 +52,25 @@ def plain_texts() -> dict[int, list[int]]:
 
 
 @cache
-def undisturbed(wish: str) -> EngineRun:
+def undisturbed(requested: str) -> EngineRun:
     """Return the same requests, finished without an error and without drafts."""
-    run = start_run(wish, 0)
+    run = start_run(requested, 0)
     run.finish()
     return run
 
 
 @pytest.mark.parametrize("call", [1, pytest.param(4, marks=pytest.mark.long), 9])
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("requested", REQUESTED)
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_error_leaves_every_list_as_long_as_its_tokens(
-    num_drafts: int, wish: str, point: str, call: int, monkeypatch: pytest.MonkeyPatch
+    num_drafts: int, requested: str, point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = start_run(wish, num_drafts)
+    run = start_run(requested, num_drafts)
     calls = raise_once(monkeypatch, *POINTS[point](run), call=call)
     num_failed = finish_through_errors(run)
     assert num_failed == (calls[0] >= call)
-    assert_same_lists(run, undisturbed(wish).finished)
+    assert_same_lists(run, undisturbed(requested).finished)
     run.assert_exact()
 
 

@@ -166,8 +166,8 @@ def test_every_kept_token_has_its_log_prob(accuracy: float, keeps_all_logits: bo
     run = start_run(4, accuracy=accuracy, keeps_all_logits=keeps_all_logits)
     skips = {"skip_prompt_log_probs": not keeps_all_logits}
     for request_id in range(3):
-        wish = {"return_log_probs": True, "top_n_logprobs": 2, **skips} if request_id else {}
-        run.add(request_id, prompt_of(request_id), greedy(NUM_TOKENS, **wish))
+        requested = {"return_log_probs": True, "top_n_logprobs": 2, **skips} if request_id else {}
+        run.add(request_id, prompt_of(request_id), greedy(NUM_TOKENS, **requested))
     run.finish()
     assert run.counters.accepted_tokens > 0
     for request_id in (1, 2):
@@ -243,7 +243,7 @@ def test_drafter_for_other_hidden_states_is_refused() -> None:
     subject = tiny_hybrid(hidden_size=48)
     drafter = HiddenStateDrafter({}, accuracy=1.0, vocab_size=96)
     config = cache_config(subject.sizes, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="width 32, the model's have 48"):
+    with pytest.raises(ValueError, match="width 32, but the model's have 48"):
         EngineRun.start(subject, config, drafter=drafter)
     with pytest.raises(ValueError, match="materialize_only_last_token_logits=True"):
         EngineRun.start(
@@ -257,8 +257,8 @@ def test_drafter_for_other_hidden_states_is_refused() -> None:
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14])
 def test_undecodable_alternative_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(3)
-    wish = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
-    run.add(0, prompt_of(0), greedy(20, **wish))
+    requested = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+    run.add(0, prompt_of(0), greedy(20, **requested))
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
     with pytest.raises(InjectedError):
         run.finish()

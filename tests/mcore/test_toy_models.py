@@ -60,10 +60,10 @@ def drafted_workload() -> Workload:
     subject = tiny_hybrid(**TOY_MODELS[0])
     block = 2 * subject.sizes.ssm_chunk_size
     config = cache_config(subject.sizes, num_speculative_tokens=NUM_DRAFTS, decode_checkpoints="all")
-    rng, wish = random.Random(0), {"return_log_probs": True, "skip_prompt_log_probs": True}
+    rng, requested = random.Random(0), {"return_log_probs": True, "skip_prompt_log_probs": True}
     prompts = [tuple(rng.choices(range(subject.sizes.vocab_size), k=length)) for length in range(block - 8, block)]
-    first = [Arrival(0, prompt, block, wish=wish) for prompt in prompts]
-    second = [Arrival(0, (1,), 4, follows=request, wish=wish) for request in range(len(prompts))]
+    first = [Arrival(0, prompt, block, requested=requested) for prompt in prompts]
+    second = [Arrival(0, (1,), 4, follows=request, requested=requested) for request in range(len(prompts))]
     return Workload(subject, config, (*first, *second), has_log_probs=True)
 
 
