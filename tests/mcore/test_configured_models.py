@@ -34,7 +34,7 @@ def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MambaLayer, "__init__", build)
 
 
-def test_model_with_experts_is_built() -> None:
+def test_moe_model_is_built() -> None:
     config = configured()
     assert (routing_rule(config).top_k, routing_rule(config).score) == (2, "softmax")
     assert isinstance(built(config).decoder.layers[1], ExpertLayer)
@@ -74,7 +74,7 @@ def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: s
 
 
 @pytest.mark.usefixtures("no_layers")
-def test_spec_without_experts_is_refused_for_a_pattern_with_experts() -> None:
+def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
     """Megatron would skip these layers, and tokens would be wrong."""
     with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
         built(configured(), local_hybrid_spec())
@@ -90,7 +90,7 @@ def test_model_with_skipped_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("setting", ["qk_layernorm", "qk_l2_norm"])
-def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> None:
+def test_spec_without_the_configured_query_and_key_norms_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} is True, but the spec has no norm.*set it to False"):
         built(configured(**{setting: True}))
 
@@ -99,7 +99,7 @@ def test_query_and_key_norms_missing_from_the_spec_are_refused(setting: str) -> 
     ("setting", "value"),
     [("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("moe_input_jitter_eps", 0.1)],
 )
-def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(setting: str, value: Any) -> None:
+def test_moe_routing_with_capacity_limits_or_randomness_is_refused(setting: str, value: Any) -> None:
     spec = spec_with_experts()
     spec.submodules.moe_layer.module = TransformerLayer
     spec.submodules.moe_layer.submodules.mlp = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
@@ -111,7 +111,7 @@ def test_expert_layer_whose_tokens_depend_on_the_batch_or_chance_is_refused(sett
         build_engine(model, SETTINGS)
 
 
-def test_requests_may_not_exceed_learned_positions() -> None:
+def test_request_longer_than_the_learned_positions_is_refused() -> None:
     model = built(configured(), position_embedding_type="learned_absolute")
     with pytest.raises(ValueError, match="embeddings of 64 positions, and a request may have 256 tokens; set"):
         build_engine(model, SETTINGS)
@@ -122,7 +122,7 @@ def test_requests_may_not_exceed_learned_positions() -> None:
     ("layer", "part", "base"),
     [("attention_layer", "self_attention", SelfAttention), ("mamba_layer", "mixer", MambaMixer)],
 )
-def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str, base: type) -> None:
+def test_custom_mixer_or_attention_class_is_refused(layer: str, part: str, base: type) -> None:
     own = type("Own", (base,), {})
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer))),
@@ -137,7 +137,7 @@ def test_custom_layer_that_would_not_be_called_is_refused(layer: str, part: str,
         with_mamba_cache(spec)
 
 
-def test_custom_attention_that_would_not_be_called_is_refused() -> None:
+def test_custom_core_attention_class_is_refused() -> None:
     spec = spec_with_experts()
     own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
     spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own

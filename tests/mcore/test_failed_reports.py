@@ -63,7 +63,7 @@ def undisturbed(requested: str) -> EngineRun:
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("requested", REQUESTED)
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_error_leaves_every_list_as_long_as_its_tokens(
+def test_step_error_leaves_token_and_log_prob_lists_complete(
     num_drafts: int, requested: str, point: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(requested, num_drafts)
@@ -75,7 +75,7 @@ def test_error_leaves_every_list_as_long_as_its_tokens(
 
 
 @pytest.mark.parametrize("point", ["before the report", "the report", "after updating requests", "the last tokens"])
-def test_error_during_an_overlapped_step_leaves_every_list_complete(
+def test_error_in_an_overlapped_step_leaves_log_prob_lists_complete(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)
@@ -107,7 +107,7 @@ def test_drafts_of_the_last_step_are_counted_before_its_report(monkeypatch: pyte
     assert sum(count.accepted for count in counts.values()) > 0
 
 
-def test_late_report_has_the_text_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_report_has_the_prompt_and_reply_text(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run("log-probs", 0)
     detokenize = run.engine.controller.tokenizer.detokenize
     raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=3)
@@ -117,7 +117,7 @@ def test_late_report_has_the_text_of_its_request(monkeypatch: pytest.MonkeyPatch
         assert request.generated_text == detokenize(run.tokens(request_id))
 
 
-def test_failed_report_of_a_suspended_engine_is_repeated_on_resume(
+def test_report_that_failed_while_suspended_is_sent_after_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run("log-probs", 0)
