@@ -208,5 +208,5 @@ def test_toy_models_store_one_state_per_draft_and_refuse_replay() -> None:
     subject = tiny_hybrid(**TOY_MODELS[0])
     config = cache_config(subject.sizes, draft_states="auto", num_speculative_tokens=4, max_requests=64)
     assert subject.shape.resolved(config).draft_states == "window"
-    with pytest.raises(ValueError, match="which a model of toy_matrix, toy_vector layers does not have: set --draft"):
+    with pytest.raises(ValueError, match="not supported for models with toy_matrix, toy_vector layers; set --draft"):
         EngineRun.start(subject, cache_config(subject.sizes, draft_states="replay"))

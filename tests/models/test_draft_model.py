@@ -225,7 +225,7 @@ def test_drafter_with_sharded_experts_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_non_hybrid_draft_model_is_refused() -> None:
     with pytest.raises(TypeError, match="MambaModel"):
         DraftModelDrafter(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="not a multiple of the recurrence's chunk"):
+    with pytest.raises(ValueError, match="must be a multiple of the recurrence's chunk"):
         CheckedDraftModel.start(small_model(), block_size_tokens=12)
 
 
