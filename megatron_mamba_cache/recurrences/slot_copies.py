@@ -64,10 +64,8 @@ def copy_slots(
     """
     for source, pool in zip(sources, pools, strict=True):
         if source.shape[:1] + source.shape[2:] != pool.shape[:1] + pool.shape[2:]:
-            raise ValueError(
-                f"source and pool may differ only in the number of slots; found source {tuple(source.shape)} and pool "
-                f"{tuple(pool.shape)}"
-            )
+            shapes = f"{tuple(source.shape)} and {tuple(pool.shape)}"
+            raise ValueError(f"source and pool may differ only in the number of slots; found {shapes}")
     _check([*sources, *pools], src, dst)
     moved = [pair for pair in zip(sources, pools, strict=True) if pair[0].numel() and pair[1].numel()]
     if not moved or src.shape[0] == 0:

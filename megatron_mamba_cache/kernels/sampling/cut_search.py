@@ -95,8 +95,7 @@ def cut_among(
     """Find the key and index of the last kept value in a row, and the kept weight of each tile, [TILES].
 
     Args:
-        values: Pointer to the tiles' values; tiles are `pitch` apart.
-        widths: [TILES] number of values per tile.
+        values, widths: Pointer to the tiles' values, `pitch` apart, and the number of values per tile [TILES].
     """
     upper, lower = tl.load(search + UPPER).to(tl.float32), tl.load(search + LOWER).to(tl.float32)
     above, target = tl.load(search + ABOVE), tl.load(search + TARGET)
