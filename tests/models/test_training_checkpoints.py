@@ -232,7 +232,7 @@ def test_missing_group_count_means_one_group(balancing: str | list[str]) -> None
 def test_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
     save_with_common_state(random_model(DENSE), state, tmp_path)
     refusal = refusal_of(tmp_path)
-    assert f"{tmp_path / 'common.pt'} holds no arguments" in refusal
+    assert f"{tmp_path / 'common.pt'} does not contain the arguments" in refusal
     assert f"write {ARCHITECTURE_FILE} next to the weights, or pass architecture=" in refusal
     assert load_megatron_checkpoint(tmp_path, torch.float32, architecture=DENSE).architecture == DENSE
     write_architecture(DENSE, tmp_path)

@@ -169,7 +169,7 @@ def test_long_prompts_are_indexed_quickly_in_little_memory() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0, 4), "found min_match 0"), ((3, 2), "max_match 2"), ((2, 4, 0), "max_candidates must be at least 1")],
+    [((0, 4), "found min_match=0"), ((3, 2), "max_match=2"), ((2, 4, 0), "max_candidates must be at least 1")],
 )
 def test_impossible_settings_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
