@@ -47,8 +47,8 @@ class DraftPlanner:
                 raise ValueError(f"{name} must be at least 1, found {value}")
         if isinstance(drafter, HasVocabulary) and drafter.vocab_size != vocab_size:
             raise ValueError(
-                f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, but the model's has "
-                f"{vocab_size}; give a draft model with the same vocabulary, padded to the same size"
+                f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, but the model's "
+                f"has {vocab_size}; give a draft model with the same vocabulary, padded to the same size"
             )
         self.max_drafts = max_drafts
         self.reads_hidden_states = isinstance(

@@ -278,7 +278,7 @@ def test_other_prediction_heads_are_not_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab_size", [64, 256])
 def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trained: LoadedModel) -> None:
     refusal = refusal_of(trained.directory, architecture=replace(DENSE, vocab_size=vocab_size))
-    assert "embedding.word_embeddings.weight has shape (128, 32) where the model" in refusal
+    assert "embedding.word_embeddings.weight has shape (128, 32), but the model" in refusal
     assert f"has ({vocab_size}, 32)" in refusal
 
 

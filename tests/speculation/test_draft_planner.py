@@ -174,7 +174,7 @@ BROKEN = {
     r"distributions of shape \[2, 10\] for request 1, but need shape \[1, 10\]": [Draft((1,), torch.ones(2, 10))],
     r"distributions of shape \[1, 9\]": [Draft((1,), torch.ones(1, 9))],
     r"distributions of shape \[10\]": [Draft((1,), torch.ones(10))],
-    r"distributions of torch.int64": [Draft((1,), torch.ones(1, 10, dtype=torch.int64))],
+    r"distributions of dtype torch.int64": [Draft((1,), torch.ones(1, 10, dtype=torch.int64))],
 }
 
 
