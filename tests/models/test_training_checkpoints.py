@@ -203,13 +203,13 @@ def test_arguments_of_an_unsupported_model_are_refused(
         ),
         (
             {"moe_router_topk": 2, "moe_router_group_topk": 3},
-            "moe_router_group_topk=3, but must be an integer from 1 to 2",
+            "moe_router_group_topk=3, but must be an integer between 1 and 2",
         ),
         (
             {"hybrid_override_pattern": "-M*"},
             "moe_latent_size=16 is not supported without experts in the layer pattern ",
         ),
-        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer from 1 to 8192"),
+        ({"num_experts": 2**19}, "num_experts=524288, but must be an integer between 1 and 8192"),
     ],
     ids=str,
 )

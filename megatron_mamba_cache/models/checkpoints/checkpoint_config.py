@@ -80,28 +80,28 @@ class CheckpointConfig:
         """Return the value of an integer field, which must be between `least` and `most`."""
         value = self._get(name, default)
         if type(value) is not int or not least <= value <= most:
-            raise self._wrong(name, value, f"an integer from {least} to {most}")
+            raise self._wrong(name, value, f"an integer between {least} and {most}")
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """Return the value of a field that must be a positive number of plausible size."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-            raise self._wrong(name, value, f"a positive number from {_LEAST_NUMBER} to {_MOST_NUMBER}")
+            raise self._wrong(name, value, f"a number between {_LEAST_NUMBER} and {_MOST_NUMBER}")
         return float(value)
 
     def factor(self, name: str, default: float = _REQUIRED) -> float:
         """Return the value of a field that must be a nonzero number of plausible size."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= abs(value) <= _MOST_NUMBER:
-            raise self._wrong(name, value, f"a number other than 0, of {_LEAST_NUMBER} to {_MOST_NUMBER}")
+            raise self._wrong(name, value, f"a number of magnitude between {_LEAST_NUMBER} and {_MOST_NUMBER}")
         return float(value)
 
     def share(self, name: str, default: float = _REQUIRED) -> float:
         """Return the value of a field that must be a number between 0 and 1."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not 0 <= value <= 1:
-            raise self._wrong(name, value, "a number from 0 to 1")
+            raise self._wrong(name, value, "a number between 0 and 1")
         return float(value)
 
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
@@ -115,7 +115,7 @@ class CheckpointConfig:
         """Return the value of a field that must be a non-empty string of at most `most` characters."""
         value = self._get(name, default)
         if not isinstance(value, str) or not value:
-            raise self._wrong(name, value, "a text")
+            raise self._wrong(name, value, "a non-empty string")
         if len(value) > most:
             raise self.error(f"{self._label(name)} has {len(value)} characters, but must have at most {most}")
         return value
@@ -149,7 +149,7 @@ class CheckpointConfig:
         """Return the value of a field that must be a list of integers in [0, `end`)."""
         value = self._get(name, [])
         if not isinstance(value, list) or any(type(index) is not int or not 0 <= index < end for index in value):
-            raise self._wrong(name, value, f"a list of integers from 0 to {end - 1}")
+            raise self._wrong(name, value, f"a list of integers between 0 and {end - 1}")
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
@@ -158,7 +158,7 @@ class CheckpointConfig:
         pair = [_number(entry) for entry in value] if isinstance(value, list) else []
         low, high = pair if len(pair) == 2 else (math.nan, math.nan)
         if not 0 <= low <= high or low > _MOST_NUMBER or _MOST_NUMBER < high < math.inf:
-            raise self._wrong(name, value, "a pair of ascending numbers from 0 on")
+            raise self._wrong(name, value, "a pair of ascending non-negative numbers")
         return low, high
 
     def require(self, name: str, allowed: Any, default: Any) -> None:
@@ -181,7 +181,7 @@ class CheckpointConfig:
         """Return the value in `known` of each entry of a list field, which must be non-empty with known entries."""
         entries = self._get(name, _REQUIRED)
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
-            raise self._wrong(name, entries, f"a list of {sorted(known)}")
+            raise self._wrong(name, entries, f"a non-empty list with values from {sorted(known)}")
         if len(entries) > MOST_LAYERS:
             raise self.error(f"{self._label(name)} has {len(entries)} entries, but must have at most {MOST_LAYERS}")
         if unknown := sorted(set(entries) - known.keys()):
