@@ -247,7 +247,7 @@ def test_request_added_to_the_context_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(("model", "found"), [(None, "None"), ("model", "'model'"), (torch.nn.Linear(1, 1), "Linear")])
 def test_engine_built_without_a_model_raises_type_error(model: Any, found: str) -> None:
-    with pytest.raises(TypeError, match=f"needs a MambaModel, found {found}"):
+    with pytest.raises(TypeError, match=f"only a MambaModel can be served, found {found}"):
         build_engine(model)
 
 

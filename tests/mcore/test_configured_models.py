@@ -55,7 +55,7 @@ def test_moe_model_is_built() -> None:
         ("num_moe_experts", None, "None.*set it"),
         ("top_k", {"moe_router_topk": 8}, "8, and a token can choose from 4"),
         ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, fewer than the 2 groups.*no score"),
-        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, which scores groups by sums of"),
+        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, but a group with more than one scoring"),
         ("activation_func_clamp_value", 7.0, "7.0.*support"),
         ("glu_linear_offset", 1.0, "1.0.*support"),
         ("window_size", (4, 0), r"\(4, 0\).*support"),
@@ -76,7 +76,7 @@ def test_unsupported_configuration_is_refused(setting: str, value: Any, shown: s
 @pytest.mark.usefixtures("no_layers")
 def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
     """Megatron would skip these layers, and tokens would be wrong."""
-    with pytest.raises(ValueError, match=r"num_experts of LocalSpecOptions is None.*hybrid_override_pattern.*set it"):
+    with pytest.raises(ValueError, match=r"LocalSpecOptions.num_experts is None.*hybrid_override_pattern.*set it"):
         built(configured(), local_hybrid_spec())
 
 

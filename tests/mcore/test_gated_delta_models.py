@@ -97,7 +97,7 @@ def test_training_and_packed_sequences_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="packed_seq_params is not supported"):
         mixer(hidden, packed_seq_params=object())
     mixer.train()
-    with pytest.raises(NotImplementedError, match=r"for inference here; call model\.eval\(\)"):
+    with pytest.raises(NotImplementedError, match=r"support only inference; call model\.eval\(\)"):
         mixer(hidden)
 
 
