@@ -71,10 +71,10 @@ def test_changing_the_callers_list_does_not_change_the_prompt(form: Any) -> None
 @pytest.mark.parametrize("token", [1.9, True, "7", None, 2**70, [1]])
 def test_prompt_with_a_non_integer_token_is_refused_and_not_queued(token: Any) -> None:
     run = start_run()
-    with pytest.raises(ValueError, match=r"token 1 of the prompt is .*integers of 64 bits"):
+    with pytest.raises(ValueError, match=r"token 1 of the prompt is .*64-bit integers"):
         run.engine.add_request(0, [3, token], greedy(4))
     for prompt in ([token] * 3, [np.int64(3), token]):
-        with pytest.raises(ValueError, match=r"token [01] of the prompt is .*integers of 64 bits"):
+        with pytest.raises(ValueError, match=r"token [01] of the prompt is .*64-bit integers"):
             run.engine.add_request(0, prompt, greedy(4))
     with pytest.raises(TypeError, match="text or a sequence of token ids, found 7"):
         run.engine.add_request(0, 7, greedy(4))
@@ -100,7 +100,7 @@ def test_prompt_with_a_non_integer_token_is_refused_and_not_queued(token: Any) -
 )
 def test_arrays_that_are_not_token_ids_are_refused(prompt: Any) -> None:
     run = start_run()
-    with pytest.raises(ValueError, match=r"token 0 of the prompt is .*integers of 64 bits"):
+    with pytest.raises(ValueError, match=r"token 0 of the prompt is .*64-bit integers"):
         run.engine.add_request(0, prompt, greedy(4))
     assert not run.engine.requests
 
