@@ -52,7 +52,7 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 8])
-def test_state_at_a_ring_multiple_equals_a_later_steps_replay_base(
+def test_boundary_state_equals_the_state_that_later_steps_store(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     """The fold may pass several multiples; a bf16 state loses precision at each."""
@@ -69,7 +69,7 @@ def test_state_at_a_ring_multiple_equals_a_later_steps_replay_base(
 
 
 @pytest.mark.parametrize("ends_off_a_multiple", [1, 3])
-def test_live_state_can_be_read_at_any_position(ends_off_a_multiple: int, op: Op, device: str) -> None:
+def test_boundary_state_can_be_computed_at_any_position(ends_off_a_multiple: int, op: Op, device: str) -> None:
     torch.manual_seed(1)
     requests = decoded(1, 8, device, torch.float32)
     (request,) = requests.requests
@@ -81,7 +81,7 @@ def test_live_state_can_be_read_at_any_position(ends_off_a_multiple: int, op: Op
 
 
 @BOTH_POOLS
-def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
     """The counts of requests without a target, and of padding with one, are arbitrary."""
     torch.manual_seed(2)
     requests = decoded(2, 4, device, dtype)
@@ -100,7 +100,7 @@ def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> No
     assert same_bits(requests.pool[:4], before[:4])
 
 
-def test_replay_base_may_be_its_own_target(op: Op, device: str) -> None:
+def test_stored_state_may_be_updated_in_place(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = decoded(1, 4, device, torch.float32)
     (request,) = requests.requests
@@ -109,7 +109,7 @@ def test_replay_base_may_be_its_own_target(op: Op, device: str) -> None:
     assert same_bits(requests.pool[request.slot], requests.pool[2])
 
 
-def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) -> None:
+def test_boundary_states_of_every_layer_are_written_to_strided_pools(op: Op, device: str) -> None:
     torch.manual_seed(4)
     num_layers, capacity = 3, 12
     pools = torch.randn(5, num_layers, 2, *SHAPE.state, device=device)[:, :, 1].transpose(0, 1)  # [layers, slots, ...]
@@ -130,7 +130,7 @@ def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) 
 
 
 @pytest.mark.parametrize("number", [0, 1, 3 if INTERPRETED else 300])
-def test_any_batch_size(number: int, device: str) -> None:
+def test_boundary_states_are_written_for_any_batch_size(number: int, device: str) -> None:
     torch.manual_seed(5)
     pool, ring = torch.randn(max(2 * number, 1), *SHAPE.state, device=device), poisoned_ring(1, 4, 4, SHAPE, device)
     before = pool.clone()
@@ -154,7 +154,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_mismatched_arguments_are_refused(name: str) -> None:
+def test_boundary_state_op_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     pool, ring = torch.zeros(2, *SHAPE.state), poisoned_ring(1, 4, 4, SHAPE, "cpu")
     folds = BoundaryFolds(*(int32(v, "cpu") for v in ([0], [0], [0], [0], [1])))
@@ -176,7 +176,7 @@ WHOLE_TILES = [
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 16, 32])
 @pytest.mark.parametrize("shape", WHOLE_TILES)
-def test_matmul_folds_equal_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
+def test_tensor_core_boundary_states_match_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
     """Fold between any positions, over several multiples and over none: then it is a copy."""
     torch.manual_seed(ring_len)
     num_rows, most = 19, 9

@@ -38,7 +38,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
         (2, 1, 1, 16, 16, "the same"),
     ],
 )
-def test_each_token_gets_the_weighted_sum_of_its_experts(
+def test_grouped_gemm_gives_the_weighted_sum_of_each_tokens_experts(
     num_tokens: int,
     top_k: int,
     num_experts: int,
@@ -64,7 +64,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_last_weight_of_a_token_is_the_addends(ops: str, dtype: torch.dtype, device: str) -> None:
+def test_expert_sum_scales_its_addend_by_the_last_routing_weight(ops: str, dtype: torch.dtype, device: str) -> None:
     total, generator = OPS[ops][1], torch.Generator().manual_seed(6)
     rows, addend = (torch.randn(number, 1030, generator=generator).to(dtype).to(device) for number in (10, 5))
     expert_rows = torch.tensor([[0, 3], [1, -1], [-1, -1], [9, 2], [4, 5]], dtype=torch.int32, device=device)
@@ -78,7 +78,7 @@ def test_last_weight_of_a_token_is_the_addends(ops: str, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
-def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> None:
+def test_grouped_gemm_of_a_token_is_bitwise_equal_in_any_batch(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
     torch.manual_seed(3)
     x, ids = torch.randn(64, 80).bfloat16().to(device), choice(64, 2, 6, "random").to(device)
@@ -89,7 +89,7 @@ def test_token_bits_do_not_depend_on_the_batch(activation: str, device: str) -> 
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
+def test_grouped_gemm_ignores_experts_on_other_ranks(ops: str, device: str) -> None:
     layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
     torch.manual_seed(5)
     x, ids, weights = torch.randn(9, 80).to(device), choice(9, 3, 6, "random").to(device), torch.rand(9, 3).to(device)
@@ -108,7 +108,7 @@ def test_experts_of_other_ranks_add_nothing(ops: str, device: str) -> None:
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("num_tokens", [40, 130])
-def test_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> None:
+def test_grouped_gemm_is_accurate_with_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> None:
     layer = Layer(2, 64, 96, activation, torch.bfloat16).to(device)
     torch.manual_seed(6)
     x, ids = torch.randn(num_tokens, 64).bfloat16().to(device), choice(num_tokens, 1, 2, "random").to(device)
@@ -124,7 +124,7 @@ def test_many_rows_per_expert(activation: str, num_tokens: int, device: str) -> 
     ("inside", "num_programs", "unused"),
     [(192, 132, 0), (320, 3, 0), (352, 3, 0), (256, 3, 20), (224, 3, 20), (448, 3, 20)],
 )
-def test_experts_with_any_number_of_rows(
+def test_grouped_gemm_matches_the_reference_for_any_row_counts(
     activation: str, inside: int, num_programs: int, unused: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few programs take wide tiles of weights, of which the last is narrower: with 320, with 352 if gated.
@@ -154,7 +154,7 @@ def test_experts_with_any_number_of_rows(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("inside", [192, 352])
-def test_row_bits_do_not_depend_on_its_experts_row_count(
+def test_grouped_gemm_row_is_bit_equal_for_any_row_count_of_its_expert(
     activation: str, inside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles are from 32 to 224 rows long, and a row may be in either half of those that share weights."""
@@ -185,7 +185,7 @@ def test_row_bits_do_not_depend_on_its_experts_row_count(
         (64, True, False),
     ],
 )
-def test_gated_weights_use_vector_loads_and_few_rows_use_short_tiles(
+def test_long_gemm_tiles_are_chosen_only_for_weights_of_suitable_size(
     outputs: int, is_gated: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemm_tiles, "can_load_boxes", lambda weight: True)
@@ -198,7 +198,7 @@ def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
     return ExpertOrder(order.pairs.cpu(), order.positions.cpu(), order.starts.cpu())
 
 
-def test_no_tokens(device: str) -> None:
+def test_grouped_gemm_accepts_zero_tokens(device: str) -> None:
     layer = Layer(3, 16, 16, "none", torch.float32).to(device)
     ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
     assert layer.run("kernel", torch.zeros(0, 16, device=device), ids, ids.float()).shape == (0, 16)
@@ -214,7 +214,7 @@ def test_no_tokens(device: str) -> None:
         ({"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"}, r"2 \* outputs, inputs\], found \(2, 5, 8\)"),
     ],
 )
-def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
+def test_grouped_gemm_refuses_mismatched_arguments(changes: dict, reason: str) -> None:
     order = order_by_expert(torch.zeros(3, 1, dtype=torch.int32), 2)
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "order": order, "top_k": 1} | changes
     with pytest.raises(ValueError, match=reason):
@@ -223,7 +223,7 @@ def test_mismatched_arguments_are_refused(changes: dict, reason: str) -> None:
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 @pytest.mark.parametrize("loads_boxes", [True, False])
-def test_other_token_counts_compile_nothing_new(
+def test_grouped_gemm_does_not_recompile_for_other_token_counts(
     activation: str,
     loads_boxes: bool,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
@@ -254,7 +254,7 @@ def test_other_token_counts_compile_nothing_new(
         pytest.param("none", False, marks=pytest.mark.slow),
     ],
 )
-def test_other_token_counts_compile_no_new_long_tiles(
+def test_long_tile_gemm_does_not_recompile_for_other_token_counts(
     activation: str,
     is_gathered: bool,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],

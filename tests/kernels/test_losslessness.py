@@ -181,7 +181,9 @@ def p_value(continuations: Tensor, probabilities: Tensor) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_text_has_the_models_distribution(settings: tuple[float, int, float], drafting: str) -> None:
+def test_text_from_verified_drafts_has_the_models_distribution(
+    settings: tuple[float, int, float], drafting: str
+) -> None:
     continuations = Continuations(settings, DRAFTINGS[drafting], NUM_ROWS).run()
     for num_tokens in (1, 2, NUM_TOKENS):
         assert p_value(continuations[:, :num_tokens], exact_probabilities(settings, num_tokens)) > 0.001
@@ -189,9 +191,7 @@ def test_text_has_the_models_distribution(settings: tuple[float, int, float], dr
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", ["always_wrong", "most_likely", "random", "mixed_rows"])
-def test_matched_drafts_keep_the_exact_tokens_of_a_run_without_drafts(
-    settings: tuple[float, int, float], drafting: str
-) -> None:
+def test_draft_matching_gives_the_same_tokens_as_no_drafts(settings: tuple[float, int, float], drafting: str) -> None:
     run = Continuations(settings, DRAFTINGS[drafting], 2000)
     text = run.run()
     plain = torch.full((2000, 1 + NUM_TOKENS), FIRST_TOKEN)
@@ -203,7 +203,7 @@ def test_matched_drafts_keep_the_exact_tokens_of_a_run_without_drafts(
     assert by_matching.any() and torch.equal(text[by_matching], plain[by_matching, 1:])
 
 
-def test_better_drafts_are_accepted_more_often() -> None:
+def test_drafts_closer_to_the_model_are_accepted_more_often() -> None:
     order = ["drawn_opposite", "drawn_uniform", "drawn_model_like"]
     runs = [Continuations(SETTINGS[0], DRAFTINGS[drafting], 2000) for drafting in order]
     for run in runs:
@@ -212,7 +212,7 @@ def test_better_drafts_are_accepted_more_often() -> None:
     assert 0 < 2 * accepted[0] < accepted[1] and 1.2 * accepted[1] < accepted[2]
 
 
-def test_drafts_of_another_distribution_fail_the_check() -> None:
+def test_distribution_check_detects_wrong_draft_probabilities() -> None:
     class Liar(Continuations):
         def _draft(self, token: Tensor) -> tuple[Tensor, Tensor]:
             drafts, distributions = super()._draft(token)

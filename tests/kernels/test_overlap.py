@@ -139,7 +139,7 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
 
 
 @pytest.mark.parametrize(("module", "kernel"), LAUNCHES, ids=[name for _, name in LAUNCHES])
-def test_nothing_is_read_or_written_before_the_wait(
+def test_kernel_launched_early_accesses_no_memory_before_its_wait(
     module: ModuleType,
     kernel: str,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
@@ -154,7 +154,7 @@ def test_nothing_is_read_or_written_before_the_wait(
 
 # The gathering form takes many seconds to compile.
 @pytest.mark.parametrize("top_k", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_long_tiles_wait_for_the_previous_kernel_first(
+def test_long_tile_gemm_waits_for_the_previous_kernel_first(
     top_k: int | None,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
@@ -196,7 +196,7 @@ def test_long_tiles_wait_for_the_previous_kernel_first(
     ],
     ids=["plain", "gated", "norm"],
 )
-def test_only_weights_are_read_before_the_wait(
+def test_kernel_launched_early_reads_only_weights_before_its_wait(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
@@ -227,7 +227,7 @@ def test_only_weights_are_read_before_the_wait(
     ],
     ids=["conv", "cutting of rows", "pairs"],
 )
-def test_kernel_waits_before_it_lets_its_successor_start(
+def test_kernel_waits_before_it_lets_the_next_kernel_start(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
@@ -241,7 +241,7 @@ def test_kernel_waits_before_it_lets_its_successor_start(
     assert "griddepcontrol.launch_dependents" in after
 
 
-def test_no_other_kernel_is_launched_early() -> None:
+def test_kernels_are_not_launched_early_on_a_cpu() -> None:
     assert overlap.overlapping(torch.device("cpu")) == {"OVERLAPS": False}
 
 
@@ -254,7 +254,7 @@ def test_no_other_kernel_is_launched_early() -> None:
     ],
     ids=["states", "sum", "pairs"],
 )
-def test_nothing_is_written_before_the_wait_that_ends_early_reads(
+def test_kernel_launched_early_writes_nothing_before_its_wait(
     module: ModuleType,
     kernel: str,
     launch: Callable[[], object],
@@ -268,7 +268,7 @@ def test_nothing_is_written_before_the_wait_that_ends_early_reads(
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)
 
 
-def test_convolution_ends_after_the_concurrent_scan_preparation(
+def test_convolution_ends_after_the_scan_preparation_it_overlaps(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It shares no memory with the scan's preparation; the scan waits only for the convolution, and reads both."""

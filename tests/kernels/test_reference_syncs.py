@@ -262,14 +262,14 @@ def test_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], objec
 
 
 @pytest.mark.parametrize("prepare", CALLS)
-def test_op_can_be_captured_in_a_graph(prepare: Callable[[], Callable[[], object]]) -> None:
+def test_op_can_be_captured_in_a_cuda_graph(prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     call()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         call()
 
 
-def test_planted_sync_is_noticed() -> None:
+def test_sync_check_detects_a_planted_sync() -> None:
     tensor = randn(1)
     with forbidden_syncs(), pytest.raises(RuntimeError):
         tensor.item()

@@ -70,7 +70,9 @@ def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
-def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path) -> None:
+def test_state_replay_kernels_keep_states_in_registers(
+    form: str, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
     weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     replay(SHAPE_8B, dtype, FORMS[form, dtype], max_tokens=8)
@@ -87,7 +89,7 @@ def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hop
 
 
 @pytest.mark.parametrize("form", ["sums", "mma"])
-def test_other_batches_or_few_tokens_compile_nothing_new(form: str, compile_for_hopper: Compile) -> None:
+def test_state_replay_does_not_recompile_for_other_batches(form: str, compile_for_hopper: Compile) -> None:
     weighing = compile_for_hopper(coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     shape = SSMShape(heads=4, head_dim=64, d_state=16, groups=2)
@@ -111,12 +113,12 @@ def test_other_batches_or_few_tokens_compile_nothing_new(form: str, compile_for_
         (64, 8, None),
     ],
 )
-def test_warps_take_heads_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
+def test_state_replay_warps_process_heads_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
     assert hopper_width(head_dim, d_state) == width
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_early_kernels_wait_for_their_inputs(
+def test_state_replay_kernels_launched_early_wait_for_their_inputs(
     form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first kernel waits before it writes and before it lets the next start, which starts after its own wait."""
@@ -146,7 +148,9 @@ def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: Non
 
 
 @POOL_DTYPES
-def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+def test_boundary_state_kernel_moves_states_in_16_byte_accesses(
+    dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
     kernel = compile_for_hopper(boundary_folds, "_fold_boundaries_kernel")
     fold_states(fold_portably, dtype, None)
     (ptx,) = set(kernel.ptx)
@@ -155,7 +159,7 @@ def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile
 
 
 @POOL_DTYPES
-def test_matmul_boundary_folds_stay_in_registers(
+def test_tensor_core_boundary_state_kernel_keeps_states_in_registers(
     dtype: torch.dtype, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fold_mma, "num_multiprocessors", lambda device: 132)

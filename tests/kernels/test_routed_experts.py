@@ -44,7 +44,7 @@ def layer_of(
         pytest.param(40, 16, 128, None, False, False, id="short tiles"),
     ],
 )
-def test_weights_are_prefetched_only_after_a_gemm_that_waited(
+def test_expert_weights_are_prefetched_only_after_a_gemm_that_waited(
     num_tokens: int,
     num_experts: int,
     hidden: int,
@@ -95,7 +95,7 @@ def test_shared_expert_gemm_matches_the_reference(num_tokens: int, activation: A
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("num_tokens", [200, 300, 700, 1100, 2100])
 @pytest.mark.parametrize("num_experts", [2, 16])
-def test_captured_layer_equals_its_separate_ops(num_tokens: int, num_experts: int) -> None:
+def test_captured_moe_layer_equals_its_separate_ops(num_tokens: int, num_experts: int) -> None:
     generator, hidden = torch.Generator().manual_seed(num_tokens), 256
 
     def random_weights(*sizes: int) -> Tensor:

@@ -43,7 +43,7 @@ def keys_of(pages: PageLists) -> list[list[tuple[int, int]]]:
 
 
 @given(requests=st.lists(lengths, min_size=1, max_size=5), num_pieces=st.integers(2, 8), padding=st.integers(0, 3))
-def test_pieces_and_own_blocks_cover_each_key_once(
+def test_split_kv_pieces_and_new_blocks_cover_each_key_once(
     requests: list[tuple[int, int]], num_pieces: int, padding: int
 ) -> None:
     pages = lists_of(requests)
@@ -67,7 +67,7 @@ def test_pieces_and_own_blocks_cover_each_key_once(
     ("num_programs", "pieces"),
     [(16, 8), (32, 4), (48, 2), (64, 2), (72, 3), (96, 1), (128, 1), (144, 3), (264, 1), (1000, 1)],
 )
-def test_pieces_fill_waves_of_an_h200(num_programs: int, pieces: int) -> None:
+def test_number_of_kv_splits_fills_the_multiprocessors_of_an_h200(num_programs: int, pieces: int) -> None:
     assert best_pieces(num_programs, 132) == pieces
 
 
@@ -80,7 +80,7 @@ def attention_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("num_tokens", "heads", "dim", "num_parts"), [(1, 16, 256, 3), (5, 3, 7, 2), (3, 8, 64, 9)])
-def test_merged_parts_are_the_attention_to_all_keys(
+def test_merged_split_kv_outputs_equal_attention_to_all_keys(
     num_tokens: int, heads: int, dim: int, num_parts: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(1)
@@ -101,7 +101,7 @@ def test_merged_parts_are_the_attention_to_all_keys(
     assert not out[-1, 0].any()
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others(device: str) -> None:
+def test_merged_split_kv_output_of_a_token_is_bit_equal_in_any_batch(device: str) -> None:
     torch.manual_seed(2)
     parts, lse = torch.randn(3, 4, 8, 32, device=device).bfloat16(), torch.randn(3, 4, 8, device=device)
     together = merge_parts(parts, lse, torch.empty_like(parts[0]))
@@ -114,7 +114,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(device: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"parts": (2, 3, 4, 9)}, {"lse": (2, 3, 5)}, {"out": (3, 4, 7)}], ids=lambda change: next(iter(change))
 )
-def test_shapes_that_disagree_are_refused(change: dict[str, tuple[int, ...]]) -> None:
+def test_merging_split_kv_outputs_refuses_mismatched_shapes(change: dict[str, tuple[int, ...]]) -> None:
     sizes = {"parts": (2, 3, 4, 8), "lse": (2, 3, 4), "out": (3, 4, 8)} | change
     with pytest.raises(ValueError, match="need parts"):
         merge_parts(**{name: torch.zeros(size) for name, size in sizes.items()})
