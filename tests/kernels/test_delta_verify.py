@@ -241,7 +241,7 @@ BAD_CALLS = {
     "k": (lambda t, g, p, r: (replace(t, k=t.k[:, :, :1]), g, p, r), "need k"),
     "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "one dtype"),
     "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "need A_log"),
-    "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within a token"),
+    "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within"),
     "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "need a pool"),
     "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "contiguous states"),
     "pool's device": (lambda t, g, p, r: (t, g, p.to("meta"), r), "need a pool"),

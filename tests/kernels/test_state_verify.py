@@ -286,7 +286,7 @@ BAD_CALLS = {
     "dt": (lambda t, w, p, r: (replace(t, dt=t.dt[:, :1]), w, p, r), "need dt"),
     "C": (lambda t, w, p, r: (replace(t, C=t.C[:, :, :1]), w, p, r), "need C"),
     "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "need D"),
-    "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "x must be contiguous within a token"),
+    "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "x must be contiguous within"),
     "pool": (lambda t, w, p, r: (t, w, p[:, :, 1:], r), "ssm_pool"),
     "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "contiguous states"),
     "pool's device": (lambda t, w, p, r: (t, w, p.to("meta"), r), "ssm_pool"),

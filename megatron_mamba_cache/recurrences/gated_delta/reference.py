@@ -60,7 +60,7 @@ def delta_scan_ref(
 def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
-    The result is bit-identical to separate steps of one token each, because the pool's dtype applies after each token.
+    The result is bit-identical to separate steps of one token each, as both use the dtype of the pool between tokens.
 
     Args:
         pool: [slots, value heads, key_dim, value_dim].
