@@ -30,7 +30,7 @@ def layer_states(device: str, num_slots: int = 8) -> LayerStates:
     return StatePool([group], state_tensors(SlotLayout.of([group], DRAFTS), num_slots, device)).layer(0)
 
 
-def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
+def test_gated_delta_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
     """A prompt followed by drafted tokens gives the same as one longer prompt."""
     torch.manual_seed(0)
     length, drafted = 21, 1 + DRAFTS
@@ -51,14 +51,14 @@ def test_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
     assert same_bits(states.live["conv"][7, :3], states.live["conv"][0, :3])
 
 
-def test_draft_states_have_slots() -> None:
+def test_gated_delta_drafts_use_state_slots_instead_of_replay() -> None:
     assert not isinstance(DELTA, ReplayedRecurrence)
     for requests in (1, 64):
         config = CacheConfig(max_requests=requests, num_speculative_tokens=5)
         assert not delta_shape().resolved(config).replays
 
 
-def test_replay_is_refused_with_the_recurrences_name() -> None:
+def test_replay_is_refused_for_gated_delta_layers() -> None:
     config = CacheConfig(max_requests=64, num_speculative_tokens=2, draft_states="replay")
     with pytest.raises(ValueError, match="not supported for models with gated_delta layers; set --draft-states window"):
         delta_shape().draft_buffers(delta_shape().with_forms(config))

@@ -36,7 +36,7 @@ def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:
         ({"max_requests": 1, "draft_states": "replay"}, False, True),
     ],
 )
-def test_states_are_replayed_where_that_is_faster(
+def test_draft_states_are_replayed_when_that_is_faster(
     fields: dict[str, Any], is_fast: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: is_fast)
@@ -54,7 +54,7 @@ def test_states_are_replayed_where_that_is_faster(
         ({"max_requests": 3, "num_speculative_tokens": 1}, True),
     ],
 )
-def test_small_states_with_few_drafts_use_a_window(
+def test_small_models_with_few_drafts_store_one_state_per_draft(
     fields: dict[str, Any], replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mamba2_recurrence, "replays_fast", lambda head_dim, d_state: True)
@@ -63,7 +63,7 @@ def test_small_states_with_few_drafts_use_a_window(
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("cache_gb", "is_lowered"), [(0.4, True), (10.0, True), (40.0, False)])
-def test_rings_are_reserved_for_the_requests_that_fit_one_budget(
+def test_max_requests_is_lowered_to_those_whose_replay_rings_fit_the_cache(
     cache_gb: float, is_lowered: bool, num_drafts: int
 ) -> None:
     """One more request with a state, a ring and a block would not fit."""
@@ -110,7 +110,9 @@ STAGES = {
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("length", [4096, 65_536])
 @pytest.mark.parametrize("name", STAGES)
-def test_uneven_stages_accept_every_budget_above_the_minimum(name: str, length: int, num_drafts: int) -> None:
+def test_uneven_pipeline_stages_accept_any_cache_size_above_the_minimum(
+    name: str, length: int, num_drafts: int
+) -> None:
     """All ranks run as many requests as fit on the stage with the least room."""
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
@@ -134,7 +136,7 @@ def test_uneven_stages_accept_every_budget_above_the_minimum(name: str, length: 
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("name", STAGES)
-def test_refusal_on_any_stage_names_a_budget_that_suffices_on_all(name: str, num_drafts: int) -> None:
+def test_minimum_cache_size_in_the_error_suffices_on_all_stages(name: str, num_drafts: int) -> None:
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
@@ -179,7 +181,7 @@ def test_recurrence_specific_kernel_needs_a_supported_gpu(monkeypatch: pytest.Mo
         (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),
     ],
 )
-def test_graphs_cover_prompts_whose_launches_outlast_their_compute(
+def test_prefill_graphs_cover_prompts_that_are_launch_bound(
     layer_weights: int, fields: dict[str, Any], tokens: int
 ) -> None:
     shape = replace(DENSE_8B, layer_weights=layer_weights)
@@ -189,12 +191,12 @@ def test_graphs_cover_prompts_whose_launches_outlast_their_compute(
 @pytest.mark.parametrize(
     ("num_heads", "num_ranks", "expected"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (2, 8, 1), (1, 8, 1)]
 )
-def test_ranks_have_a_share_of_the_kv_heads_or_a_copy_of_one(num_heads: int, num_ranks: int, expected: int) -> None:
+def test_kv_heads_are_divided_between_ranks_or_one_is_copied(num_heads: int, num_ranks: int, expected: int) -> None:
     assert kv_heads_of_rank(num_heads, num_ranks) == expected
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(2, 3), (3, 2), (4, 6)])
-def test_kv_heads_that_ranks_can_neither_divide_nor_copy_are_refused(num_heads: int, num_ranks: int) -> None:
+def test_kv_heads_that_cannot_be_divided_or_copied_are_refused(num_heads: int, num_ranks: int) -> None:
     message = (
         f"number of KV heads {num_heads} is not divisible by {num_ranks} tensor-parallel ranks, nor is {num_ranks} a "
         f"multiple of {num_heads}"
