@@ -43,7 +43,7 @@ def test_key_file_protects_all_sockets(launch: Launch, key_file: Path) -> None:
 
 
 @pytest.mark.parametrize("launch", [ONE_HOST, TWO_HOSTS])
-def test_only_an_explicit_flag_opens_the_coordinator(launch: Launch) -> None:
+def test_coordinator_accepts_other_hosts_only_with_an_explicit_flag(launch: Launch) -> None:
     assert isinstance(settings_of(launch, "--insecure-coordinator").access(), InsecureAccess)
 
 
@@ -76,7 +76,7 @@ def test_torchrun_sets_the_number_of_local_processes() -> None:
         (("--coordinator-key-file",), "--coordinator-key-file: expected one argument"),
     ],
 )
-def test_serve_refuses_in_one_line_before_loading_a_model(
+def test_serve_prints_a_one_line_error_before_loading_a_model(
     flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
