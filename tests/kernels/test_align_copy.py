@@ -59,7 +59,7 @@ def make_pools(
 def check_op(
     op: Op, pools: Pools, rows: list[StepRequest], block_size: int = BLOCK, window_len: int = WINDOW_LEN
 ) -> None:
-    """Run the op on the pools in place and compare every bit with the host's plans."""
+    """Run the op on the pools, and compare the result bitwise with the copies that the host planned."""
     expected = pools.planned(rows, block_size, window_len)
     device = pools.conv.device.type
     kernel = align_copy_module._align_copy_kernel
@@ -119,7 +119,7 @@ def test_align_copy_equals_the_host_plan_at_every_position_in_a_block(block_size
         for computed in range(block_size)
         for accepted in range(10)
     ]
-    # Each source slot and time has a value of its own, each target none of them: what was copied can be read off.
+    # Every source slot and time has a unique value that no target has, so the result shows what was copied.
     slots = torch.arange(9 + len(rows), dtype=torch.float32, device=device)
     conv = slots[None, :, None, None] * 100 + torch.arange(10.0, device=device)[None, None, :, None]
     ssm = slots[None, :, None, None, None].clone()
@@ -136,7 +136,7 @@ def test_align_copy_equals_the_host_plan_at_every_position_in_a_block(block_size
 
 
 def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[StepRequest]:
-    """Requests of distinct windows and targets, some of them padding or without a target."""
+    """Return requests with distinct windows and targets; some are padding or have no target."""
     slots = data.draw(st.permutations(range(num_slots)))
     rows = []
     for number in range(num_slots // (num_columns + 1)):
@@ -166,7 +166,7 @@ def test_align_copy_equals_the_host_plan_for_random_requests(op: Op, data: st.Da
 
 
 def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[StepRequest]:
-    """Return requests at a boundary `shift` drafts ahead, each with a window of 5 columns and a target."""
+    """Return requests that are `shift` drafts before a boundary, each with a window of 5 columns and a target."""
     windows = [range(num_slots_before + row * 6, num_slots_before + row * 6 + 6) for row in range(num_rows)]
     return [StepRequest(31 - shift, 5, 4, 5, tuple(slots[:5]), slots[5]) for slots in windows]
 
@@ -174,7 +174,7 @@ def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[
 @both_ops
 @pytest.mark.parametrize("num_rows", [ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, 2 * ROWS_AT_A_TIME + 44])
 def test_align_copy_works_for_any_batch_size(num_rows: int, op: Op, device: str) -> None:
-    """Copy only the first and last request of each batch."""
+    """Only the first and the last request of each batch reach a boundary."""
     rows = crossing_rows(num_rows, shift=2)
     rows = [
         row if number % 50 == 0 or number == num_rows - 1 else StepRequest(0, 1, 0, 1, row.columns, row.target)
@@ -204,7 +204,7 @@ def test_align_copy_skips_padding_and_requests_without_a_target(op: Op, device: 
 def test_align_copy_target_may_be_one_of_the_requests_own_slots(
     target_column: int, shift: int, op: Op, device: str
 ) -> None:
-    """Conv windows overlap where the target is column 0; the SSM state is its own source at column `shift`."""
+    """With target column 0, conv windows overlap; with column `shift`, the state's source is its target."""
     request = crossing_rows(1, shift)[0]
     request = StepRequest(request.computed, 5, 4, 5, request.columns, request.columns[target_column])
     check_op(op, make_pools(device, 6, window=12, conv_dim=1100), [request], window_len=7)
@@ -294,7 +294,7 @@ def test_align_copy_moves_the_same_bytes_with_every_tiling(tiling: CopyTiling, d
 
 
 def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, ...]], str]]:
-    """Return invalid calls and a word of the error."""
+    """Return invalid calls, each with an excerpt of the error message."""
 
     def with_rows(**changes: Tensor) -> Callable[[Pools, AlignBatch], tuple[object, ...]]:
         def arguments(pools: Pools, rows: AlignBatch) -> tuple[object, ...]:

@@ -49,7 +49,7 @@ def shape_of(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes:
 
 
 class Step:
-    """A step over a cache of shuffled blocks; NaN follows a request's tokens, junk its blocks."""
+    """A step over a cache with shuffled blocks; unused tokens are NaN, and unused block ids are invalid."""
 
     def __init__(self, mix: Mix, shape: AttentionShape, num_padding_tokens: int = 0) -> None:
         num_blocks = [-(-kv_len // shape.block_size) for _, kv_len in mix]
@@ -77,11 +77,11 @@ class Step:
         )
 
     def reference(self, scale: float) -> Tensor:
-        """Return the reference's result in float32."""
+        """Compute the result of the reference in float32."""
         return paged_attention_ref(self.q.float(), self.k.float(), self.v.float(), self.rows, scale)
 
 
-# Which backend serves a model.
+# Choice of the backend for a model.
 
 
 def test_every_attention_setting_has_exactly_one_backend() -> None:
@@ -126,7 +126,7 @@ def test_attention_uses_the_reference_for_float32(device: str) -> None:
         assert (backend.refusal(shape_of(device)) is None) == (backend is ReferenceAttention)
 
 
-# What libraries are handed.
+# Arguments passed to the libraries.
 
 
 def test_reference_attention_backend_equals_the_reference_op(device: str) -> None:
@@ -197,11 +197,11 @@ def test_attention_backend_passes_its_library_correct_arguments(mix: Mix, built:
 
 @dataclass(frozen=True)
 class Captured:
-    """Steps that one captured call attends, one after another.
+    """Steps that use one captured call, one after another.
 
     Args:
-        most: Query tokens of the longest rows.
-        num_decode: How many of the rows decode.
+        most: Maximum number of query tokens for each request.
+        num_decode: Number of requests that decode.
     """
 
     most: tuple[int, ...]
@@ -234,14 +234,14 @@ by_captured = pytest.mark.parametrize("captured_rows", CAPTURED.values(), ids=CA
 
 
 def captured_mixes(captured: Captured, block_size: int) -> Iterator[Mix]:
-    """Yield each mix of requests, and then the same one token later."""
+    """Yield each mix of requests, followed by the same mix one token later."""
     for mix in captured.mixes:
         yield mix
         yield [(query_len, kv_len + (kv_len % block_size > 0)) for query_len, kv_len in mix]
 
 
 class CapturedSteps:
-    """Steps of one captured call, over requests that are padded in place."""
+    """Steps that reuse one captured call, with padded requests in fixed buffers."""
 
     def __init__(self, captured: Captured, shape: AttentionShape) -> None:
         options = {"dtype": torch.int32, "device": shape.device}
@@ -263,7 +263,7 @@ class CapturedSteps:
         self.k, self.v = torch.zeros(cache_shape, **half)
 
     def load(self, mix: Mix, shape: AttentionShape) -> tuple[Step | None, AttentionRows]:
-        """Write a step's requests and padding to the captured buffers; return it, and its plan's inputs."""
+        """Write a step's requests and padding to the captured buffers; return the step and its plan's inputs."""
         step = Step(mix, shape) if mix else None
         unused = CAPTURED_ROWS - len(mix)
         num_tokens = sum(query_len for query_len, _ in mix)
@@ -290,7 +290,7 @@ def test_split_kv_workspace_has_the_size_flashinfer_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape = shape_of(num_heads=32, num_kv_heads=8, head_dim=128)
     tile_of_16, tile_of_128 = (32 * tile * 129 * 4 for tile in (16, 128))
-    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16 + 32  # two a multiprocessor
+    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16 + 32  # two per multiprocessor
     assert flashinfer.parts_bytes(shape, num_rows=256, num_tokens=256) == (64 + 255) * tile_of_16 + 32
     assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128 + 32
 
@@ -299,7 +299,7 @@ def test_split_kv_workspace_has_the_size_flashinfer_needs(monkeypatch: pytest.Mo
 def test_plan_buffer_holds_every_tile_request_and_token(
     head_dim: int, most_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count as FlashInfer does, without its alignment."""
+    """Compute the plan size like FlashInfer, but without alignment."""
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape, grain = shape_of(num_heads=32, num_kv_heads=8, head_dim=head_dim), 64 * 2**10
     for num_rows, num_tokens in ((1, 1), (4, 4096), (256, 256), (256, 2304), (64, 16_384), (4096, 4096), (2, 2**18)):
@@ -334,7 +334,7 @@ def test_captured_attention_uses_the_batch_of_each_replay(
 
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let FlashInfer's backend serve a CPU in fp32."""
+    """Allow the FlashInfer backend on a CPU and in fp32."""
     monkeypatch.setattr(flashinfer, "half_precision_refusal", lambda *asked: None)
 
 
@@ -371,10 +371,10 @@ def test_flashinfer_check_runs_every_call_used_by_steps_and_graphs(
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=8), named)
     for in_graph in (False, True):
         for kernel in kernels:
-            # With "fa3", graphs are tried with the history in pieces too, by two calls.
+            # With "fa3", the backend also tests a graph with a split history, which has two calls.
             expected = kernels.count(kernel) + 2 * (in_graph and kernel == "fa3")
             assert calls.count((kernel, in_graph, "run")) == expected
-            # "fa2" reads lengths where a graph's steps write them, so that the same pages are planned once.
+            # "fa2" reads lengths that each step writes, so it needs a new plan only when the pages change.
             replayed = in_graph and kernel == "fa3"
             assert calls.count((kernel, in_graph, "plan")) == expected * (1 + replayed)
     assert finished == [len(calls)]
@@ -490,7 +490,7 @@ def test_flashinfer_plan_is_reused_until_the_pages_change(monkeypatch: pytest.Mo
     captured = flashinfer.FlashInferAttention(shape).capture(steps.rows)
     _, rows = steps.load([(1, 250), (1, 300)], shape)
     planned.clear()
-    for first_len in range(250, 260):  # its second page begins at 257
+    for first_len in range(250, 260):  # the second page starts at token 257
         captured.plan_again(replace(rows, kv_lens=(first_len, 300, 0, 0)))
     assert len(planned) == 2
     steps.table[1] += 1
@@ -539,7 +539,7 @@ def test_split_kv_workspace_is_enlarged_for_many_query_heads(monkeypatch: pytest
     )
     flashinfer.FlashInferAttention(shape_of(num_heads=4, head_dim=8))
     flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=128))
-    # Two calls, what a graph of each does, and the two calls of a history in pieces.
+    # Two eager calls, one captured call for each, and two calls for a split history.
     assert spaces == [128 * 2**20] * 6 + [132 * 128 * 32 * 129 * 4 + 32] * 6
 
 
@@ -599,7 +599,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(params=["usual", pytest.param("256 channels", marks=pytest.mark.slow)], scope="module")
 def shape(request: pytest.FixtureRequest) -> AttentionShape:
-    """Heads in groups of 8; or those of Qwen3.6-27B in groups of 6, for which FlashInfer compiles for minutes."""
+    """Return a shape with groups of 8 heads, or of 6 as in Qwen3.6-27B, which FlashInfer compiles for minutes."""
     usual = shape_of("cuda", torch.bfloat16)
     return usual if request.param == "usual" else replace(usual, num_heads=24, num_kv_heads=4, head_dim=256, scale=0.08)
 
@@ -620,7 +620,7 @@ def backend(shape: AttentionShape, request: pytest.FixtureRequest) -> Iterator[A
 def test_attention_backend_matches_the_reference(
     mix: Mix, num_padding: int, shape: AttentionShape, backend: AttentionBackend
 ) -> None:
-    """The rounding error of bf16 weights and results: 8 bits each, of values below 4."""
+    """The tolerance is the rounding error of bf16 weights and results, whose values are below 4."""
     torch.manual_seed(1)
     step = Step(mix, shape, num_padding)
     attend = backend.plan(step.rows)
@@ -673,7 +673,7 @@ def test_captured_attention_on_a_gpu_uses_the_requests_of_each_replay(
 @pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
 @pytest.mark.parametrize("mix", [MIXES["decode"], MIXES["prefill with history"]], ids=["decode", "prefill"])
 def test_attention_reads_kv_blocks_beyond_64_gib(mix: Mix, built: BackendClass) -> None:
-    """Other layers' blocks and states are between a layer's blocks, so its strides are large."""
+    """Between the blocks of one layer are those of other layers and states, so strides are large."""
     if torch.cuda.mem_get_info()[0] < 72 * 2**30:
         pytest.skip("needs 72 GiB of free device memory")
     torch.manual_seed(5)

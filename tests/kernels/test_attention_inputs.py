@@ -26,7 +26,7 @@ both_ops = pytest.mark.parametrize("op", [write_attention_inputs, write_attentio
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of heads, the number of rotated channels, and the offset of norms; None: no rotation or no norm."""
+    """Head sizes, number of rotated channels, and offset of the norms; None: no rotation or no norm."""
 
     kv_heads: int
     queries: int
@@ -52,7 +52,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Views of a joint projection [q | gate | k | v] by KV head, with one query more than keys, and their changes."""
+    """Views of a joint projection [q | gate | k | v] per KV head, with one padding query, and head changes."""
 
     query: Tensor
     key: Tensor
@@ -92,13 +92,13 @@ def inputs_of(case: Case, device: str, slots: list[tuple[int, int]] = SLOTS) -> 
 
 
 def normed(x: Tensor, weight: Tensor, offset: float) -> Tensor:
-    """Return transformers' RMS norm of a head: the product with the factor in fp32, then one rounding."""
+    """Return the RMS norm of a head as in transformers, multiplied by its factor in fp32 and rounded once."""
     wide = x if x.dtype is torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * (offset + weight.to(wide.dtype))).to(x.dtype)
 
 
 def expected_heads(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return queries [tokens, heads, dim] and keys by Megatron's rotation of normed heads."""
+    """Return queries [tokens, heads, dim] and keys after norm and rotation as in Megatron."""
     query, key = inputs.query[: len(inputs.key)].flatten(1, 2), inputs.key
     norms = inputs.changes.norms
     if norms is not None:
@@ -129,7 +129,7 @@ def test_attention_heads_are_normed_rotated_and_written_to_their_slots(case: Cas
     pairs = [(packed[: len(SLOTS)], queries), (found_keys[is_cached], keys[is_cached])]
     if case.offset is None and case.dtype is not torch.float64:
         assert all(same_bits(found, expected) for found, expected in pairs)
-    # One rounding of the dtype may fall the other way, before the rotation or after it.
+    # One value may be rounded differently, before or after the rotation.
     tolerance = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-6, torch.float64: 1e-6}[case.dtype]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -38,7 +38,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: int = 9) -> ReplayedRequests:
-    """Return requests that have just kept all tokens of a long step."""
+    """Return requests after a long step in which all tokens were accepted."""
     requests = ReplayedRequests(
         [random_steps(4 * ring_len + 9, device, SHAPE) for _ in range(number)], SHAPE, ring_len, most, dtype=dtype
     )
@@ -55,7 +55,7 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 def test_boundary_state_equals_the_state_that_later_steps_store(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
-    """The fold may pass several multiples; a bf16 state loses precision at each."""
+    """The fold may span several multiples of the fold length; rounding a bf16 state at each."""
     torch.manual_seed(ring_len)
     requests = decoded(2, ring_len, device, dtype)
     ends = [request.computed // ring_len * ring_len for request in requests.requests]
@@ -82,7 +82,7 @@ def test_boundary_state_can_be_computed_at_any_position(ends_off_a_multiple: int
 
 @BOTH_POOLS
 def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
-    """The counts of requests without a target, and of padding with one, are arbitrary."""
+    """Requests without a target, and padding with a target, have arbitrary counts."""
     torch.manual_seed(2)
     requests = decoded(2, 4, device, dtype)
     before = requests.pool.clone()
@@ -94,7 +94,7 @@ def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op
         targets=int32([PAD_SLOT, 2, 4], device),
     )
     op(*layered(requests.pool, requests.ring), folds, 4)
-    assert same_bits(requests.pool[4], before[3])  # nothing to fold: a copy
+    assert same_bits(requests.pool[4], before[3])  # no tokens to apply, so the state is copied
     assert same_bits(requests.pool[:4], before[:4])
     op(*layered(requests.pool, requests.ring), folds._replace(targets=int32([PAD_SLOT] * 3, device)), 4)
     assert same_bits(requests.pool[:4], before[:4])
@@ -177,7 +177,7 @@ WHOLE_TILES = [
 @pytest.mark.parametrize("ring_len", [4, 16, 32])
 @pytest.mark.parametrize("shape", WHOLE_TILES)
 def test_tensor_core_boundary_states_match_the_reference(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
-    """Fold between any positions, over several multiples and over none: then it is a copy."""
+    """Fold from and to any position, over several multiples of the fold length or over none."""
     torch.manual_seed(ring_len)
     num_rows, most = 19, 9
     texts = [random_steps(3 * ring_len + 9, "cuda", shape).cast(torch.bfloat16) for _ in range(num_rows)]
@@ -193,7 +193,7 @@ def test_tensor_core_boundary_states_match_the_reference(shape: SSMShape, ring_l
     expected = requests.pool.clone()
     fold_boundaries_ref(*layered(expected, requests.ring), folds, ring_len)
     fold_boundaries(*layered(requests.pool, requests.ring), folds, ring_len)
-    # A bf16 state may be rounded the other way at a multiple, and have decayed since.
+    # A bf16 state may be rounded differently at a multiple, and may have decayed since then.
     largest = expected.nan_to_num().abs().max().item()
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-7, 2**-8 * largest)
     torch.testing.assert_close(requests.pool, expected, rtol=rtol, atol=atol, equal_nan=True)
