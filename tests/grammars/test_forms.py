@@ -82,7 +82,7 @@ def test_schema_rule_that_allows_any_property_name_is_ignored(names: Any, gramma
     assert not accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": "x"}'))
 
 
-def test_properties_may_be_named_like_schema_keywords(grammars: Grammars) -> None:
+def test_schema_properties_may_be_named_like_schema_keywords(grammars: Grammars) -> None:
     inner = {"type": "object", "properties": {"format": {"const": "binary"}}, "required": ["format"]}
     schema = {"type": "object", "properties": {"propertyNames": inner}, "required": ["propertyNames"]}
     schema |= {"additionalProperties": False}
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_schema_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
+def test_unsupported_json_schema_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
     schema, reason = REFUSED[name]
     error = grammars.error_of(forms.json_grammar(schema).text)
     assert error is not None and reason in error and len(error) < 600 and "\n" not in error, error
@@ -203,7 +203,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_large_schema_compiles_quickly(name: str, grammars: Grammars) -> None:
+def test_large_json_schema_compiles_quickly(name: str, grammars: Grammars) -> None:
     assert grammars.error_of(forms.json_grammar(TAKEN[name]).text) is None
 
 

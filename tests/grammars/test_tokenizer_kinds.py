@@ -81,7 +81,7 @@ def replies(tokenizer: HuggingFaceTokenizer, grammar: forms.Grammar | str, count
     return [reply_of(tokenizer, grammars, text, seed) for seed in range(count)]
 
 
-def test_replies_are_valid_documents_of_their_schema(tokenizer: HuggingFaceTokenizer) -> None:
+def test_replies_satisfy_their_json_schema(tokenizer: HuggingFaceTokenizer) -> None:
     for reply in replies(tokenizer, forms.json_grammar(CITY), 4):
         found = json.loads(reply)
         assert set(found) == {"city", "days", "unit"} and 1 <= found["days"] <= 14, reply

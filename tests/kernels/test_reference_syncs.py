@@ -254,7 +254,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("prepare", CALLS)
-def test_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
+def test_kernel_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     call()
     with forbidden_syncs():
@@ -262,7 +262,7 @@ def test_op_never_syncs_with_the_device(prepare: Callable[[], Callable[[], objec
 
 
 @pytest.mark.parametrize("prepare", CALLS)
-def test_op_can_be_captured_in_a_cuda_graph(prepare: Callable[[], Callable[[], object]]) -> None:
+def test_kernel_op_can_be_captured_in_a_cuda_graph(prepare: Callable[[], Callable[[], object]]) -> None:
     call = prepare()
     call()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

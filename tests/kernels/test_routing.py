@@ -131,7 +131,7 @@ def test_router_gives_padding_tokens_no_expert(op: Route, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("num_inputs", [5, 130, 2048])
 @pytest.mark.parametrize("has_padding", [False, True])
-def test_shared_expert_is_weighted_by_its_gates_sigmoid(
+def test_shared_expert_weight_is_the_sigmoid_of_its_gate(
     num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
 ) -> None:
     """Both the gate's GEMM and its sigmoid are rounded, as by torch's linear layer and function."""

@@ -53,7 +53,7 @@ ROWS = st.tuples(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5))
-def test_sample_inverts_the_cumulative_distribution_of_kept_tokens(rows: list[Row]) -> None:
+def test_sampling_inverts_the_cumulative_distribution_of_kept_tokens(rows: list[Row]) -> None:
     assert sample(rows) == [expected_token(*row) for row in rows]
 
 

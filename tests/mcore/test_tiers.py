@@ -154,7 +154,7 @@ def test_flush_empties_the_host_tier(is_suspended: bool) -> None:
     run.assert_exact()
 
 
-def test_cancelled_request_releases_its_restore() -> None:
+def test_cancelled_request_releases_the_blocks_being_restored() -> None:
     run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
     talks.turn(run)
     resolve(run)
@@ -169,7 +169,7 @@ def test_cancelled_request_releases_its_restore() -> None:
 
 
 @subjects
-def test_restarted_engine_restores_from_disk(tmp_path: Path, subject: Hybrid) -> None:
+def test_restarted_engine_restores_prefixes_from_disk(tmp_path: Path, subject: Hybrid) -> None:
     config = on_disk(small_device(subject), tmp_path)
     run, talks = EngineRun.start(subject, config), Conversations()
     talks.turn(run)

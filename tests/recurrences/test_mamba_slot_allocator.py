@@ -90,7 +90,7 @@ def test_slot_of_a_block_without_a_state_is_minus_one() -> None:
     assert own.has_state(7)
 
 
-def test_block_ids_may_be_tensors() -> None:
+def test_allocate_slots_accepts_block_ids_as_tensors() -> None:
     own = allocator()
     slots = own.allocate_slots_batch(torch.tensor([7, 8], dtype=torch.int32))  # type: ignore[arg-type]
     assert [own.get_slot(block) for block in torch.tensor([7, 8])] == slots
@@ -142,7 +142,7 @@ def test_allocator_without_slots_is_refused() -> None:
 # Leaving.
 
 
-def test_invalidated_block_frees_its_slot_and_hash() -> None:
+def test_invalidating_a_block_frees_its_slot_and_hash() -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     own.register_block_hashes_batch([7], [99])
@@ -245,7 +245,7 @@ def test_restoring_without_a_state_returns_false_and_changes_nothing() -> None:
     assert torch.equal(own.context.mamba_conv_states, before[1])
 
 
-def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
+def test_storing_a_state_for_a_block_without_a_slot_raises() -> None:
     own = allocator()
     ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
     with pytest.raises(ValueError, match="block 7 has no state slot"):
@@ -253,7 +253,7 @@ def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
-def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
+def test_storing_a_state_for_a_layer_out_of_range_raises(layer: int) -> None:
     own = allocator()
     own.allocate_slots_batch([7])
     ssm, conv = own.state_pool.tensor("ssm")[0, 0], own.state_pool.tensor("conv")[0, 0]
@@ -269,7 +269,7 @@ def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
         (SSM_SHAPE, (1, 6), r"conv_state must have shape \(3, 6\), found \(1, 6\)"),
     ],
 )
-def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
+def test_storing_a_state_of_another_shape_raises_and_changes_nothing(
     ssm_shape: tuple[int, ...], conv_shape: tuple[int, ...], message: str
 ) -> None:
     own = allocator()
@@ -279,7 +279,7 @@ def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
     assert not own.state_pool.tensor("ssm").any() and not own.state_pool.tensor("conv").any()
 
 
-def test_slots_and_requests_may_be_tensors_or_lists() -> None:
+def test_slots_and_request_indices_may_be_tensors_or_lists() -> None:
     own = allocator()
     slots = torch.tensor(own.allocate_slots_batch([7, 8]), dtype=torch.int32)
     own.store_from_live_batch(slots, torch.tensor([2, 0]))  # type: ignore[arg-type]

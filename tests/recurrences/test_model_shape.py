@@ -156,7 +156,7 @@ def test_minimum_cache_size_in_the_error_suffices_on_all_stages(name: str, num_d
         assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs
 
 
-def test_recurrence_specific_kernel_needs_a_supported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_replay_kernel_needs_a_hopper_gpu_and_suitable_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(tiling, "INTERPRETED", False)

@@ -62,7 +62,7 @@ def allocator_over(device: str) -> StateSlotAllocator:
     return StateSlotAllocator(context(device=device), pool_of(4, device), slots, BoundaryRule(64), NoReservations())
 
 
-def test_states_are_stored_quantized_and_restored_dequantized(device: str) -> None:
+def test_states_are_quantized_when_stored_and_dequantized_when_restored(device: str) -> None:
     own = allocator_over(device)
     live, (conv, values_of, scales_of) = own.context, parts_of(own.state_pool.cached)
     slots = own.allocate_slots_batch([7, 8])
