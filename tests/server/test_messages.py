@@ -200,19 +200,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, USED]}]},
-        "messages.0.content.1.type: a block of type 'tool_use' cannot be in a message of role user",
+        "messages.0.content.1.type: a message with role user cannot contain a block of type 'tool_use'",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a", "signature": ""}]}]},
-        "messages.0.content.0.type: a block of type 'thinking' cannot be in a message of role user",
+        "messages.0.content.0.type: a message with role user cannot contain a block of type 'thinking'",
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}, *ASKED]},
-        "messages.0.content.0.type: a block of type 'tool_result' cannot be in a message of role assistant",
+        "messages.0.content.0.type: a message with role assistant cannot contain a block of type 'tool_result'",
     ),
     (
         {"messages": [*ASKED, {"role": "assistant", "content": [USED]}]},
-        "the reply continues the last message, which needs text and no tool_use",
+        "the reply continues the last message, which must have text and no tool_use",
     ),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),
@@ -226,7 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "system", "content": [USED]}, *ASKED]},
-        "messages.0.content.0.type: a block of type 'tool_use' cannot be in a message of role system",
+        "messages.0.content.0.type: a message with role system cannot contain a block of type 'tool_use'",
     ),
     ({"context_management": {"edits": [{"type": "x"}]}}, "`context_management` is not supported by this server"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),

@@ -280,8 +280,12 @@ DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endi
 @pytest.mark.parametrize(
     ("family", "messages", "words"),
     [
-        (DEAF, [ASKED, HELLO, AGAIN], "leaves out the message of role assistant that begins with 'Hello there.'"),
-        ("{{ messages[-1].content }}", [ASKED, HELLO], "leaves out the message of role user that begins with 'Weather"),
+        (DEAF, [ASKED, HELLO, AGAIN], "leaves out the message with role assistant that begins with 'Hello there.'"),
+        (
+            "{{ messages[-1].content }}",
+            [ASKED, HELLO],
+            "leaves out the message with role user that begins with 'Weather",
+        ),
         ("gemma", [HELLO, ASKED], "the model's chat template refuses the messages: roles must alternate"),
         ("mistral 3", [HELLO], "the model's chat template refuses the messages: roles must alternate"),
     ],

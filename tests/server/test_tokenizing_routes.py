@@ -74,7 +74,7 @@ def test_bare_and_empty_texts_round_trip(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        ("/tokenize", {}, "prompt", "either prompt or messages is needed"),
+        ("/tokenize", {}, "prompt", "send either prompt or messages"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either prompt or messages"),
         ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools.0.type", "Field required"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": "x"}, "add_special_tokens", "boolean"),

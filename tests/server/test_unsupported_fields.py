@@ -128,7 +128,7 @@ MESSAGES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"role": "system", "content": None}, "messages.0.content", ("role system",)),
     ({"role": "function", "content": "5", "name": "f"}, "messages.0.role", ("not supported by this server", "tool")),
     ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function", ("Field required",)),
-    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", ("only one of role assistant",)),
+    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", ("only role assistant",)),
     (
         {"role": "assistant", "function_call": FUNCTION},
         "messages.0.function_call",
@@ -159,7 +159,7 @@ def test_conversation_roles_are_accepted(server: FrontEnd, role: str) -> None:
 @pytest.mark.parametrize("stream", [None, False])
 def test_stream_options_need_a_stream(server: FrontEnd, path: str, stream: bool | None) -> None:
     error = error_of(server, path, stream_options={"include_usage": True}, stream=stream)
-    assert error["message"] == "stream_options needs stream to be true", error
+    assert error["message"] == "stream_options requires stream to be true", error
     error = error_of(server, path, stream_options={"include_obfuscation": True}, stream=True)
     assert error["param"] == "stream_options.include_obfuscation" and "is not supported" in error["message"]
     options = {"include_usage": True, "include_obfuscation": False}
@@ -167,7 +167,7 @@ def test_stream_options_need_a_stream(server: FrontEnd, path: str, stream: bool 
 
 
 TOOLS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [TOOL, TOOL]}, "tools", "two tools are named f; give each a different name"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools are named f; give each tool a different name"),
     ({"tools": [{"type": "function", "function": {"name": 'a"\n'}}]}, "tools.0.function.name", "match pattern"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
     (
@@ -186,7 +186,7 @@ TOOLS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
-        "continue_final_message needs add_generation_prompt to be false",
+        "continue_final_message requires add_generation_prompt to be false",
     ),
 ]
 
