@@ -41,7 +41,7 @@ class BackendState:
 
     is_ready: bool = False  # True after warmup
     failure: str | None = None  # why the engines no longer serve requests; None while they serve them
-    cache: CacheSnapshot | None = None  # counters and owners, summed over all engines; None before the first report
+    cache: CacheSnapshot | None = None  # counters and memory use, summed over all engines; None before the first report
     num_running: int = 0
     num_waiting: int = 0
     generated_tokens: int = 0
@@ -49,7 +49,7 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """Engines for the server. Call every method in the event loop; only `flush` and `stop` may wait for a step."""
+    """Interface to the engines. Call every method in the event loop; only `flush` and `stop` may wait for a step."""
 
     max_sequence_length: int
     """Maximum number of prompt and generated tokens in a request."""

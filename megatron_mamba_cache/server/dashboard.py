@@ -115,7 +115,7 @@ class History:
         }
 
     def _now(self) -> dict[str, int]:
-        """Return the totals whose increase a sample records."""
+        """Return the running totals from which samples compute their counts."""
         state = self._backend.state
         counters = CacheCounters() if state.cache is None else state.cache.counters
         responses = self._metrics.num_responses()

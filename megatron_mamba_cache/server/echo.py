@@ -20,7 +20,7 @@ class Echo:
     offsets: Sequence[int] = ()  # for each token, the number of characters before it
 
     def piece(self, progress: Progress) -> Piece:
-        """Return the echo as the first piece of a reply; `progress` is the reply's first."""
+        """Return the echo as the first piece of a reply; `progress` is the reply's first progress."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:

@@ -95,7 +95,7 @@ def engine_failed(reason: str) -> ApiError:
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Convert pydantic's errors to one: the error for the union member that matches best."""
+    """Convert pydantic's errors to one error; of a union's errors, use those of the member that matches best."""
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
 

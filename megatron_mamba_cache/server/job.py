@@ -32,7 +32,7 @@ class Choice:
     ticket: Ticket | None = None  # set until the request ends or is cancelled
     echo: Echo | None = None  # the prompt's echo until it is sent
     num_log_probs: int | None = None  # number of alternatives per token; see `Order`
-    prompt_scores: tuple[ScoredToken, ...] = ()  # for each prompt token but the first, if requested of this choice
+    prompt_scores: tuple[ScoredToken, ...] = ()  # for each prompt token but the first, if requested for this choice
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -52,7 +52,7 @@ class JobRules:
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called when a job ends, complete or not
     token_times: TokenTimes = field(default_factory=TokenTimes)  # notified when the engine reports tokens
     is_draining: bool = False
-    is_over: bool = False  # True once accepted requests must not start
+    is_over: bool = False  # True once even accepted requests must not start
 
 
 @asynccontextmanager

@@ -44,7 +44,7 @@ def _refusal_as_text(part: Any) -> Any:
 
 def _known(role: str) -> str:
     if role == "function":
-        sentence = "this server does not support messages with role function; send role tool"
+        sentence = "messages with role function are not supported by this server; send role tool"
         raise schema_error(REFUSED, sentence)
     if role not in _ROLES:
         raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}")
@@ -85,7 +85,7 @@ class Message(PartlySupported):
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
-            sentence = f"a message with role {self.role} has no content; send text"
+            sentence = f"the content of this message with role {self.role} is missing or null; send text"
             raise schema_error("no_content", sentence, "content")
         if self.tool_calls and self.role != "assistant":
             sentence = f"a message with role {self.role} cannot call tools; only role assistant can"

@@ -93,7 +93,7 @@ class Durations:
         return whole
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration `times` times."""
+        """Add `times` durations of this length."""
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:

@@ -29,7 +29,7 @@ _UINT63 = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Work that an HTTP request orders: prompts, sampling and format of the replies."""
+    """Work for one HTTP request: prompts, sampling settings and format of the replies."""
 
     tenant: Tenant
     readings: tuple[Callable[[], Prompt], ...]  # each tokenizes a prompt, which may take seconds; raises `ApiError`
@@ -38,7 +38,7 @@ class Order:
     max_tokens: int | None  # maximum reply length, at least 1; None: as many tokens as fit after the prompt
     stops: tuple[str, ...]
     fits_room: bool = False  # True reduces `max_tokens` to the number of tokens that fit after the prompt
-    is_empty: bool = False  # True if replies have no tokens: prompts are only computed, and scored if requested
+    is_empty: bool = False  # True if replies have no tokens: prompts are only processed, and scored if requested
     reading: ReplyReading | None = None  # how to parse replies; None: all text is content
     form: ReplyForm | None = None  # grammar that replies must follow; None: any text
     num_log_probs: int | None = None  # alternatives per token; 0: only the sampled token; None: no log-probs
@@ -166,7 +166,7 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return the order for a request; `max_tokens` None means as many as fit, 0 only computes the prompts."""
+        """Return the order for a request; `max_tokens` is None for as many as fit, 0 to only process the prompts."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:

@@ -39,8 +39,8 @@ class Prompt:
 class PromptReader:
     """Tokenizer of prompts that reuses the exact tokens of known prefixes. Thread-safe.
 
-    A text that is certain to have more than `max_tokens` is refused before tokenizing costs time and memory: one with
-    more than `max_tokens` times the length of the longest token.
+    A text with more characters than `max_tokens` times the length of the longest token is refused before tokenizing,
+    because it certainly has too many tokens.
     """
 
     def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
@@ -113,9 +113,9 @@ class PromptReader:
         return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Store the exact tokens of a prompt and its reply, unless the reply is empty or not only text."""
+        """Store the exact tokens of a prompt and its reply, unless the reply is empty or has non-text tokens."""
         add = prompt.add_special_tokens
-        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # nothing may follow it
+        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # then no text follows
         if prompt.text is None or not reply or not self._knows_continuations or ends_text:
             return
         if image_error(self._tokenizer, reply_ids) is not None:
@@ -204,7 +204,7 @@ class PromptReader:
         return self._tokenizer.tokenize(text, add_special_tokens=add)
 
     def _kind_of(self, add: bool | None) -> bool | None:
-        """Return the kind of a text's transcripts; one kind for all texts if the tokenizer adds no special tokens."""
+        """Return the argument `adds` for transcripts: `add`, or None if the tokenizer adds no special tokens."""
         return add if getattr(self._tokenizer, "adds_special_tokens", False) else None
 
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:

@@ -154,7 +154,7 @@ class Reply:
         return Piece(text, tuple(tokens), self.finish_reason, parts=tuple(found))
 
     def exact(self) -> tuple[str, list[int]]:
-        """Return the longest text of the reply that ends at a token, with its exact tokens; exclude end tokens."""
+        """Return the longest prefix of the text that ends with a whole token, and its tokens without end tokens."""
         length = len(self.text)
         inside = [
             (end, index)
@@ -251,7 +251,7 @@ def _essence(reply: ParsedReply) -> object:
 
 
 class EmptyReply(Reply):
-    """Reply without tokens; ends once the prompt is computed."""
+    """Reply without tokens; ends once the prompt is processed."""
 
     def take(self, progress: Progress) -> Piece:
         self._note(progress)

@@ -128,7 +128,7 @@ class Reading:
 
 
 class TemplateFit:
-    """Rewrites conversations so that a chat template renders all of their messages.
+    """Rewriter of conversations that makes a chat template render all of their messages.
 
     To find which messages a template renders, each text is replaced with a marker before rendering. The rewrites that a
     template always needs are found once, with small test conversations, so that each turn's prompt begins like the

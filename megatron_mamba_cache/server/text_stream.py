@@ -7,7 +7,7 @@ from typing import Any
 from ..models.tokenizers.token_reader import REPLACEMENT, TokenReader
 
 _WINDOW = 16
-_CONTEXT = 8  # number of tokens; more than the bytes of one character
+_CONTEXT = 8  # number of tokens to keep; a character has at most 4 bytes
 _NOT_UTF8 = b"\xff"
 _Utf8 = getincrementaldecoder("utf-8")
 
@@ -127,7 +127,7 @@ class IncrementalText:
         return new
 
     def _take(self, text: str) -> str:
-        """Return the part of `text`, the certain text of the window, that was not returned before."""
+        """Return the part of `text` that was not returned before; `text` is the certain text of the window."""
         new = text[self._start(text) :]
         if not self._before.startswith(text):
             self._before = ""
@@ -248,7 +248,7 @@ class StopStrings:
         return new
 
     def finish(self) -> str:
-        """Return the held text, because no stop string can be completed any more."""
+        """End the text; return the held text, which can no longer begin a stop string."""
         new, self._held = ("" if self.found is not None else self._held), ""
         return new
 

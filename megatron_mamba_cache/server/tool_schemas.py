@@ -87,7 +87,7 @@ class Function(BaseModel):
 
 
 def _nested(found: Any) -> Any:
-    """Return a flat function or function choice in the nested form of chat completions."""
+    """Convert a flat function or function choice to the nested form of chat completions."""
     if not isinstance(found, Mapping) or found.get("type") != "function" or "function" in found or "name" not in found:
         return found
     outer = {name: found[name] for name in ("type", "cache_control") if name in found}
@@ -184,7 +184,7 @@ def flat_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """Tools that a reply may call, and if it must call one."""
+    """Tools that a reply may call or must call."""
 
     choice: str | NamedTool | None  # "auto", "none", "required", or the tool that must be called
     tools: Sequence[Mapping[str, Any]]  # function definitions in OpenAI's format

@@ -44,7 +44,7 @@ class Transcripts:
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
         """Return the tenant's longest entry that is a prefix of `text`, for the same `adds`; None if there is none.
 
-        `adds` says if special tokens were added; None: the tokenizer's default."""
+        `adds` is True if special tokens were added, False if not, None for the tokenizer's default."""
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
             kind = (tenant.salt, adds)

@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def note_ignored(reason: str, names: Iterable[str]) -> None:
-    """Count parts of a request that are ignored for a reason; log each name at counts 1, 10, 100 and so on."""
+    """Count request fields that are ignored for a reason; log each name at counts 1, 10, 100 and so on."""
     with _lock:
         counts = {}
         for name in dict.fromkeys(names):

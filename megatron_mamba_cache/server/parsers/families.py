@@ -20,7 +20,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class _HeldCalls:
-    """Call syntax with only the first marker, which is the marker that grammars write."""
+    """Call syntax restricted to the first marker, the only marker that grammars write."""
 
     calls: MarkedCalls
 

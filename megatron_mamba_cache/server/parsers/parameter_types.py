@@ -14,9 +14,9 @@ Schema = Mapping[str, Any]
 
 
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
-    """Return the JSON types that the schema for all parameters allows for `name`; empty if it names none.
+    """Return the JSON types that `schema`, the schema of all parameters, allows for `name`; may be empty.
 
-    Takes bounded time and raises nothing, whatever schema a client sends.
+    For any schema that a client sends, this takes bounded time and raises nothing.
     """
     declared = _declared(name, schema)
     if not declared:

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces and that generators read.
+"""Read text that arrives in pieces, with generators.
 
 A reading generator yields None while it needs more text, then returns its result. Results do not depend on how the text
 was split.
@@ -102,7 +102,7 @@ class TextFeed:
         return found
 
     def accepts(self, expected: str) -> Generator[None, None, bool]:
-        """Consume `expected` if it comes next, and return True."""
+        """Consume `expected` if it comes next; return True if it was consumed."""
         while True:
             rest = self._text[self._at : self._at + len(expected)]
             if rest == expected:

@@ -33,7 +33,7 @@ class StoredResponses:
         """Return one of the owner's responses; raise `ApiError` 404 if it is not stored."""
         found = self._used(owner, response_id)
         if found is None:
-            raise ApiError(404, f"the response {response_id!r:.300} is not stored here", "response_not_found")
+            raise ApiError(404, f"the response {response_id!r:.300} is not stored in this server", "response_not_found")
         return found
 
     def messages_up_to(self, owner: str, response_id: str) -> list[ChatMessage]:
