@@ -55,7 +55,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def sequential_conv(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs in fp64, and the window before each token and after the last."""
+    """Return the fp64 outputs, and the windows before each token and after the last one."""
     windows, outputs = [window.double()], []
     for token in x.double():
         history = torch.cat([windows[-1], token[None]])

@@ -1,4 +1,4 @@
-"""Triton's compilations are counted and timed, with real kernels for a GPU that is not present."""
+"""Triton's compilations are counted and timed; the kernels are compiled for a GPU that is not present."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 
 def triton_kernel() -> triton.JITFunction:
-    """Return a kernel that was never compiled."""
+    """Return a Triton kernel that has not been compiled before."""
 
     @triton.jit
     def add(x, NUMBER: tl.constexpr):
@@ -32,7 +32,7 @@ def triton_kernel() -> triton.JITFunction:
 
 
 def gluon_kernel() -> triton.JITFunction:
-    """Return a Gluon kernel that was never compiled."""
+    """Return a Gluon kernel that has not been compiled before."""
 
     @gluon.jit
     def add(x, NUMBER: gl.constexpr):
@@ -62,7 +62,7 @@ def absent_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def watch() -> CompilationWatch:
-    """Return an installed watch."""
+    """Return an installed `CompilationWatch`."""
     watch = CompilationWatch()
     watch.install()
     return watch
@@ -148,19 +148,19 @@ def test_failed_kernel_compilation_is_not_counted_or_logged_later(
 
 
 class SpokenLine:
-    """Stand in for a progress line."""
+    """Stand-in for a progress line."""
 
     def __init__(self, message: str) -> None:
         self.message = message
         self.has_ended = False
 
     def end(self) -> None:
-        """Count the call."""
+        """Count the calls."""
         self.has_ended = True
 
 
 def event(*, is_manual_warmup: bool) -> dict[str, object]:
-    """Return the arguments of Triton's hooks."""
+    """Return the arguments that Triton passes to its hooks."""
     return {"fn": SimpleNamespace(module="m", name="f"), "key": "k", "is_manual_warmup": is_manual_warmup}
 
 
@@ -171,7 +171,7 @@ def test_compilation_time_includes_loading_a_launched_kernel(is_manual_warmup: b
     runtime.jit_post_compile_hook(**event(is_manual_warmup=is_manual_warmup))
     compiled = watch.total
     time.sleep(0.02)
-    for _ in range(2):  # the second is a kernel of another device
+    for _ in range(2):  # the second time as for another device
         runtime.kernel_load_end_hook(None, None, "f", {}, "hash")
     loading = watch.total.since(compiled)
     assert loading.num_kernels == 0

@@ -1,4 +1,4 @@
-"""Kernels are compiled in threads before their launch, here real ones for a GPU that is not present."""
+"""Kernels are compiled in threads before their launch; here for a GPU that is not present."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def _add_kernel(x, NUMBER: tl.constexpr):
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CompilationWatch:
-    """Return an installed watch, with nothing compiled."""
+    """Return an installed `CompilationWatch` with all counts 0."""
     compile_anew(monkeypatch, tmp_path)
     _add_kernel.device_caches.clear()
     watch = CompilationWatch()
@@ -50,7 +50,7 @@ def test_launches_while_compiling_ahead_compile_but_do_not_run(watch: Compilatio
     began = time.perf_counter()
     with compiling_ahead(CPU, watch):
         for number in (1, 2, 1, 2):
-            launch(number)  # no driver could launch it
+            launch(number)  # would raise if launched, as there is no driver
     compiled = watch.total
     print(compiled)
     assert compiled.num_kernels == 2 and 0 < compiled.seconds <= time.perf_counter() - began
@@ -74,8 +74,8 @@ def test_kernel_that_fails_to_compile_ahead_raises_when_launched(watch: Compilat
         launch(1)
     assert watch.total.num_kernels == 1
     with pytest.raises(triton.CompilationError, match="refused"):
-        compile_only(3).result()  # Triton 3.7 has kept what failed, and raises when it is to be launched
-    compile_only(5)  # with which the watch ends the log line of what failed
+        compile_only(3).result()  # Triton 3.7 keeps the error and raises it at the launch
+    compile_only(5)  # the watch then ends the log line of the failed compilation
 
 
 def test_other_threads_launch_kernels_while_one_compiles_ahead(
@@ -127,7 +127,7 @@ def test_threads_that_compile_ahead_may_finish_in_any_order(
 
 
 class _SlowKernel:
-    """Compile slowly."""
+    """Stand-in for a kernel that compiles slowly."""
 
     run = None
 

@@ -1,4 +1,4 @@
-"""Properties of the convolution over a base token and drafts of each request, for kernel and reference.
+"""Properties of the convolution over base tokens and drafts, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -48,7 +48,7 @@ def either(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[...
 
 @pytest.fixture(params=["in slots", "next to rings"])
 def op(request: pytest.FixtureRequest, either: Callable[..., Tensor]) -> Op:
-    """Return the op or its reference, with the conv inputs of drafts in slots or next to rings."""
+    """Return the op or its reference, with draft inputs stored in slots or in separate buffers."""
     return either if request.param == "in slots" else conv_with_rings(either)
 
 
@@ -61,7 +61,7 @@ def make_pool(num_slots: int, window: int, dtype: torch.dtype, device: str) -> T
 
 
 def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
-    """Write each request's d_conv - 1 initial inputs, shifted by the drafts that its last step accepted."""
+    """Write the d_conv - 1 initial inputs of each request, shifted by the number of drafts accepted before."""
     for spec in specs:
         if spec.columns:
             window = torch.randn(d_conv - 1, CONV_DIM).to(pool)
@@ -69,7 +69,7 @@ def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
 
 
 def window_of(pool: Tensor, spec: VerifySpec, d_conv: int) -> Tensor:
-    """Return the request's initial window [1, d_conv - 1, conv_dim], as a pool of one slot."""
+    """Return the initial window of a request as a pool of one slot, [1, d_conv - 1, conv_dim]."""
     return pool[spec.columns[0], spec.accepted - 1 :][None, : d_conv - 1].clone()
 
 
@@ -87,7 +87,7 @@ def test_conv_verify_equals_single_token_steps_bit_for_bit(
         if not spec.columns:
             x[tokens] = float("nan")
     num_spare = seed % 3
-    # Reads start at a shift of at most 8; writes need one input per draft.
+    # Windows are read with a shift of at most 8; writes add one input per draft.
     pool = make_pool(num_slots, d_conv - 1 + MOST_DRAFTS + num_spare, dtype, device)
     fill_windows(pool, specs, d_conv)
     before = pool.clone()
@@ -129,7 +129,7 @@ def test_conv_verify_is_unaffected_by_drafts_rejected_before(
         num_drafts = min(draw.randint(0, MOST_DRAFTS), length - position - 1)
         kept = draw.randint(1, 1 + num_drafts)
         x = text[position : position + 1 + num_drafts].clone()
-        x[kept:] = float("nan")  # wrong drafts, and nothing of them may be read again
+        x[kept:] = float("nan")  # rejected drafts, whose inputs must not be read later
         spec = VerifySpec(1 + num_drafts, columns, accepted)
         y = op(x, weight, bias, pool, pack_verify([spec], device))
         for j in range(kept):

@@ -1,4 +1,4 @@
-"""The references of the gated delta rule match transformers, and resume bit for bit."""
+"""The references for the gated delta rule match transformers, and resumed results are bitwise equal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ def make_pool(dtype: torch.dtype, device: str, filled: tuple[int, ...] = ()) -> 
 
 
 def transformers_rule(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return one of transformers' torch functions, not the hub kernel that may replace it."""
+    """Return a torch function of transformers, even if a kernel from the hub would replace it."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     return getattr(getattr(modeling, name), "__wrapped__", getattr(modeling, name))
 
@@ -46,7 +46,7 @@ def test_delta_rule_reference_matches_transformers(name: str, dtype: torch.dtype
     rule, steps = transformers_rule(name), random_steps(70, "cpu", shape, dtype=dtype)
     initial = torch.randn(1, *shape.state)
     t, gates = steps.tokens, steps.gates
-    # Older releases want as many heads of q and k as of v.
+    # Older transformers releases need equally many heads in q, k and v.
     q, k = (x.repeat_interleave(shape.value_heads // shape.key_heads, dim=1) for x in (t.q, t.k))
     g = -gates.A_log.float().exp() * F.softplus(t.a.float() + gates.dt_bias)
     expected, state = rule(

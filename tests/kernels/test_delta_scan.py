@@ -1,4 +1,4 @@
-"""The gated delta rule's scan follows the recurrence for any packing, and resumes bit for bit."""
+"""The scan for the gated delta rule matches the recurrence in any batch, and resumed results are bitwise equal."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_float32_delta_scan_matches_the_recurrence(
 
 @pytest.mark.parametrize("length", [32, 64])
 def test_delta_scan_matches_the_recurrence_with_tiles_of_several_blocks(length: int, device: str) -> None:
-    """Use the tiles of bf16 tokens, with float32 ones."""
+    """Use the long tiles of bf16 tokens with float32 tokens."""
     torch.manual_seed(length)
     specs = scan_specs(length)[-3:]
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -116,7 +116,7 @@ def test_delta_scan_matches_the_recurrence_with_tiles_of_several_blocks(length: 
 
 
 def test_delta_scan_is_accurate_when_strong_decays_precede_weak_ones(device: str) -> None:
-    """A token that forgets everything is followed by tokens that forget little."""
+    """A token that decays the state to 0 is followed by tokens with weak decays."""
     torch.manual_seed(4)
     specs = scan_specs(32)
     steps = random_steps(num_tokens(specs), device, SMALL)
@@ -125,7 +125,7 @@ def test_delta_scan_is_accurate_when_strong_decays_precede_weak_ones(device: str
 
 
 def test_delta_scan_is_accurate_when_all_keys_are_equal(device: str) -> None:
-    """The inverse has the largest intermediate values if all keys are equal and each token is written fully."""
+    """The inverse has the largest intermediate values if all keys are equal and beta is 1."""
     torch.manual_seed(5)
     steps = random_steps(64, device, SMALL)
     steps.tokens.k.copy_(steps.tokens.k[:1].clone())

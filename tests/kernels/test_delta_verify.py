@@ -1,4 +1,4 @@
-"""Decode and verify steps of the gated delta rule follow the recurrence for any drafts, in kernel and reference."""
+"""Decode steps of the gated delta rule match the recurrence for any drafts, for kernel and reference."""
 
 import random
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def test_delta_verify_is_unaffected_by_drafts_rejected_before(
         num_drafts = min(draw.randint(0, 8), length - position - 1)
         kept = draw.randint(1, 1 + num_drafts)
         tokens = text[position : position + 1 + num_drafts]
-        tokens.poison(slice(kept, None))  # wrong drafts, and nothing of them may be read again
+        tokens.poison(slice(kept, None))  # rejected drafts, which must not be read later
         y = op(tokens.tokens, tokens.gates, pool, pack_verify([VerifySpec(1 + num_drafts, columns, accepted)], device))
         for j in range(kept):
             token = text[[position + j]]
@@ -164,7 +164,7 @@ def test_delta_verify_outputs_have_the_input_dtype(op: Op, device: str) -> None:
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0})
     wide_pool, rows = pool.clone(), pack_verify([VerifySpec(3, (0, 1, 2))], device)
     y = op(step.tokens, step.gates, pool, rows)
-    exact = op(widened, step.gates, wide_pool, rows)  # b stays: its sigmoid is rounded to its own dtype
+    exact = op(widened, step.gates, wide_pool, rows)  # b is not widened, as its sigmoid is rounded to its dtype
     assert same_bits(y, exact.bfloat16()) and same_bits(pool, wide_pool)
 
 
@@ -191,7 +191,7 @@ def test_delta_verify_kernel_matches_its_reference(
     y = delta_verify(steps.tokens, steps.gates, pool, rows, tiling)
     expected = delta_verify_ref(steps.tokens, steps.gates, expected_pool, rows)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=1e-5 if dtype == torch.float32 else 2e-2)
-    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    # If fp32 results differ in their last bits, they may round to different bf16 values.
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(pool, expected_pool, rtol=rtol, atol=1e-5, equal_nan=True)
     assert_untouched(expected_pool, pool, {1, 3, 4, 6})

@@ -1,4 +1,4 @@
-"""GEMMs of a few tokens with their experts, kernels and references, against plain loops in float64."""
+"""Expert GEMMs for a few tokens; kernels and references are compared with plain loops in float64."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ def run(
     addend: Tensor | None = None,
     shared: Layer | None = None,
 ) -> Tensor:
-    """Compute [tokens, hidden] by the ops; check that kernels were launched or not.
+    """Compute the layer's output [tokens, hidden] with the ops, and check whether kernels were launched.
 
     Args:
-        shared: Whose only expert all tokens go to.
+        shared: A layer with one expert, which processes all tokens.
     """
     product, total = OPS[ops]
     device, of_kernel = x.device.type, ops == "kernel"
@@ -114,7 +114,7 @@ def test_expert_gemms_of_few_tokens_add_the_shared_expert(
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_last_routing_weight_scales_the_shared_expert(ops: str, dtype: torch.dtype, device: str) -> None:
-    """The shared expert's weight scales its GEMM's output here, or an addend, with rounding."""
+    """The weight scales the output of the shared expert's GEMM, or an addend that is rounded afterwards."""
     layer, shared = (Layer(*sizes, "gated_silu", dtype).to(device) for sizes in ((5, 72, 40), (1, 72, 24)))
     torch.manual_seed(8)
     x, ids = torch.randn(3, 72).to(dtype).to(device), choice(3, 2, 5, "random").to(device)
@@ -131,7 +131,7 @@ def test_last_routing_weight_scales_the_shared_expert(ops: str, dtype: torch.dty
     nothing = torch.cat((none, weights[:, 2:]), dim=1)
     weighted = (addend.float() * weights[:, 2:]).to(dtype)
     assert same_bits(run(ops, layer, x, ids, nothing, addend), weighted)
-    both = run(ops, layer, x, ids, weights, addend, shared)  # then it is that of the product here
+    both = run(ops, layer, x, ids, weights, addend, shared)  # then the last weight scales the GEMM's output
     torch.testing.assert_close(both.double().cpu(), expected + addend.double().cpu(), rtol=0, atol=2 * tolerance)
 
 
@@ -179,7 +179,7 @@ def test_expert_gemms_of_few_tokens_ignore_experts_on_other_ranks(ops: str, devi
         experts = slice(first, first + 3)
         inner, _ = product(x, layer.first[experts], ids, activation="squared_relu", first_expert=first)
         elsewhere = ((ids < first) | (ids >= first + 3)).flatten()
-        inner[elsewhere] = float("nan")  # is not read
+        inner[elsewhere] = float("nan")  # must not be read
         out += total(inner, layer.second[experts], ids, weights, first_expert=first).double().cpu()
     expected = layer.expected(x, ids.clamp_min(0), weights.masked_fill(ids < 0, 0))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The group norm, gated or not, against float64, and token bits in any batch, for kernel and reference.
+"""The group norm with and without a gate matches float64 and is bitwise equal in any batch, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -17,7 +17,7 @@ from tests.kernels.packed_batches import same_bits
 
 EPS = 1e-5
 BF16_TOLERANCE = 2**-7 if INTERPRETED else 2**-8
-"""The error of one rounding; the interpreter truncates where the compiler rounds."""
+"""Relative error of one rounding; Triton's interpreter truncates instead."""
 Op = Callable[[Tensor, Tensor | None, Tensor, int, float], Tensor]
 both_ops = pytest.mark.parametrize("op", [gated_group_norm, gated_group_norm_ref])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,13 +31,13 @@ def counted_kernel() -> Iterator[None]:
 
 
 def inputs(num_tokens: int, channels: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, z and weights; y and z are slices of wider rows."""
+    """Return y, z and weights; y and z are views of wider rows."""
     rows = torch.randn(num_tokens, 2 * channels + 5, device=device).to(dtype)
     return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(channels, device=device).to(dtype)
 
 
 def expected_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> Tensor:
-    """Return the norm in float64, a group at a time."""
+    """Compute the norm in float64, one group at a time."""
     out = torch.empty(y.shape, dtype=torch.float64, device=y.device)
     for start in range(0, y.shape[1], group_size):
         group = slice(start, start + group_size)
@@ -83,7 +83,7 @@ def test_gated_norm_adds_the_weight_offset_in_float32(
 ) -> None:
     torch.manual_seed(0)
     y, _, weight = inputs(5, 96, device, dtype)
-    weight = weight * 2**-9  # 1 + w has no such digits in bfloat16
+    weight = weight * 2**-9  # so small that 1 + weight rounds to 1 in bfloat16
     out = op(y, None, weight, 96, EPS, 1.0)
     expected = expected_norm(y, None, 1 + weight.double(), 96)
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Properties of the row tiles of a grouped GEMM, for kernel and reference."""
+"""Properties of the row tiles for a grouped GEMM, for kernel and reference."""
 
 from itertools import pairwise
 

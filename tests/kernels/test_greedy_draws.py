@@ -1,4 +1,4 @@
-"""The most probable tokens, by kernel and reference, against plain Python."""
+"""Greedy sampling by kernel and reference, compared with plain Python."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_greedy_sampling_breaks_ties_between_tiles_by_the_lowest_token(
     for row, token in enumerate(maxima, 2):
         logits[row, token] = 3
     expected = [first_largest(row) for row in logits.tolist()]
-    wide = torch.cat((logits, logits + 4), dim=1).to(device)  # rows apart
+    wide = torch.cat((logits, logits + 4), dim=1).to(device)  # strided rows
     with launches_expected(greedy_draws, "_best_of_row_kernel", of_kernel=True, device=device):
         found = greedy_tokens(wide[:, :vocab_size]).tolist()
     assert found == expected == greedy_tokens_ref(logits).tolist()

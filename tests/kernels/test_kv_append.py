@@ -33,10 +33,10 @@ def counted_kernel() -> Iterator[None]:
 def new_tokens(
     num_tokens: int, kv_heads: int, dim: int, queries: int, device: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as strided views of a joint projection; one query more than keys."""
+    """Return queries, keys and values as strided views of a joint projection, with one padding query."""
     joint = torch.randn(num_tokens + 1, kv_heads, (queries + 2) * dim + 3, device=device).to(dtype)
     if INTERPRETED:
-        joint = joint.bfloat16().to(dtype)  # the interpreter cuts to bfloat16 where the compiler rounds
+        joint = joint.bfloat16().to(dtype)  # the interpreter would truncate to bfloat16
     query, key, value = joint[:, :, 3:].split((queries * dim, dim, dim), dim=-1)
     return query.unflatten(-1, (queries, dim)), key[:num_tokens], value[:num_tokens]
 

@@ -1,4 +1,4 @@
-"""The norm before the gate, against float64 and each rounding step of the definition, for kernel and reference.
+"""The norm before the gate matches float64 and the rounding steps of its definition, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -23,14 +23,14 @@ SIZES = [(1, 1, 1), (3, 32, 128), (5, 3, 7), (130, 4, 16), (2, 2, 1500), (7, 48,
 
 
 def inputs(num_tokens: int, heads: int, head_dim: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return y, z and weights; y and z are slices of wider rows."""
+    """Return y, z and weights; y and z are views of wider rows."""
     channels = heads * head_dim
     rows = torch.randn(num_tokens, 2 * channels + 5, device=device).to(dtype)
     return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(head_dim, device=device).to(dtype)
 
 
 def by_steps(y: Tensor, z: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the definition, computed in float64 and rounded to `dtype` where it requires that."""
+    """Compute the definition in float64, with its rounding steps to `dtype`."""
     heads = y.double().unflatten(1, (-1, len(weight)))
     normed = heads / (heads.square().mean(-1, keepdim=True) + EPS).sqrt()
     scaled = (normed.to(dtype).double() * weight.double()).to(dtype).double()
@@ -50,13 +50,13 @@ def test_norm_and_gate_applies_the_norm_before_the_gate(
         out = op(y, z, weight, EPS)
     assert out.dtype == dtype and out.is_contiguous()
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}[dtype]
-    # Each of three roundings may fall to the other side; the interpreter cuts where the compiler rounds.
+    # Each of three steps may round differently, and Triton's interpreter truncates instead.
     tolerance = rounding * (6 if INTERPRETED else 3)
     torch.testing.assert_close(out.double(), by_steps(y, z, weight, dtype), rtol=tolerance, atol=1e-7)
 
 
 def test_norm_and_gate_rounds_bf16_before_the_weights_and_the_gate() -> None:
-    """Values for which leaving out either rounding changes the result."""
+    """For these values, leaving out one of the rounding steps changes the result."""
     torch.manual_seed(0)
     y, z, weight = inputs(64, 2, 128, "cpu", torch.bfloat16)
     expected = by_steps(y, z, weight, torch.bfloat16).bfloat16()

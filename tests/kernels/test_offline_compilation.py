@@ -1,6 +1,6 @@
-"""Kernels compile for a Hopper GPU on a machine without one, once, with 16-byte accesses where possible.
+"""Kernels compile for a Hopper GPU, once for all batch sizes, with 16-byte accesses where possible.
 
-The interpreter accepts programs that the compiler refuses.
+No GPU is needed. These tests find errors that Triton's interpreter accepts.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def test_state_verify_moves_states_in_16_byte_accesses(
     pool = torch.empty(3, 1, *shape.state, dtype=pool_dtype)
     state_verify(steps.tokens, steps.weights, pool[:, 0], pack_verify([VerifySpec(3, (0, 1, 2))], "cpu"))
     (ptx,) = compiled.ptx
-    # 128 threads move a head's state, or half of it where heads are few: all stores but those of its outputs.
+    # 128 threads copy a head's state, or half of it in models with few heads; the other stores are outputs.
     num_columns = shape.head_dim if shape is SHAPE_8B else shape.head_dim // 2
     num_accesses = shape.d_state * num_columns * pool_dtype.itemsize // (128 * 16)
     assert ptx.count("st.global.v4.b32") == num_accesses and ptx.count("ld.global.v4.b32") >= num_accesses
@@ -135,7 +135,7 @@ def test_convolutions_move_inputs_and_windows_in_16_byte_accesses(
     causal_conv(x, weight, bias, pool, pack_rows([RowSpec(20, final=0, boundaries={8: 1})], 8, "cpu"))
     assert all(global_accesses(ptx, "st") == {"v4.b32"} for ptx in verify.ptx)
     assert global_accesses(verify.ptx[0]) == global_accesses(verify.ptx[1])
-    # 16 tokens, each read and written once, 4 channels by each of 128 threads, and 3 tokens before them.
+    # Each of 128 threads reads and writes 4 channels of 16 tokens, and reads those of the 3 tokens before.
     assert whole.ptx[0].count("ld.global.v2.b32") >= 19 and whole.ptx[0].count("st.global.v2.b32") >= 16
 
 
@@ -314,7 +314,7 @@ def test_norm_and_gate_uses_16_byte_accesses(dtype: torch.dtype, compile_for_hop
     assert "v4.b32" in global_accesses(ptx)
 
 
-# Each takes seconds to compile: by default each tiling once, shapes and dtypes in turn.
+# Each variant takes seconds to compile; by default each tiling is tested once, with alternating shapes and dtypes.
 SCANS = [
     (None, SHAPE_8B, torch.bfloat16),
     (HopperTiling(1, 32, 3), SHAPE_NANO, torch.float32),
@@ -379,7 +379,7 @@ def test_quantized_states_are_moved_in_16_byte_accesses(shape: SSMShape, compile
     assert "div.rn.f32" in align.ptx[0]
 
 
-# Each takes seconds to compile: by default each state once, and each number of rows.
+# Each variant takes seconds to compile; by default each state and each number of requests is tested once.
 CHOSEN = [(64, 64, 8), (64, 128, 1), (128, 64, 2), (128, 128, 8), (80, 128, 1)]
 OTHERS_CHOSEN = [
     pytest.param(head_dim, d_state, num_rows, marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""The GEMM of one token with a linear layer's weights, for kernel and reference."""
+"""Linear layers for a single token, for kernel and reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention's output is multiplied by the sigmoid of its gate as in Megatron, by kernel and reference.
+"""Attention's output is multiplied by the sigmoid of its gate as in Megatron, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -18,7 +18,7 @@ both_ops = pytest.mark.parametrize("op", [gate_output, gate_output_ref])
 
 
 def inputs_of(num_tokens: int, kv_heads: int, queries: int, dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return outputs, and gates as views of a joint projection [q | gate | k | v] by KV head."""
+    """Return attention outputs, and gates as views of a joint projection [q | gate | k | v] per KV head."""
     torch.manual_seed(2)
     joint = (4 * torch.randn(num_tokens, kv_heads, (2 * queries + 2) * dim, device=device)).to(dtype)
     gate = joint[:, :, queries * dim : 2 * queries * dim].unflatten(-1, (queries, dim))
@@ -37,7 +37,7 @@ def test_output_gate_multiplies_outputs_by_the_sigmoid_of_their_gates(
     with launches_expected(output_gate, "_gate_kernel", of_kernel=is_kernel, device=device):
         found = op(attended, gate)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    # Megatron's order of operations and its one rounding.
+    # Same order of operations and single rounding as in Megatron.
     expected = (attended * torch.sigmoid(gate.contiguous().view(attended.shape).to(wide))).to(dtype)
     assert found.is_contiguous() and same_bits(attended, before)
     tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-6, torch.float64: 1e-12}[dtype]

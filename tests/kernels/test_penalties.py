@@ -1,4 +1,4 @@
-"""The penalty kernel equals its reference bit for bit, and both follow the definitions."""
+"""The penalty kernel is bitwise equal to its reference, and both match the definitions."""
 
 from collections import Counter
 

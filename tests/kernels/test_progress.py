@@ -1,4 +1,4 @@
-"""The progress line of slow phases."""
+"""Log lines for slow operations."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Return the log, with almost no delay before a line is written."""
+    """Return the captured log; a line is written almost without delay."""
     monkeypatch.setattr(progress_module, "_SILENT_S", 0.01)
     caplog.set_level(logging.WARNING)
     return caplog

@@ -1,4 +1,4 @@
-"""Ops write quantized states as the formula quantizes the exact state, and restores read them back.
+"""Ops quantize states exactly as the formula does, and restores dequantize them.
 
 Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
@@ -217,7 +217,7 @@ ALIGN_STEPS = [
     StepRequest(60, 5, 4, 5, (0, 1, 2, 3, 4), 3),
     StepRequest(30, 3, 2, 1, (5, 6, 7, 8, 9), 6),  # reaches no boundary
     padding_request(5, target=7),
-    StepRequest(15, 1, 0, 1, (10, 10, 10, 10, 10), 10),  # a quantized target may have its source's number
+    StepRequest(15, 1, 0, 1, (10, 10, 10, 10, 10), 10),  # source and target may have the same index
     StepRequest(30, 3, 2, 3, (5, 6, 7, 8, 9), PAD_SLOT),
 ]
 
@@ -231,7 +231,9 @@ def test_align_copy_quantizes_the_exact_state(
 ) -> None:
     conv = torch.randn(2, 11, 7, conv_dim, device=device).to(torch.bfloat16)
     ssm = torch.randn(2, 11, *ODD.state, device=device).to(dtype)
-    roomy = [torch.cat([pool, torch.zeros_like(pool)], 1) for pool in (conv, ssm)]  # targets after all sources
+    roomy = [
+        torch.cat([pool, torch.zeros_like(pool)], 1) for pool in (conv, ssm)
+    ]  # adds target slots after all sources
     moved = [replace(row, target=row.target + 11) if row.target >= 0 else row for row in ALIGN_STEPS]
     align_copy_ref(*roomy, device_batch(moved, device), 16, 3)
     quantized, ends = patterned(11, ODD.state, device, 2), torch.full((2, 11, 3, conv_dim), 9.0, device=device)

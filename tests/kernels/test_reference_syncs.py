@@ -1,4 +1,4 @@
-"""Ops and references never sync with the device: they run inside steps that must stay asynchronous."""
+"""Ops and references never synchronize with the device, because they run in asynchronous steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The fused residual sum and norm, kernel and reference, equal a separate sum and norm bit for bit."""
+"""The fused residual add and norm is bitwise equal to separate ops, for kernel and reference."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_residual_norm_equals_a_separate_sum_and_norm(
         rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float64: 1e-14}[dtype]
         torch.testing.assert_close(total, expected, rtol=rounding, atol=rounding, msg=op)
         torch.testing.assert_close(its_norm, normed, rtol=4 * rounding, atol=4 * rounding, msg=op)
-    # The interpreter cuts where the compiler rounds, which fuses a product and a sum of float32.
+    # The interpreter truncates instead of rounding, and the compiler fuses float32 multiplications and additions.
     if device == "cuda" and (multiplier == 1.0 or dtype != torch.float32):
         assert same_bits(found[0], expected)
 

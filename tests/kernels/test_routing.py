@@ -1,4 +1,4 @@
-"""Routing and the order of tokens by expert, kernels and references, against plain loops in float64.
+"""Routing and sorting by expert; kernels and references are compared with plain loops in float64.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -41,7 +41,7 @@ RULES = {
 
 
 def expected_route(logits: list[float], bias: list[float], rule: RoutingRule) -> tuple[list[int], list[float]]:
-    """Route one token by plain loops."""
+    """Route one token with plain loops."""
     if rule.score == "sigmoid":
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
     else:
@@ -78,14 +78,14 @@ def test_router_picks_the_best_experts_of_each_token(
     for token, line in enumerate(logits.tolist()):
         expected_ids, expected_weights = expected_route(line, offsets, rule)
         found = dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True))
-        if list(found) != expected_ids:  # bf16 logits are often equal, and then rounding decides
+        if list(found) != expected_ids:  # equal bf16 logits are frequent; then rounding decides
             assert dtype == torch.bfloat16 and num_differing(found, expected_ids) <= 1
             continue
         assert list(found.values()) == pytest.approx(expected_weights, rel=1e-5)
 
 
 def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
-    """Return the number of experts in only one of two choices."""
+    """Return the number of experts that are in only one of the two choices."""
     return len(set(found) ^ set(expected)) // 2
 
 
@@ -134,7 +134,7 @@ def test_router_gives_padding_tokens_no_expert(op: Route, device: str) -> None:
 def test_shared_expert_weight_is_the_sigmoid_of_its_gate(
     num_inputs: int, dtype: torch.dtype, has_padding: bool, op: Route, device: str
 ) -> None:
-    """Both the gate's GEMM and its sigmoid are rounded, as by torch's linear layer and function."""
+    """The gate's logit and its sigmoid are rounded as in torch's linear layer and sigmoid."""
     torch.manual_seed(num_inputs)
     x = torch.randn(6, num_inputs + 8).to(dtype).to(device)[:, :num_inputs]
     gate = torch.randn(1, num_inputs).mul(2 / num_inputs**0.5).to(dtype).to(device)
@@ -146,14 +146,14 @@ def test_shared_expert_weight_is_the_sigmoid_of_its_gate(
     assert torch.equal(ids, expected_ids) and same_bits(weights[:, :3], expected)
     found, shared = weights[:, 3], F.linear(x, gate).sigmoid()[:, 0]
     assert weights.shape == (6, 4) and weights.dtype is torch.float32
-    assert torch.equal(found.to(dtype).float(), found)  # is a number of the dtype
+    assert torch.equal(found.to(dtype).float(), found)  # the weight is rounded to the dtype
     tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.double(), shared.double(), rtol=tolerance, atol=0)
 
 
 @both_routes
 def test_shared_expert_gate_logit_is_cast_to_bf16_before_its_sigmoid(op: Route, device: str) -> None:
-    x = torch.tensor([[-5.0, -0.01171875]], device=device).bfloat16()  # their sum is between two numbers of bf16
+    x = torch.tensor([[-5.0, -0.01171875]], device=device).bfloat16()  # their sum is not a bf16 number
     _, weights = op(torch.zeros(1, 1, 2, device=device), None, RoutingRule(1), None, SharedGate(x, torch.ones_like(x)))
     cast, exact = (torch.tensor(logit).sigmoid().bfloat16().item() for logit in (-5.0, -5.01171875))
     assert weights[0, 1].item() == cast != exact
@@ -337,10 +337,10 @@ def test_expert_routing_does_not_recompile_for_other_token_counts(
         ids, _ = route(router_logits(x, gate), bias, rule, None, shared)
         order_by_expert(ids, num_experts)
     assert len(routes.ptx) == len(products.ptx) == len(numbers)
-    has_fewer_parts = num_experts <= 128  # of up to 4,096 tokens, which are multiplied whole by more experts
-    assert len(routes.compiled) == 2 + has_fewer_parts  # logits in parts, or whole
-    assert len(products.compiled) == 3 + has_fewer_parts  # few tokens, more, and many
-    for kernel, num_forms in zip(orders, (4, 1, 1, 1), strict=True):  # of the first: 128, 1,024, 2,048 and 4,096 pairs
+    has_fewer_parts = num_experts <= 128  # for up to 4,096 tokens; with more experts, logits are not split
+    assert len(routes.compiled) == 2 + has_fewer_parts  # variants for split and for whole logits
+    assert len(products.compiled) == 3 + has_fewer_parts  # variants by number of tokens
+    for kernel, num_forms in zip(orders, (4, 1, 1, 1), strict=True):  # the first: 128, 1,024, 2,048, 4,096 pairs
         assert kernel.ptx and len(kernel.compiled) == num_forms
     for kernel in (routes, products, *orders):
         assert ".local." not in kernel.ptx[0]

@@ -1,4 +1,4 @@
-"""Properties of sampling from supplied random numbers."""
+"""Properties of sampling with given random numbers."""
 
 import math
 from itertools import accumulate
@@ -43,7 +43,7 @@ def expected_token(logits: list[float], temperature: float, top_k: int, top_p: f
 
 
 ROWS = st.tuples(
-    # Few distinct logits make ties; odd uniforms and thresholds stay clear of the cumulative steps' rounding.
+    # Few distinct logits cause ties; odd uniforms and thresholds avoid rounding at the cumulative probabilities.
     st.lists(st.sampled_from([-3.5, -1.0, 0.25, 2.0]), min_size=6, max_size=6),
     st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     st.sampled_from([0, 1, 2, 3, 9]),
@@ -106,7 +106,7 @@ def test_token_probabilities_are_those_of_the_kept_tokens(rows: list[Row]) -> No
     found = token_probabilities(rows_of(rows))
     kept = [kept_probabilities(*row[:-1]) for row in rows]
     expected = torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in kept], dtype=torch.float64)
-    # The cut at an exactly reached top-p may fall either way: thresholds of ROWS are odd numbers.
+    # If top-p is reached exactly, rounding decides; the thresholds in ROWS are odd numbers to avoid this.
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 

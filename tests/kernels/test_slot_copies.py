@@ -1,4 +1,4 @@
-"""Whole-slot copies move every bit of the named slots and no other, by kernel and reference.
+"""Slot copies are bitwise exact and change no other slot, for kernel and reference.
 
 Without a GPU or the interpreter, the ops are their references; `test_interpreted` runs this file again.
 """
@@ -56,7 +56,7 @@ def num_launches() -> int:
 
 
 def run_counted(op: Op, slots: Tensor, *arguments: object) -> None:
-    """Run an op, and check that it is one launch exactly if its kernel can run and has work."""
+    """Run an op, and check that it has one launch if its kernel can run and has work, else none."""
     before = num_launches()
     op(*arguments)
     is_kernel = op is copy_slots and launches_kernel(slots)
@@ -76,7 +76,7 @@ def check_copy(op: Op, pools: Sequence[Tensor], src: Sequence[int], dst: Sequenc
 
 
 def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
-    """Copy to targets that are not sources, in any order, with padding on either side or both."""
+    """Return pairs of slots in any order, where no target is a source; sources or targets may be padding."""
     slots = data.draw(st.permutations(range(NUM_SLOTS)))
     num_targets = data.draw(st.integers(0, NUM_SLOTS - 1))
     dst = data.draw(st.permutations(slots[:num_targets] + [PAD_SLOT] * data.draw(st.integers(0, 3))))
@@ -138,7 +138,7 @@ def test_slot_copy_handles_odd_sizes(
 
 @pytest.mark.parametrize("num_slots", [SLOTS_AT_A_TIME, SLOTS_AT_A_TIME + 1])
 def test_slot_copy_works_for_any_number_of_slots(num_slots: int, device: str) -> None:
-    """Most pairs are padding, but not the last one."""
+    """Most pairs are padding; the last one is not."""
     named = [slot if slot % 40 == 0 or slot == num_slots - 1 else PAD_SLOT for slot in range(num_slots)]
     pools = make_pools(device, 2 * num_slots, (1, 2), (1, 1, 2))
     check_copy(copy_slots, pools, named, range(num_slots, 2 * num_slots))
@@ -166,7 +166,7 @@ def test_slot_copy_keeps_the_bytes_between_strided_slots(gap: int, device: str) 
 @both_copies
 @pytest.mark.parametrize("shift", [0, 1])
 def test_slot_copy_works_between_pools_of_different_sizes(shift: int, op: Op, device: str) -> None:
-    """With a shift, the pools allow accesses of other widths."""
+    """With a shift, the pools' alignment allows other access widths."""
     memory = torch.randn(2 * 7 * 24 + 1, device=device)
     sources = [memory[shift:][: 2 * 7 * 24].view(2, 7, 24), torch.randn(2, 4, 5, device=device)]
     pools = [torch.randn(2, 3, 24, device=device), torch.randn(2, 9, 5, device=device)]
@@ -187,7 +187,7 @@ def test_slot_copy_casts_states_of_another_dtype(device: str) -> None:
 
 
 def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
-    """Return invalid calls and a word of the error."""
+    """Return invalid calls, each with an excerpt of the error message."""
     return {
         "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "src and dst of one length"),
         "dtype": (lambda pools, slots: copy_slots(pools, pools, slots.long(), slots), "src"),

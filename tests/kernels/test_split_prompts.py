@@ -1,4 +1,4 @@
-"""Attention to a history in pieces equals attention to the whole: the split requests, and the merging kernel.
+"""Attention to the pieces of a history, merged, equals attention to the whole history.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -24,7 +24,7 @@ lengths = st.tuples(st.integers(0, 9), st.integers(0, 40)).map(lambda found: (fo
 
 
 def lists_of(requests: list[tuple[int, int]]) -> PageLists:
-    """Return the pages of (query tokens, cached tokens); pages are numbered by request and position."""
+    """Return page lists for requests of (query tokens, cached tokens); pages are numbered by request and position."""
     num_pages = [-(-kv_len // BLOCK) for _, kv_len in requests]
     pages = [100 * number + page for number, count in enumerate(num_pages) for page in range(count)]
     last = [kv_len - max(count - 1, 0) * BLOCK for (_, kv_len), count in zip(requests, num_pages, strict=True)]
@@ -33,7 +33,7 @@ def lists_of(requests: list[tuple[int, int]]) -> PageLists:
 
 
 def keys_of(pages: PageLists) -> list[list[tuple[int, int]]]:
-    """Return the (page, offset) of each request's keys, in order."""
+    """Return (page, offset) of the keys of each request, in order."""
     ends = pages.cu_pages.tolist()
     held = [pages.pages[start:stop].tolist() for start, stop in pairwise(ends)]
     return [
@@ -55,7 +55,7 @@ def test_split_kv_pieces_and_new_blocks_cover_each_key_once(
     for number, keys in enumerate(keys_of(pages)):
         assert [key for copy in range(num_pieces) for key in pieces[copy * stride + number]] + rest[number] == keys
         query_len, kv_len = requests[number]
-        assert len(rest[number]) >= min(query_len, kv_len)  # a query's own keys are under the causal mask
+        assert len(rest[number]) >= min(query_len, kv_len)  # the keys of the queries need the causal mask
         assert len(rest[number]) <= query_len + BLOCK or query_len > kv_len
     assert not any(pieces[stride - 1 :: stride]) and rest[-1] == []  # padding
     expected = np.add.outer(np.arange(num_pieces) * num_tokens, [*pages.cu_query[1:].tolist(), num_tokens])
@@ -72,7 +72,7 @@ def test_number_of_kv_splits_fills_the_multiprocessors_of_an_h200(num_programs: 
 
 
 def attention_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax(scores) @ values and log2 of the sums, for scores [tokens, heads, keys]; 0 and -inf without."""
+    """Return softmax(scores) @ values and the log2 of the softmax sums, for scores [tokens, heads, keys]."""
     sums = scores.logsumexp(-1)
     weights = torch.where(sums[..., None] == -torch.inf, 0, (scores - sums[..., None]).exp())
     return torch.einsum("thk,khd->thd", weights, values), sums / np.log(2)
@@ -87,7 +87,7 @@ def test_merged_split_kv_outputs_equal_attention_to_all_keys(
     scores = 3 * torch.randn(num_tokens, heads, 5 * num_parts, dtype=torch.float64)
     values = torch.randn(5 * num_parts, heads, dim, dtype=torch.float64)
     scores[0, :, 5:10] = -torch.inf  # a part without keys
-    scores[-1, 0] = -torch.inf  # and a token without any
+    scores[-1, 0] = -torch.inf  # a token without keys
     whole, _ = attention_of(scores, values)
     found = [attention_of(scores[..., keys], values[keys]) for keys in torch.arange(5 * num_parts).split(5)]
     parts = torch.stack([out for out, _ in found]).to(device, dtype)

@@ -1,4 +1,4 @@
-"""The squared ReLU kernel equals torch's two ops bit for bit."""
+"""The squared ReLU kernel is bitwise equal to torch's two ops."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Properties of the reference scan over packed rows."""
+"""Properties of the reference for the SSD scan over packed requests."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_ssd_scan_reference_matches_the_sequential_recurrence(
 
 
 def neighbours(packing: str) -> tuple[list[int], list[int]]:
-    """Return the lengths of the requests before and after the one under test."""
+    """Return the lengths of the requests before and after the tested request."""
     return {"alone": ([], []), "behind others": ([3, CHUNK], []), "amid others": ([1], [2 * CHUNK + 5, 0, 1])}[packing]
 
 
@@ -90,7 +90,7 @@ def test_ssd_scan_reference_resumed_at_any_block_end_is_bit_equal(packing: str, 
 def test_ssd_scan_reference_is_bit_equal_at_any_offset_in_the_batch(
     shape: SSMShape, num_before: int, device: str
 ) -> None:
-    """Sizes whose matrices are not aligned after others in memory."""
+    """For these sizes, matrices that follow others in memory are not aligned."""
     chunk, spec, slots = 64, RowSpec(128 + 9, 0, 3, 2), (4, *shape.state)
     for seed in range(8):
         torch.manual_seed(seed)

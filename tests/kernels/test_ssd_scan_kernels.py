@@ -1,6 +1,6 @@
-"""The scan's kernels follow the recurrence for any packing, and resume bit for bit.
+"""The SSD scan kernels match the recurrence in any batch, and resumed results are bitwise equal.
 
-The portable kernel runs compiled and interpreted; the Hopper kernel in every tiling where there is such a GPU.
+The portable kernel runs compiled and interpreted; the Hopper kernel runs with every tiling if there is a Hopper GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +39,14 @@ SLICED = SSMShape(heads=3 if INTERPRETED else 11, head_dim=48, d_state=32, group
 NANO_9B = SSMShape(heads=8, head_dim=80, d_state=128, groups=2)
 NUM_SLOTS = 13
 LONG_CHUNK = 32 if INTERPRETED else 64
-SEVERAL_TILES = 32 if INTERPRETED else 128  # tokens of a chunk; the interpreter takes seconds for 64
+SEVERAL_TILES = 32 if INTERPRETED else 128  # chunk size; the interpreter takes seconds for 64
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
-"""Three stages of two whole heads, with their float32 output states, do not fit."""
+"""Tilings that fit in shared memory; three stages for two heads and float32 states do not."""
 Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillBatch, int], Tensor]
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
-# The interpreter multiplies the bits of bf16 matrices as integers.
+# Triton's interpreter multiplies bf16 bit patterns as integers.
 compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bf16 matrix products")
 
 
@@ -65,7 +65,7 @@ def only_where_kernels_run(device: str) -> None:
 
 
 def scan_with(tiling: HopperTiling | None) -> Scan:
-    """Return the scan of one variant."""
+    """Return a function that scans with one kernel variant."""
 
     def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: PrefillBatch, chunk_size: int) -> Tensor:
         shape = tile_shape(chunk_size, tokens.x.dtype)
@@ -127,7 +127,7 @@ def test_ssd_scan_of_heads_cut_into_slices_matches_the_recurrence(
     torch.manual_seed(chunk)
     specs, launched = scan_specs(chunk), counted_kernel.launches
     check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs) + 3, device, SLICED), 1e-5)
-    assert counted_kernel.launches == launched + 2  # 48 channels are 32 and 16
+    assert counted_kernel.launches == launched + 2  # 48 channels are split into 32 and 16
 
 
 def test_ssd_scan_masks_lanes_beyond_the_channels_of_a_head_slice(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ SLOTS_APART = [
 def test_ssd_scan_is_bit_equal_with_states_far_apart_in_memory(
     tiling: HopperTiling | None, pool_dtype: torch.dtype, device: str
 ) -> None:
-    """In slabs a layer's states are far apart: other layers' states and KV blocks are between them."""
+    """In slabs, states of other layers and KV blocks are between the states of one layer."""
     torch.manual_seed(6)
     shape, chunk, dtype = (SMALL, 16, torch.float32) if tiling is None else (LARGE, 128, torch.bfloat16)
     specs = scan_specs(chunk)
@@ -406,7 +406,7 @@ def test_ssd_scan_tiles_are_consecutive_and_cut_at_absolute_positions(
     assert cut is not None and cut.per_chunk == 2
     monkeypatch.setattr(torch, "empty", torch.ones)
     tiles = cut_tiles(steps.tokens.dt, steps.weights, rows, cut, shape.head_dim, torch.bfloat16)
-    # Tokens of 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
+    # Expected tiles: 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
     whole = [row * 2 + tile for row, tile in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]]
     dt = steps.weights.time_steps(steps.tokens.dt, torch.float64)
     rate = steps.weights.decay(torch.float64)
@@ -458,7 +458,7 @@ def test_ssd_scan_kernel_matches_its_reference(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("num_padding", [0, 3])
 def test_ssd_scan_is_bit_equal_when_its_preparation_overlaps_the_conv(num_padding: int) -> None:
-    """A chain of layers, each of which begins with a GEMM whose output the preparation and the convolution read."""
+    """Each layer starts with a GEMM whose output is read by the scan's preparation and by the convolution."""
     torch.manual_seed(0)
     heads, head_dim, d_state, groups = 16, 64, 128, 2
     inner, conv_dim = heads * head_dim, heads * head_dim + 2 * groups * d_state
@@ -485,7 +485,7 @@ def test_ssd_scan_is_bit_equal_when_its_preparation_overlaps_the_conv(num_paddin
             found += [conv, y, *(pool.clone() for pool in pools)]
         return found
 
-    layers(overlapped=True)  # compiles
+    layers(overlapped=True)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

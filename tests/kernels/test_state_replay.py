@@ -36,7 +36,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 WHOLE_TILE = SSMShape(heads=2, head_dim=64, d_state=64, groups=1)
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-MOST = 2 if INTERPRETED else 4  # requests
+MOST = 2 if INTERPRETED else 4  # maximum number of requests
 PERIODS = 2 if INTERPRETED else 5
 
 
@@ -54,7 +54,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
-    """Decode every request to its `length`, in random batches with random drafts and padding."""
+    """Decode all requests to their `length`, in random batches with random drafts and padding."""
     while open_requests := [request for request in requests.requests if request.computed < length]:
         turns = []
         for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
@@ -68,13 +68,13 @@ def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int,
 def texts(
     number: int, length: int, device: str, shape: SSMShape = SHAPE, dtype: torch.dtype = torch.float32
 ) -> list[SSMSteps]:
-    """Return texts of one model, followed by more tokens for drafts."""
+    """Return the inputs of random texts, each followed by further tokens for drafts."""
     every = random_steps(number * (length + 9), device, shape, dtype=dtype)
     return [every[i * (length + 9) : (i + 1) * (length + 9)] for i in range(number)]
 
 
 def checkpoint_by_tokens(requests: ReplayedRequests, number: int) -> Tensor:
-    """Return a request's state at its last fold, by single-token steps of the reference."""
+    """Compute a request's state at its last fold with single-token steps of the reference."""
     request = requests.requests[number]
     alone = ReplayedRequests([request.text], SHAPE, requests.ring_len, 1, dtype=requests.pool.dtype)
     alone.pool[1] = requests.initial[request.slot]
@@ -123,7 +123,7 @@ def test_float64_state_replay_matches_the_recurrence_over_long_texts(seed: int) 
 def test_stored_replay_states_depend_only_on_the_tokens(
     shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """For any drafts, accepted tokens, batch and capacity: the bits of single-token steps."""
+    """They are bitwise equal to single-token steps for any drafts, accepted tokens, batch and capacity."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
@@ -163,7 +163,7 @@ def test_float32_replay_equals_state_verify_bit_for_bit(op: Op, device: str) -> 
 
 
 def test_state_replay_may_start_at_any_position(op: Op, device: str) -> None:
-    """Prefill leaves a replay base at any position, and an empty ring."""
+    """After prefill, the stored state may be at any position, and the ring is empty."""
     torch.manual_seed(2)
     requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
     decode(requests, op, random.Random(2), 29, 2)
@@ -224,7 +224,7 @@ def test_state_replay_kernel_matches_its_reference(
 def compare_with_twin(
     tiling: ReplayTiling, shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, device: str, num_rows: int = 3
 ) -> None:
-    """Compare a kernel's step with its reference's, from the same replay bases and rings."""
+    """Compare a step of the kernel with one of the reference, from the same states and rings."""
     torch.manual_seed(shape.d_state)
     ring_len, most = 8, 9
     mine = ReplayedRequests(
@@ -239,9 +239,9 @@ def compare_with_twin(
     y = replay_tiled(*arguments, mine.pool, mine.ring, rows, ring_len, tiling)
     expected = state_replay_ref(*arguments, its_pool, its_ring, rows, ring_len)
     exact = inputs == dtype == torch.float32
-    rounding = 2**-21 * expected.abs().max().item()  # a few, of sums whose terms cancel
+    rounding = 2**-21 * expected.abs().max().item()  # a few rounding errors of sums whose terms cancel
     torch.testing.assert_close(y, expected, rtol=2e-5 if exact else 1e-2, atol=max(2e-5, rounding) if exact else 2e-2)
-    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    # If fp32 results differ in their last bits, they may round to different bf16 values.
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(mine.pool, its_pool, rtol=rtol, atol=1e-5, equal_nan=True)
     for found, held in zip(ring_tensors(mine.ring), ring_tensors(its_ring), strict=True):
@@ -276,7 +276,7 @@ def test_state_replay_accepts_input_views_and_strided_pools_and_rings(op: Op, de
     x, dt, B, C = views
     strided = SSMTokens(x.unflatten(1, (4, 5)), dt, B.unflatten(1, (2, 7)), C.unflatten(1, (2, 7)))
     pools = torch.randn(3, 2, *SHAPE.state, device=device)
-    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # as many entries of x as of the rest
+    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # equally many entries for x and the rest
     capacity = plain.capacity
     one_allocation = torch.full((2, capacity, 2, 100), float("nan"), device=device)
     segments = one_allocation[:, :, 1]
@@ -331,7 +331,7 @@ def test_replay_error_over_4096_tokens_is_at_most_that_of_state_verify(inputs: t
     shape, length = whole_tiles if device == "cuda" else small, 4096
     text = random_steps(length, device, shape)
     steps = text.tokens.dt
-    steps.sub_(3)  # decays that keep a token for tens of tokens
+    steps.sub_(3)  # weak decays: a token has an effect for tens of tokens
     text = text.cast(inputs)
     outputs, states = text.recurrence(torch.zeros(shape.state, device=device))
     folds = range(16, length, 16)
@@ -400,7 +400,7 @@ def test_gluon_state_replay_kernels_match_the_reference(kernel: str, shape: SSMS
 def test_every_replay_kernel_stores_the_same_state_as_the_boundary_op(
     kernel: str, ring_len: int, dtype: torch.dtype
 ) -> None:
-    """Fold several multiples in one step; outputs before a token of NaN stay finite."""
+    """A step may span several multiples of the fold length; outputs before a NaN token stay finite."""
     if kernel != "portable" and not (is_hopper(torch.device("cuda")) and has_tested_gluon()):
         pytest.skip("needs Hopper, and a Gluon that was tested")
     torch.manual_seed(11)

@@ -1,4 +1,4 @@
-"""Properties of the state update over a base token and drafts of each request, for kernel and reference.
+"""Properties of the state update over base tokens and drafts, for kernel and reference.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -47,7 +47,7 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
 
 
 def seeds(count: int) -> range:
-    """Return random seeds; few of them where a kernel takes seconds."""
+    """Return random seeds, only a few of them for slow kernels."""
     return range(max(1, count // 10) if INTERPRETED else count)
 
 
@@ -95,7 +95,7 @@ def test_state_verify_casts_the_stored_state_to_bf16(op: Op, device: str) -> Non
     y_stored = op(step.tokens, step.weights, stored, rows)
     y_exact = op(step.tokens, step.weights, exact, rows)
     assert same_bits(stored[2], exact[2].bfloat16())
-    torch.testing.assert_close(y_stored, y_exact, rtol=1e-5, atol=1e-5)  # the sum's order may differ
+    torch.testing.assert_close(y_stored, y_exact, rtol=1e-5, atol=1e-5)  # the order of the sum may differ
 
 
 @BOTH_POOLS
@@ -142,7 +142,7 @@ def test_state_verify_is_unaffected_by_drafts_rejected_before(
         num_drafts = min(draw.randint(0, 8), length - position - 1)
         kept = draw.randint(1, 1 + num_drafts)
         tokens = text[position : position + 1 + num_drafts]
-        tokens.poison(slice(kept, None))  # wrong drafts, and nothing of them may be read again
+        tokens.poison(slice(kept, None))  # rejected drafts, which must not be read later
         spec = VerifySpec(1 + num_drafts, columns, accepted)
         y = op(tokens.tokens, tokens.weights, pool, pack_verify([spec], device))
         for j in range(kept):
@@ -218,14 +218,14 @@ def test_state_verify_kernel_matches_its_reference(
     y = state_verify(steps.tokens, steps.weights, pool, rows, VerifyTiling(width, num_warps=4, max_registers=128))
     expected = state_verify_ref(steps.tokens, steps.weights, expected_pool, rows)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5 if dtype == torch.float32 else 2e-2)
-    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    # If fp32 results differ in their last bits, they may round to different bf16 values.
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(pool, expected_pool, rtol=rtol, atol=1e-5, equal_nan=True)
     assert_untouched(expected_pool, pool, {1, 3, 4, 6})
 
 
 def test_state_verify_keeps_the_precision_of_small_time_steps(op: Op, device: str) -> None:
-    """The state holds only the first token's input: dt * B * x."""
+    """The state contains only the input of the first token, dt * B * x."""
     steps = random_steps(1, device, SSMShape(heads=32, head_dim=1, d_state=1, groups=1))
     steps.tokens.x.fill_(1)
     steps.tokens.B.fill_(1)

@@ -1,4 +1,4 @@
-"""The sum of the ranks' expert outputs of each token: in rank order, for any number of tokens."""
+"""The sum of expert outputs over ranks is taken in rank order, for any number of tokens."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""The sampling kernels keep the tokens of the definitions, and sample like their reference."""
+"""The sampling kernels keep the tokens that the definitions keep, and sample like their reference."""
 
 import math
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def test_sampling_kernels_pick_the_same_tokens_as_the_reference(
 @needs_kernels
 @pytest.mark.parametrize("chosen", [(1.0, 0, 0.5012345), (1.0, 20, 0.0), (1.0, 4500, 0.3012345)], ids=str)
 def test_sampling_kernels_keep_the_first_tokens_of_equal_logits(chosen: Setting) -> None:
-    """The tied tokens outnumber the lists, so that whole rows are searched."""
+    """There are more equal logits than a list can hold, so whole rows are searched."""
     num_rows = 2 if INTERPRETED else len(UNIFORMS)
     rows, uniforms = rows_of(torch.zeros(num_rows, 5000), [chosen] * num_rows), uniforms_of(num_rows)
     num_kept = math.ceil((chosen[1] or 5000) * (chosen[2] or 1))
@@ -119,7 +119,7 @@ def test_nan_logits_sample_a_valid_token_but_never_a_masked_one() -> None:
 @pytest.mark.parametrize("top_k", [2, 7, 50])
 @pytest.mark.parametrize("logits", [(1.3,), (-0.7,), (0.0,), (3e30,), (2.1, 2.1, 2.1), (2.1, -4.0), (5.5, 1e-3, 1e-3)])
 def test_all_unmasked_tokens_are_kept_if_fewer_than_top_k(logits: Sequence[float], top_k: int) -> None:
-    """A grammar may allow a single token: it must not matter which logits equal the largest one."""
+    """A grammar may allow a single token; then it does not matter which logit is the largest."""
     kept_tokens = torch.tensor([4099, 17, 4095][: len(logits)])
     row = torch.full((1, 4100), -torch.inf)
     row[0, kept_tokens] = torch.tensor(logits)
@@ -151,7 +151,7 @@ def test_sampling_kernels_accept_an_empty_batch() -> None:
 
 
 CASES = st.tuples(
-    # Few distinct logits make ties.
+    # Few distinct logits cause ties.
     st.lists(st.sampled_from([-3.5, -1.0, -0.0, 0.0, 0.25, 2.0, -math.inf]), min_size=9, max_size=9),
     st.sampled_from([0.5, 1.0, 3.0]),
     st.sampled_from([0, 2, 3, 5, 9, 30]),
@@ -165,7 +165,7 @@ CASES = st.tuples(
 def test_sampling_kernels_keep_exactly_the_top_k_and_top_p_tokens(
     cases: list[tuple[list[float], float, int, float]], seed: int
 ) -> None:
-    """The kept tokens may be anywhere in a row of two tiles; all other tokens are improbable."""
+    """Kept tokens may be anywhere in a row of two tiles; all other tokens have low probabilities."""
     kept_tokens = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))[:9].sort().values
     logits = torch.full((len(cases), 5000), -40.0)
     logits[:, kept_tokens] = torch.tensor([case[0] for case in cases])

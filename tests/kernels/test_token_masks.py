@@ -1,4 +1,4 @@
-"""Masked tokens: the kernel writes what its reference writes, and nothing else."""
+"""The mask kernel writes the same logits as its reference, and no others."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Properties of SSM chunks cut at packed positions."""
+"""Properties of chunk metadata for requests that are split at packed positions."""
 
 from itertools import accumulate
 

@@ -1,4 +1,4 @@
-"""Verification of drafts against a plain loop, and its edge cases."""
+"""Verification of drafts, compared with a plain loop, and edge cases."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -26,7 +26,7 @@ VOCAB = 4
 
 @dataclass(frozen=True)
 class Position:
-    """One logits row: the sampled token, its p, the draft that follows, and that draft's q if it was sampled."""
+    """One position: the sampled token, p, the draft that follows, and q if the draft was sampled."""
 
     token: int
     p: list[float]
@@ -37,7 +37,7 @@ class Position:
 
 
 def emitted_tokens(row: list[Position], *, by_ratio: bool) -> list[int]:
-    """Return the emitted tokens of a request: the plain loop for both ops."""
+    """Verify one request with a plain loop, and return its emitted tokens."""
     emitted = []
     for position in row[:-1]:
         x, p, q = position.draft, position.p, position.q
@@ -81,7 +81,7 @@ def random_probabilities(rng: np.random.Generator) -> list[float]:
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of both ops."""
+    """Arguments of both verification ops."""
 
     tokens: Tensor
     probabilities: Tensor
@@ -186,7 +186,7 @@ def test_verification_returns_only_valid_token_ids(batch: tuple[list[int], int, 
 
 
 def decide(p: list[float], q: list[float], accept: float, residual: float, device: str) -> list[int]:
-    """Return the emitted tokens of a request with one sampled draft, token 0; token 3 is sampled everywhere."""
+    """Verify one request whose only draft, token 0, was sampled; the model's sample is token 3 at each position."""
     first = Position(3, p, 0, q, accept, residual)
     return batch_of([[first, Position(3, p, 0, None, 0, 0)]], device, max_drafts=1).by_ratio()[0]
 
