@@ -1,4 +1,4 @@
-"""Properties of slot sizes and of the slots that fit a budget."""
+"""Properties of slot sizes."""
 
 import math
 
@@ -25,7 +25,7 @@ SHAPES = {"8B": (24, 10240, (128, 128, 64)), "Nemotron 3 Nano": (23, 6144, (64, 
 def test_quantization_shrinks_states_by_the_documented_factor(
     name: str, live: torch.dtype, least: float, form: str
 ) -> None:
-    """Conv windows and scales count, in a packed layout with contiguous slots."""
+    """The size includes conv windows and scales, without alignment."""
     layers, conv_dim, ssm = SHAPES[name]
     groups = [window_and_matrix(layers, (3, conv_dim), ssm, torch.bfloat16, live)]
     exact = SlotLayout.of(groups)

@@ -1,4 +1,4 @@
-"""The allocator of cached states without an engine, with the method names of Megatron's documented class."""
+"""Slot allocator for cached Mamba states without an engine, with the methods of Megatron's documented class."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
 def sharing_allocator(
     num_slots: int, device: str, rule: BoundaryRule, reservations: StepReservations
 ) -> StateSlotAllocator:
-    """Return an allocator over a pool and a slot map that it does not own."""
+    """Return an allocator that uses a given state pool and slot pool."""
     group = window_and_matrix(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
     pool = StatePool.zeros([group], num_slots, device)
     return StateSlotAllocator(context(device=device), pool, SlotPool(num_slots), rule, reservations)
@@ -53,7 +53,7 @@ def store_offsets(
     chunk: int | None = None,
     matched: int = 0,
 ) -> None:
-    """Store the boundaries of a chunk, by default the rest of the prompt."""
+    """Reserve the boundaries in a prefill chunk, which by default is the rest of the prompt."""
     chunk = num_tokens - done if chunk is None else chunk
     own.compute_and_store_offsets(prompt(num_tokens, done), request, skip, chunk, matched, [], 0)
 
@@ -64,7 +64,7 @@ def stored(own: MambaSlotAllocator) -> tuple[list[list[int]], list[int]]:
     return [row[:count] for row, count in zip(offsets.tolist(), counts.tolist(), strict=True)], counts.tolist()
 
 
-# Slots.
+# Allocation of slots.
 
 
 def test_states_of_three_blocks_get_three_slots() -> None:
@@ -139,7 +139,7 @@ def test_allocator_without_slots_is_refused() -> None:
         allocator(max_slots=0)
 
 
-# Leaving.
+# Removal of states.
 
 
 def test_invalidating_a_block_frees_its_slot_and_hash() -> None:
@@ -190,7 +190,7 @@ def test_reset_drops_states_hashes_and_reserved_slots() -> None:
     assert own.slots.count_by_owner() == {"free": 4, "live": 0, "reserved": 0, "cached": 0, "draft": 0}
 
 
-# Copies.
+# Copies of states.
 
 
 def test_state_stored_from_tensors_is_restored_bit_for_bit() -> None:
@@ -295,7 +295,7 @@ def test_storing_unequal_numbers_of_slots_and_requests_raises() -> None:
     assert not own.state_pool.tensor("ssm").any()
 
 
-# Boundaries of a running step.
+# Boundaries in the current step.
 
 
 def test_prompt_one_token_past_a_block_stores_a_state_after_it() -> None:
@@ -414,7 +414,7 @@ def test_block_deregistered_before_the_commit_releases_its_slot() -> None:
 
 
 class Reservations:
-    """The boundaries of a custom scheduler."""
+    """Boundaries reserved by a custom scheduler."""
 
     def __init__(self, offsets: list[list[int]]) -> None:
         self._offsets = offsets

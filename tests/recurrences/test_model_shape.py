@@ -1,4 +1,4 @@
-"""Settings that depend on a model's shape."""
+"""Settings that are derived from the sizes of a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.published_shapes import DENSE_8B, NANO_30B
 
 
 def part_of(whole: HybridModelShape, types: Sequence[str]) -> HybridModelShape:
-    """Return a rank's shard of a model with these layers."""
+    """Return the shape of one rank's shard, which has these layers."""
     (recurrent,) = whole.recurrent
     layers = RecurrentLayers(recurrent.recurrence, tuple(range(list(types).count("M"))))
     return replace(whole, layer_types=tuple(types), recurrent=(layers,))
@@ -66,7 +66,7 @@ def test_small_models_with_few_drafts_store_one_state_per_draft(
 def test_max_requests_is_lowered_to_those_whose_replay_rings_fit_the_cache(
     cache_gb: float, is_lowered: bool, num_drafts: int
 ) -> None:
-    """One more request with a state, a ring and a block would not fit."""
+    """A further request would not fit in the cache with its state, its replay ring and one block."""
     fields = {"cache_gb": cache_gb, "draft_states": "replay", "num_speculative_tokens": num_drafts}
     asked = CacheConfig(max_requests=256, max_sequence_length=512, **fields)
     config = DENSE_8B.resolved(asked)
@@ -79,18 +79,18 @@ def test_max_requests_is_lowered_to_those_whose_replay_rings_fit_the_cache(
 
 
 class Stages(OneRank):
-    """A rank of a pipeline, as far as the memory of all stages decides.
+    """A pipeline rank that exchanges memory sizes with the other stages.
 
     Args:
-        units: What each stage stores.
-        least_bytes: The budget that each needs; None: as much as this one.
+        units: Sizes of a state and a block on each stage.
+        least_bytes: Minimum budget of each stage; None: equal to this rank's.
     """
 
     def __init__(self, units: Sequence[UnitBytes], least_bytes: Sequence[int] | None = None) -> None:
         self._units, self._least_bytes = units, least_bytes
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each stage stores, or needs; other values are equal."""
+        """Return the values of all stages for `units` or `least_bytes`; other values are equal on all stages."""
         if isinstance(value, UnitBytes):
             return list(self._units)
         if type(value) is int and self._least_bytes is not None:
@@ -113,7 +113,7 @@ STAGES = {
 def test_uneven_pipeline_stages_accept_any_cache_size_above_the_minimum(
     name: str, length: int, num_drafts: int
 ) -> None:
-    """All ranks run as many requests as fit on the stage with the least room."""
+    """All ranks use the maximum number of requests that fits on the stage with the least memory."""
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}
@@ -164,15 +164,15 @@ def test_fast_replay_kernel_needs_a_hopper_gpu_and_suitable_head_sizes(monkeypat
     for is_hopper in (True, False):
         monkeypatch.setattr(tiling, "is_hopper", lambda device, found=is_hopper: found)
         assert tiling.replays_fast(64, 128) == is_hopper
-        assert not tiling.replays_fast(60, 100)  # no tile holds such heads
+        assert not tiling.replays_fast(60, 100)  # no kernel supports these sizes
 
 
 @pytest.mark.parametrize(
     ("layer_weights", "fields", "tokens"),
     [
-        (0, {}, 4096),  # not known
+        (0, {}, 4096),  # unknown number of weights
         (200_000_000, {}, 4096),
-        (40_000_000, {}, 6144),  # 6,750, rounded down
+        (40_000_000, {}, 6144),  # 6,750 rounded down to a multiple of 1,024
         (16_000_000, {}, 8192),
         (16_000_000, {"max_tokens": 6000}, 6000),
         (16_000_000, {"max_tokens": 100_000}, 8192),

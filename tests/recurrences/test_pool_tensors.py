@@ -1,4 +1,4 @@
-"""States and KV blocks as views of one memory: no two views overlap, and each is contiguous."""
+"""States and KV blocks are views of one memory; no two overlap, and each is contiguous."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_kv_blocks_and_states_in_shared_memory_do_not_overlap(slab: SlabShape, d
     pool, kv = tensors(slab, device)
     num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
     assert pool.tensors[0].shape[1] == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
-    # Slab 1 holds states, the others KV blocks, and the block after the last slab is the dummy.
+    # Slab 1 holds states, the other slabs hold KV blocks, and the dummy block follows the last slab.
     slots = [slot for slot in range(num_slots) if slot // slab.slots_per_slab == 1]
     blocks = [block for block in range(num_blocks) if block // slab.blocks_per_slab != 1]
     for slot in slots:
@@ -63,7 +63,7 @@ def test_layers_of_one_state_or_kv_block_are_contiguous(slab: SlabShape, device:
 
 def test_slot_copies_in_shared_memory_move_only_states(device: str) -> None:
     pool, kv = tensors(SHAPES[0], device)
-    kv[:, :, 0] = 7  # slab 0
+    kv[:, :, 0] = 7  # all blocks in slab 0
     pool.tensor("conv")[:, 1].normal_()
     pool.tensor("ssm")[:, 1].normal_()
     one, two = (torch.tensor([slot], dtype=torch.int32, device=device) for slot in (1, 2))
@@ -84,7 +84,7 @@ def test_pool_of_a_stage_without_mamba_or_attention_has_empty_views(device: str)
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 def test_state_stride_is_a_multiple_of_the_head_dimension(head_dim: int) -> None:
-    """In the pool as a matrix with rows of a head's channels, each state begins at a row."""
+    """If the pool is viewed as a matrix with head_dim columns, each state starts at the beginning of a row."""
     states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
     (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")

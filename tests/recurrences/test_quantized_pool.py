@@ -1,4 +1,4 @@
-"""Quantized cached states: views that do not overlap, and stores and restores of whole states."""
+"""Quantized cached states do not overlap with KV blocks, and whole states are stored and restored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sizes of slabs: little is wasted for any unit sizes, and every unit is aligned."""
+"""Slab sizes waste little memory for any sizes of states and blocks, and keep all of them aligned."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ NANO = UnitBytes(49_000_000, 256 * 6 * 1024, 512)
         (NANO, SlabShape(31, 1)),
         (UnitBytes(103_000_000, 4 * MIB, 2048), SlabShape(24, 1)),
         (UnitBytes(168_000_000, 2 * MIB, 512), SlabShape(80, 1)),
-        (UnitBytes(52_000_000, 4 * MIB, 2048), SlabShape(25, 2)),  # bf16 states: 12.4 blocks
+        (UnitBytes(52_000_000, 4 * MIB, 2048), SlabShape(25, 2)),  # a bf16 state as large as 12.4 blocks
         (UnitBytes(MIB, 4 * MIB, 512), SlabShape(1, 4)),  # states smaller than blocks
     ],
 )

@@ -1,4 +1,4 @@
-"""Moves of whole states within the pool."""
+"""Copies of whole states within the pool."""
 
 import pytest
 import torch
