@@ -256,7 +256,7 @@ def test_align_copy_quantizes_the_exact_state(
 
 
 @pytest.mark.parametrize("op", [align_copy_module.align_copy, align_copy_module.align_copy_ref])
-def test_align_copy_of_conv_windows_alone_moves_only_these(op: Callable[..., None], device: str) -> None:
+def test_align_copy_can_move_only_the_conv_windows(op: Callable[..., None], device: str) -> None:
     conv, ends = torch.randn(2, 11, 7, 10, device=device), torch.zeros(2, 11, 3, 10, device=device)
     op([StateMove(conv, ends, 3)], device_batch(ALIGN_STEPS, device), 16)
     assert same_bits(ends[:, 3], conv[:, 0, 3:6]) and same_bits(ends[:, 10], conv[:, 10, :3])

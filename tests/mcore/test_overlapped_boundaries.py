@@ -115,7 +115,7 @@ def test_steps_overlap_at_block_boundaries_while_a_request_waits(limit: dict[str
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
-def test_request_ended_at_a_block_end_releases_blocks_of_the_running_step(length: int) -> None:
+def test_request_that_ends_at_a_block_end_releases_its_next_block(length: int) -> None:
     """A token ends the request just beyond whole blocks, while the step after it runs."""
     plain = start(3, 60, run_ahead=False)
     plain.finish()

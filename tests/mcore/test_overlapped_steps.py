@@ -203,7 +203,7 @@ def test_steps_still_overlap_when_some_requests_want_extra_outputs(
     print(f"{num_steps} steps; request 8: {ahead.tokens(8)[:12]}")
 
 
-def test_penalties_and_biases_of_these_tests_change_the_tokens() -> None:
+def test_penalties_and_logit_biases_change_the_tokens() -> None:
     """Shows that the comparison above can fail."""
     texts = set()
     for asked in ({}, *ASKED.values()):
@@ -417,7 +417,7 @@ def test_overlapped_step_is_timed_from_the_end_of_the_previous_step(monkeypatch:
     assert 100.0 < run.engine.step_modern()["step_time"] < 200.0
 
 
-def test_steps_on_a_cpu_use_a_wall_clock_after_a_reset() -> None:
+def test_step_timers_use_the_wall_clock_after_a_reset() -> None:
     run = start()
     run.engine.reset()
     assert isinstance(run.engine.step_start_event, WallClockEvent)

@@ -114,7 +114,7 @@ def test_later_conversation_turns_are_restored_from_host_memory(subject: Hybrid)
     assert counters.host_restores_failed == 0
 
 
-def test_conversations_are_recomputed_without_a_host_tier() -> None:
+def test_most_conversations_are_recomputed_without_a_host_tier() -> None:
     config = replace(small_device(tiny_hybrid()), host_cache_gb=None)
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)

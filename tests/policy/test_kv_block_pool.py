@@ -109,7 +109,7 @@ def test_ten_identical_prompts_share_the_blocks_of_the_first() -> None:
     assert [pools.kv.num_refs(block) for block in first] == [10, 10, 10]
 
 
-def test_prompt_with_a_different_third_block_shares_two() -> None:
+def test_prompt_that_differs_in_its_third_block_shares_two_blocks() -> None:
     pools = new_pools(10)
     first, second = hold(pools, [1, 2, 3]), hold(pools, [1, 2, 4])
     assert second[:2] == first[:2] and second[2] != first[2]

@@ -286,7 +286,7 @@ def test_flush_drops_every_state_but_frees_pinned_ones_after_unpin() -> None:
     pool.check_integrity()
 
 
-def test_new_state_of_a_block_survives_the_unpin_of_a_flushed_one() -> None:
+def test_unpinning_a_flushed_state_keeps_the_new_state_of_its_block() -> None:
     pool = SlotPool(3)
     (orphan,) = cache(pool, 0)
     pool.pin(BlockId(0))

@@ -117,7 +117,7 @@ def test_incrementally_updated_step_equals_a_new_layout(
 
 
 @pytest.mark.parametrize("change", ["another request", "a prompt to prefill", "another step", "no step between"])
-def test_step_is_laid_out_anew_when_it_does_not_follow_the_last(device: str, change: str) -> None:
+def test_step_is_laid_out_anew_when_it_does_not_continue_the_last_step(device: str, change: str) -> None:
     buffers, requests = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
     send_anew(requests, buffers, SHAPES[0])
     last = DecodeStep.sent(requests, buffers)
