@@ -124,7 +124,7 @@ def test_states_are_quantized_only_if_cached() -> None:
     [("ring_len", "block_size_tokens"), ("chunked_prefill", "max_tokens"), ("paused_buffer_size_gb", "a quarter")],
 )
 def test_removed_setting_names_its_replacement(name: str, replacement: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is not a setting anymore: .*{replacement}"):
+    with pytest.raises(TypeError, match=f"{name} is no longer a setting: .*{replacement}"):
         CacheConfig(**{name: 1})  # type: ignore[arg-type]
 
 

@@ -470,7 +470,7 @@ def test_conversations_of_a_killed_engine_are_restored_from_disk(tmp_path: Path)
     ("settings", "message"),
     [
         ({"host_cache_gb": 2.0**19}, "this host has only .* GiB available: lower --host-cache-gb"),
-        ({"host_cache_gb": 1e-6}, "which holds no state with the KV before it: set --host-cache-gb to "),
+        ({"host_cache_gb": 1e-6}, "too small for a state and the KV before it: set --host-cache-gb to "),
         ({"host_cache_gb": 0}, "it must be more than 0"),
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
     ],
