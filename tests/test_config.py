@@ -185,7 +185,7 @@ def test_flags_are_checked_as_settings_are() -> None:
 
 @pytest.mark.parametrize("name", ["buffer_size_gb", "prefix_caching_mamba_gb"])
 def test_budget_and_its_summands_are_mutually_exclusive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0, which adds up"):
+    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0, but cache_gb already includes"):
         CacheConfig(cache_gb=2.0, **{name: 1.0})  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ def test_subset_of_a_file_is_staggered_like_a_file(tmp_path: Path) -> None:
         ("[" * 100_000, "line 2: nested too deeply"),
         (session(request(0, 640, 1, range(9))), "line 2: 640 prompt tokens need 10 hashes for 64 tokens each, found 9"),
         (session(request(0, 640, 1, range(10)), block_size=32), "line 2: 640 prompt tokens need 20 hashes for 32"),
-        (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes of \\[32, 64\\] tokens"),
+        (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes for \\[32, 64\\] tokens"),
     ],
 )
 def test_line_of_unknown_format_is_named(line: Any, named: str, tmp_path: Path) -> None:
