@@ -51,8 +51,8 @@ def test_several_hosts_without_an_access_flag_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         settings_of(TWO_HOSTS)
     assert str(refused.value) == (
-        "8 processes on several hosts need --coordinator-key-file FILE, the same on each (made with: (umask 077; "
-        "openssl rand -hex 32 > FILE)), or --insecure-coordinator on a network that you trust"
+        "8 processes on several hosts need --coordinator-key-file FILE with the same key on each (create it with: "
+        "(umask 077; openssl rand -hex 32 > FILE)), or --insecure-coordinator on a trusted network"
     )
 
 
@@ -71,7 +71,7 @@ def test_torchrun_sets_the_number_of_local_processes() -> None:
     ("flags", "message"),
     [
         ((), "2 processes on several hosts need --coordinator-key-file FILE"),
-        (("--coordinator-key-file", "no-file"), "--coordinator-key-file: key file no-file: No such file"),
+        (("--coordinator-key-file", "no-file"), "--coordinator-key-file: cannot read key file no-file: No such file"),
         (("--coordinator-key-file", "a", "--insecure-coordinator"), "not allowed with argument --coordinator-key-file"),
         (("--coordinator-key-file",), "--coordinator-key-file: expected one argument"),
     ],

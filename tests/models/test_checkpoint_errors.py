@@ -133,7 +133,7 @@ def test_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     first, second = sorted(sharded.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(second).items()))
     save_file(load_file(first) | {name: tensor}, first)
-    assert_refused(sharded, f"{second} has tensor {name}, and {first} has it too")
+    assert_refused(sharded, f"tensor {name} is in {second} and in {first}; remove one")
 
 
 @pytest.mark.usefixtures("no_model_is_built")

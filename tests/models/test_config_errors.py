@@ -108,9 +108,9 @@ def test_unknown_symbol_in_a_layer_pattern_is_refused(family: str, pattern: str,
 def test_error_for_impossible_expert_groups_names_the_field(copies: dict[str, Path]) -> None:
     directory = copies["nemotron_h_moe"]
     set_fields(directory, n_routed_experts=6, num_experts_per_tok=2, n_group=2, topk_group=3)
-    assert_refused(directory, config_of(directory), "topk_group=3 is not supported, only up to n_group=2")
+    assert_refused(directory, config_of(directory), "topk_group=3 is not supported; it must be at most n_group=2")
     set_fields(directory, num_experts_per_tok=4, topk_group=1)
-    message = "num_experts_per_tok=4 is not supported, only up to the 3 experts of topk_group=1"
+    message = "num_experts_per_tok=4 is not supported; it must be at most 3, the number of experts that topk_group=1"
     assert_refused(directory, config_of(directory), message)
 
 

@@ -186,7 +186,7 @@ def test_error_for_a_huge_size_names_the_field(
             set_fields(directory, **{name: value})
             message = f", but must be an integer between {0 if name in MAY_BE_ZERO else 1} and {most}"
             if name == "num_hidden_layers" and "layer_types" in fields:
-                message = f" is not supported, only {len(fields['layer_types'])}"
+                message = f" is not supported, only {len(fields['layer_types'])} is"
             assert refusal_of(directory) == f"{config}: {name}={value}{message}"
             config.write_text(content)
     assert not begun
@@ -208,7 +208,7 @@ def test_error_for_a_huge_size_names_the_field(
         ("granite", {"time_step_limit": [0, 10**400]}, "but must be a pair of ascending non-negative numbers"),
         ("granite", {"time_step_limit": ["inf", "inf"]}, "but must be a pair of ascending non-negative numbers"),
         ("granite", {"time_step_limit": [0.1, 1e39]}, "but must be a pair of ascending non-negative numbers"),
-        ("granite", {"layer_types": ["x" * 999, "y"]}, f"has unknown entries ['{'x' * 198}...; known are"),
+        ("granite", {"layer_types": ["x" * 999, "y"]}, f"has unknown entries ['{'x' * 198}...; known entries are"),
         ("granite", {"hidden_size": "a\n" * 300}, "..., but must be an integer between 1 and 16777216"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported, only True"),
     ],

@@ -196,10 +196,10 @@ def test_arguments_of_an_unsupported_model_are_refused(
         ({"moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type='sinkhorn' is not supported, only"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "has unknown entries ['sinkhorn']"),
         ({"moe_router_load_balancing_type": "else"}, "load_balancing_type='else' is not supported, only 'aux_loss'"),
-        ({"moe_router_topk": 10}, "moe_router_topk=10 is not supported, only up to num_experts=9"),
+        ({"moe_router_topk": 10}, "moe_router_topk=10 is not supported; it must be at most num_experts=9"),
         (
             {"moe_router_group_topk": 1},
-            "moe_router_topk=7 is not supported, only up to the 3 experts of moe_router_group",
+            "moe_router_topk=7 is not supported; it must be at most 3, the number of experts that moe_router_group",
         ),
         (
             {"moe_router_topk": 2, "moe_router_group_topk": 3},
@@ -285,7 +285,7 @@ def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trai
 @pytest.mark.parametrize("named", ["", "latest", "-3", "7", "9" * 20])
 def test_tracker_without_an_iteration_is_refused(named: str, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(named)
-    expected = str(tmp_path / "iter_0000007") if named == "7" else f"names the iteration {named!r}"
+    expected = str(tmp_path / "iter_0000007") if named == "7" else f"contains {named!r}"
     assert expected in refusal_of(tmp_path)
 
 
