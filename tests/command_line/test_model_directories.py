@@ -155,7 +155,7 @@ def test_model_directory_runs_in_bf16_and_without_cache(
     assert run_here(capsys, *flags, "--dtype", "bf16", BLOCK, 32).status == 0
     finished = run_here(capsys, *flags, "--no-prefix-caching")
     assert finished.status == 0 and "prefix caching is off" in finished.stdout
-    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk of 16")
+    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "chunk size 16")
 
 
 def test_megatron_checkpoint_matches_its_source_directory(
@@ -236,7 +236,7 @@ def test_tokenizer_of_another_model_is_refused(nemotron: Path, capsys: pytest.Ca
     save_tokenizer(nemotron, vocabulary=513)
     finished = run_here(capsys, "--hf-model", nemotron)
     files = (f"{nemotron}/tokenizer.json", f"{nemotron}/config.json")
-    assert ends_with_one_line(finished, "--hf-model: ", *files, "512", "vocabulary of 512")
+    assert ends_with_one_line(finished, "--hf-model: ", *files, "512", "is 512")
 
 
 def test_unloadable_directory_exits_with_a_one_line_error(
