@@ -50,12 +50,7 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
     "moe_apply_probs_on_input": (False, False),
     "moe_expert_capacity_factor": (None, None),
 }
-_BALANCING = (
-    "aux_loss",
-    "seq_aux_loss",
-    "global_aux_loss",
-    "none",
-)  # these affect training only; "sinkhorn" would change the choice
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # affect training only, unlike "sinkhorn"
 _CHOICE = ChoiceFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 
 

@@ -11,7 +11,7 @@ __all__ = ["ENDS", "OTHER_NAMES", "architecture_of", "placements_of"]
 OTHER_NAMES = OtherNames(
     parts={
         "model.": ("model.language_model.", "")
-    },  # transformers 5.3 also writes the longer prefix for a language model alone
+    },  # transformers 5.3 writes the longer prefix even for text-only models
     stacks=STACKS,
     left_out=("model.visual.",),
 )
