@@ -23,9 +23,7 @@ UNPICKLING_ERRORS = (
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
 """Errors that unpickling damaged bytes may raise."""
-_NUMPY_TYPES = [
-    type(numpy.dtype(code)) for code in numpy.typecodes["All"]
-]  # for arrays in the random state of a training run
+_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for arrays in a stored random state
 
 
 @dataclass(frozen=True, slots=True)

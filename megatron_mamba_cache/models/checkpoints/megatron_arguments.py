@@ -145,9 +145,7 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     top_k, num_groups, top_groups = arguments.integer("moe_router_topk", 2), 1, 1
     if arguments.has("moe_router_group_topk"):  # absent: experts are chosen from all groups
         num_groups = arguments.integer("moe_router_num_groups", 1)
-        top_groups = arguments.integer(
-            "moe_router_group_topk", most=top_k
-        )  # with more groups than top_k, training scored no experts
+        top_groups = arguments.integer("moe_router_group_topk", most=top_k)  # with more, training scored none
     experts = ExpertsSizes(
         num_experts=arguments.integer("num_experts", most=MOST_EXPERTS),
         top_k=top_k,
