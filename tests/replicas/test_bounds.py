@@ -208,7 +208,7 @@ def test_number_of_remembered_dead_replicas_is_bounded(monkeypatch: pytest.Monke
         members.greet(b"%d" % number, Hello(f"replica-{number}"))
         members.bury(b"%d" % number)
     assert members.dead_identities == [b"7", b"8", b"9"]
-    with pytest.raises(WireError, match="counts as dead"):
+    with pytest.raises(WireError, match="has been declared dead"):
         members.greet(b"again", Hello("replica-9"))
     assert members.greet(b"again", Hello("replica-6")).is_complete
 
