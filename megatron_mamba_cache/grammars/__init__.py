@@ -1,1 +1,1 @@
-"""Grammars that replies must follow: build them, compile them, and match them against a request's tokens."""
+"""Structured output: build the grammars that replies must follow, compile them, and match them against tokens."""

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS, _MOST_CHARACTERS_OF_PART = 2 * 2**20, 256 * 1024
 _MOST_OBJECTS = 20_000
 _MOST_OBJECTS_OF_PART = 2_000  # the time to compile an object grows with the square of its properties
-_MOST_VALUES = 200_000  # most JSON values in an expanded schema
+_MOST_VALUES = 200_000  # maximum number of JSON values in a schema after rewriting
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
 TOO_COMPLEX = "the grammar of this request has become too complex to continue"
-"""Start of the failure reason of a request whose compiled grammar failed."""
+"""First words of the error for a running request whose compiled grammar failed."""
 
 
 class Grammars:
-    """Compiled grammars of one model, with masks of `vocab_size` bits. Thread-safe; compilation releases the GIL."""
+    """Compiles grammars for one model's vocabulary and caches them. Thread-safe; compilation releases the GIL."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -46,16 +46,16 @@ class Grammars:
         self._lock = Lock()
 
     def read(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer. Its vocabulary is read by `prepare` or when the first grammar is compiled."""
+        """Set the model's tokenizer. Its vocabulary is read later, by `prepare` or by the first compilation."""
         self._tokenizer = tokenizer
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes half a second. If that fails, the error of each grammar gives the reason."""
+        """Read the vocabulary, which takes half a second. If that fails, compiling any grammar raises the error."""
         with suppress(GrammarError):
             self._read_vocabulary()
 
     def error_of(self, grammar: str) -> str | None:
-        """Return why a grammar cannot be used; None if it can. May compile the grammar, which can take seconds."""
+        """Return the error message for a grammar, or None if it is usable. Compiling a new grammar can take seconds."""
         try:
             self.matcher(grammar)
         except GrammarError as error:
@@ -63,7 +63,7 @@ class Grammars:
         return None
 
     def matcher(self, grammar: str) -> "LLMatcher":
-        """Return a matcher at the start of a grammar; raise `GrammarError` if the grammar or tokenizer is unusable."""
+        """Return a new matcher for a grammar; raise `GrammarError` if the grammar or the tokenizer is unusable."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
@@ -74,12 +74,12 @@ class Grammars:
         return found.deep_copy()
 
     def note_failure(self, request_id: int, reason: str) -> None:
-        """Record that the grammar of a running request failed. Callable from any thread."""
+        """Record that the matcher of a running request failed. Callable from any thread."""
         first_line = reason.strip().partition("\n")[0]
         self._failures[request_id] = f"{TOO_COMPLEX}: {first_line:.200}"
 
     def take_failures(self) -> dict[int, str]:
-        """Return and clear the recorded failures, by request id."""
+        """Return the recorded failure messages, keyed by request id, and clear them."""
         if not self._failures:
             return {}
         taken, self._failures = self._failures, {}
@@ -125,7 +125,7 @@ class Grammars:
 
 @lru_cache(maxsize=4096)
 def has_text(terminal: str) -> bool:
-    """Return True if a terminal (the right-hand side of a rule) matches any text, or if it cannot be compiled."""
+    """Return False only if no text matches a terminal, given by its definition in Lark."""
     found: bool = _llguidance().has_text(terminal)
     return found
 
@@ -138,7 +138,7 @@ def _parsed(grammar: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the grammar is not JSON, or is nested too deeply: {error}") from error
     parts = _parts(value)
-    for part in parts[1:] or parts:  # the first part only combines the others
+    for part in parts[1:] or parts:  # the first part only refers to the others
         with at_location(_location(part)):
             _check(len(json.dumps(part, ensure_ascii=False)), "characters", _MOST_CHARACTERS_OF_PART)
             _check_objects(part, _MOST_OBJECTS_OF_PART)
@@ -164,7 +164,7 @@ def _location(part: Any) -> str:
 
 
 def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any]]]:
-    """Rewrite the JSON schemas of a grammar in place; return them with their locations."""
+    """Rewrite the JSON schemas in a grammar, in place; return (location, schema) pairs."""
     schemas = []
     for part in _parts(grammar):
         location = _location(part)
@@ -192,14 +192,14 @@ def _llguidance() -> ModuleType:
 
 
 GoesOn = Callable[[dict[str, Any], str], bool]
-"""Returns True if a reply of a schema may continue with a quote after some text."""
+"""Returns True if JSON text that satisfies a schema may continue with a quote after a given prefix."""
 
 
 def prepared(schema: dict[str, Any], goes_on: GoesOn, refusal: Refusal) -> dict[str, Any]:
-    """Return a schema that llguidance can enforce, whose values are finite and valid for `schema`. Changes `schema`.
+    """Return a schema that llguidance can enforce; all its values are finite and satisfy `schema`. Modifies `schema`.
 
     Raises:
-        GrammarError: If no grammar can enforce the schema; the message says where and why.
+        GrammarError: If the schema cannot be enforced; the message gives the location and the reason.
     """
     settings = schema.get(GUIDANCE, {})
     try:

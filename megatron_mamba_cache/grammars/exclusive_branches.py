@@ -19,15 +19,15 @@ from .schema_words import (
 Schema = dict[str, Any]
 _MOST_BRANCHES = 64
 _DEPTH = 4
-_MOST_COPIES = 8  # most copies of a oneOf inside an alternative of another oneOf
+_MOST_COPIES = 8  # maximum number of passes; narrowing a oneOf may copy a oneOf nested in it
 _ONE_OF = "oneOf"
 
 
 def exclude_branches(root: Any) -> None:
     """Replace each `oneOf` in a JSON schema, in place, by an `anyOf` whose alternatives exclude each other.
 
-    Alternatives that overlap are narrowed: one requires a property that sets them apart, or forbids one that the other
-    requires. If that is not possible, raise `GrammarError`.
+    If two alternatives overlap, one is narrowed: it must have a property whose allowed values differ between the two,
+    or must not have a property that the other requires. If neither is possible, raise `GrammarError`.
     """
     for _ in range(_MOST_COPIES):
         chosen = {
@@ -63,7 +63,7 @@ def _exclusive(branches: list[Any], base: Schema, root: Any) -> list[Any]:
 
 
 def _tagged(branches: list[Any], root: Any) -> list[Any]:
-    """Return the alternatives, each requiring a property whose values occur in no other alternative."""
+    """Return copies of the alternatives that require a property whose value identifies the alternative."""
     parts = [resolved(branch, root) for branch in branches]
     for name in mapping_of(mapping_of(parts[0]).get("properties")):
         tags = [_values_of(mapping_of(mapping_of(part).get("properties")).get(name)) for part in parts]
@@ -77,7 +77,7 @@ def _tagged(branches: list[Any], root: Any) -> list[Any]:
 
 
 def _set_apart(branch: Any, base: Schema, other: list[Any], root: Any) -> Any:
-    """Return an alternative narrowed to exclude the values of another; None if that is not possible."""
+    """Return `branch`, narrowed so that no value satisfies both it and `other`; None if that is not possible."""
     parts, others = list(_parts([base, branch], root)), list(_parts(other, root))
     if _types(parts) & _types(others) != {"object"}:
         return None
@@ -103,7 +103,7 @@ def _with(branch: Any, root: Any, *, required: str | None = None, forbidden: str
 
 
 def _are_disjoint(first: list[Any], second: list[Any], root: Any, depth: int = _DEPTH) -> bool:
-    """Return whether provably no value satisfies every schema of both lists."""
+    """Return True if it is proven that no value satisfies all schemas in both lists."""
     if depth == 0:
         return False
     firsts, seconds = list(_parts(first, root)), list(_parts(second, root))
@@ -123,7 +123,7 @@ def _are_disjoint(first: list[Any], second: list[Any], root: Any, depth: int = _
 
 
 def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any, depth: int) -> bool:
-    """Return whether provably no value of type `kind` satisfies every schema in `firsts` and `seconds`."""
+    """Return True if it is proven that no value of type `kind` satisfies all schemas in both lists."""
     if kind == "object":
         names = sorted({name for part in firsts + seconds for name in list_of(part.get("required"))})
         return any(_are_disjoint(_property(firsts, name), _property(seconds, name), root, depth - 1) for name in names)
@@ -146,7 +146,7 @@ def _are_apart(kind: str, firsts: list[Schema], seconds: list[Schema], root: Any
 
 
 def _is_within(branch: Any, other: Any, root: Any) -> bool:
-    """Return whether provably every value of an alternative also satisfies another."""
+    """Return True if it is proven that every value that satisfies `branch` satisfies `other`."""
     branch, other = resolved(branch, root), resolved(other, root)
     if branch is False or other is True or not isinstance(other, dict) or not isinstance(branch, dict):
         return branch is False or other is True
@@ -196,7 +196,7 @@ def _values_of(schema: Any) -> list[Any] | None:
 
 
 def _may_take(parts: list[Schema], value: Any) -> bool:
-    """Return whether all the schemas may allow a value; True if uncertain."""
+    """Return False if it is proven that one of the schemas forbids `value`, otherwise True."""
     for part in parts:
         values = _values_of(part)
         if type_of_value(value) not in types_of(part):
@@ -207,7 +207,7 @@ def _may_take(parts: list[Schema], value: Any) -> bool:
 
 
 def _property(parts: list[Schema], name: str) -> list[Any]:
-    """Return the schemas of the property with this name."""
+    """Return the schemas that apply to the property `name`."""
     found: list[Any] = []
     for part in parts:
         properties = mapping_of(part.get("properties"))

@@ -1,7 +1,8 @@
 """Build grammars from JSON schemas, regular expressions and choices, and serialize them as text.
 
-The text is a JSON object as llguidance reads it: grammars in its dialect of Lark, or JSON schemas. The first is the
-start symbol and refers to the others with `@`. Special tokens have no text and are written by id.
+The text is a JSON object in llguidance's format: a list of grammars, each in llguidance's dialect of Lark or as a JSON
+schema. The first grammar has the start rule and refers to the other grammars as `@name`. Special tokens have no text,
+so they are written as token ids.
 """
 
 import json
@@ -14,22 +15,22 @@ from .schema_words import without_notes
 
 Schema = Mapping[str, Any] | bool
 SpecialId = Callable[[str], int | None]
-"""Returns the id of a special token by its text; None if the text is not one."""
+"""Returns the id of the special token with this text; None if there is no such token."""
 
 _WHITE_SPACE = r"( |\n {0,16})?"
-"""Between JSON tokens: nothing, a space, or a line break and its indentation."""
+"""Allowed between JSON tokens: nothing, one space, or a line break and an indentation."""
 ANY = r"(.|\n)*"
-"""The expression of any text."""
+"""Regular expression for any text."""
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
-"""The key by which llguidance takes settings out of a schema."""
+"""Key in a schema under which llguidance reads its settings."""
 LOCATION = "location"
-"""Key of a part for its location in the request; removed before llguidance reads the grammar."""
+"""Key in a part for the schema's location in the request; removed before llguidance reads the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Right-hand side of a rule, with the named rules and grammars to which it refers."""
+    """Grammar given by the definition of its start rule, and the rules and grammars to which that refers."""
 
     rule: str  # in llguidance's dialect of Lark
     rules: Mapping[str, str] | None = None  # other rules, by name
@@ -37,16 +38,16 @@ class Grammar:
 
     @property
     def text(self) -> str:
-        """The grammar serialized as text, as sent with a request."""
+        """The grammar serialized as JSON text, in the form in which it is sent with a request."""
         lines = [f"start: {self.rule}", *(f"{name}: {rule}" for name, rule in (self.rules or {}).items())]
         parts = [{"name": name, **part} for name, part in (self.parts or {}).items()]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *parts]}, ensure_ascii=False)
 
 
 def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Grammar:
-    """Return the grammar of JSON text that satisfies a schema, with bounded white space between tokens.
+    """Return a grammar for JSON text that satisfies a schema, with bounded white space between tokens.
 
-    `location` names the schema's field of the request, for error messages.
+    `location` is the request field that holds the schema; error messages name it.
     """
     whole = without_notes(schema) if isinstance(schema, Mapping) else {}
     if schema is False:
@@ -56,37 +57,37 @@ def json_grammar(schema: Schema, name: str = "answer", location: str = "") -> Gr
 
 
 def regex_grammar(pattern: str) -> Grammar:
-    """Return the grammar of texts that fully match a regular expression."""
+    """Return a grammar for texts that fully match a regular expression."""
     return Grammar(matching(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Return the grammar that matches any of the given texts."""
+    """Return a grammar for exactly the given texts."""
     return Grammar(" | ".join(map(quoted, choices)))
 
 
 def lark_grammar(source: str) -> Grammar:
-    """Return a grammar from source in llguidance's Lark dialect, whose first rule is `start`."""
+    """Return a grammar from source text in llguidance's Lark dialect; its first rule must be `start`."""
     return Grammar("@answer", parts={"answer": {"lark_grammar": source}})
 
 
 def any_of(*grammars: Grammar) -> Grammar:
-    """Return the union of grammars, whose rule names must be distinct."""
+    """Return the union of the grammars. Their rule names must be distinct."""
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " | ")
 
 
 def sequence(*grammars: Grammar) -> Grammar:
-    """Return the concatenation of grammars, whose rule names must be distinct."""
+    """Return the concatenation of the grammars. Their rule names must be distinct."""
     return _joined([f"({grammar.rule})" for grammar in grammars], grammars, " ")
 
 
 def named(name: str, grammar: Grammar) -> Grammar:
-    """Return the grammar as a named rule, which can be referenced several times."""
+    """Return a grammar that defines `grammar` once as a named rule and refers to it."""
     return Grammar(name, {name: grammar.rule, **(grammar.rules or {})}, grammar.parts)
 
 
 def literal(text: str, special_id: SpecialId) -> str:
-    """Return a rule that matches a literal text, with special tokens matched by id."""
+    """Return a rule that matches a literal text; special tokens in the text are matched by token id."""
     found, end = [], 0
     for markup in _MARKUP.finditer(text):
         number = special_id(markup[0])
@@ -99,7 +100,7 @@ def literal(text: str, special_id: SpecialId) -> str:
 
 
 def without(*texts: str) -> str:
-    """Return a rule that matches any text that does not contain the given texts."""
+    """Return a rule that matches any text that contains none of the given texts."""
     return f"~/{ANY}({'|'.join(map(escaped, texts))}){ANY}/"
 
 
@@ -114,7 +115,7 @@ def quoted(text: str) -> str:
 
 
 def matching(pattern: str) -> str:
-    """Return a rule that matches texts which fully match a regular expression."""
+    """Return a rule that matches a text if the whole text matches a regular expression."""
     return f"/{_escaped_slashes(pattern)}/"
 
 

@@ -1,4 +1,4 @@
-"""Rewrite JSON Schema keywords that llguidance does not support with keywords that it does; refuse the rest."""
+"""Rewrite JSON Schema keywords that llguidance does not support as supported keywords, or reject the schema."""
 
 import json
 import re
@@ -30,7 +30,7 @@ UNHELD = frozenset(
         *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
     )
 )
-"""Keywords of schemas that cannot be enforced."""
+"""JSON Schema keywords that cannot be enforced."""
 _ANY: tuple[Any, ...] = (True, {})
 _NO_WORDS: dict[str, tuple[Any, ...]] = {
     **{word: (*_ANY, None) for word in ("unevaluatedItems", "unevaluatedProperties")},
@@ -39,17 +39,17 @@ _NO_WORDS: dict[str, tuple[Any, ...]] = {
     "not": (False, {"not": {}}),
     **{word: ({},) for word in ("dependencies", "dependentRequired", "dependentSchemas")},
 }
-"""Values with which a word allows everything."""
+"""Keyword → values for which the keyword has no effect."""
 _MOST_ORDERS = 120
 Refusal = Callable[[Schema], str | None]
-"""Returns why llguidance cannot follow a schema; None if it can."""
+"""Returns the error that llguidance gives for a schema; None if it compiles the schema."""
 
 
 def hold_words(root: Any, refusal: Refusal) -> None:
-    """Rewrite a JSON schema of any draft, in place, with keywords that llguidance enforces.
+    """Rewrite a JSON schema, in place, so that it has only keywords that llguidance enforces; accepts all drafts.
 
     Raises:
-        GrammarError: If a keyword cannot be enforced; the message says where.
+        GrammarError: If a keyword cannot be enforced; the message gives its location.
     """
     root.pop("$schema", None)
     hold_strings = partial(_hold_strings, refusal=refusal)
@@ -60,7 +60,7 @@ def hold_words(root: Any, refusal: Refusal) -> None:
 
 
 def drop_empty_words(schema: Schema, _root: Any = None) -> None:
-    """Remove keywords that allow everything, and rewrite keywords of older drafts."""
+    """Remove keywords that have no effect, and rewrite keywords from older drafts of JSON Schema."""
     for word, values in _NO_WORDS.items():
         if word in schema and any(is_same(schema[word], value) for value in values):
             del schema[word]
@@ -85,7 +85,7 @@ def drop_empty_words(schema: Schema, _root: Any = None) -> None:
 
 
 def _hold_strings(schema: Schema, _root: Any, refusal: Refusal) -> None:
-    """Rewrite patterns and formats for llguidance; drop a format that the pattern excludes."""
+    """Rewrite `pattern`, `format` and `patternProperties`; drop a format that no text with the pattern can have."""
     name, pattern = schema.get("format"), schema.get("pattern")
     parts = [] if not isinstance(pattern, str) else words_of_pattern(pattern, name)
     is_plain = all(part.keys() == {"pattern"} for part in parts)
@@ -133,7 +133,7 @@ def _hold_names(schema: Schema, root: Any) -> None:
 
 
 def _value_of(name: str, properties: Schema, patterns: Schema, others: Any) -> Any:
-    """Return the schema of the property with this name."""
+    """Return the schema that applies to the property `name`."""
     found = [properties[name]] if name in properties else []
     found += [value for pattern, value in patterns.items() if _matches(pattern, name)]
     return found[0] if len(found) == 1 else {"allOf": found} if found else others
@@ -147,7 +147,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _listed_values(schema: Any, root: Any) -> list[Any] | None:
-    """Return the values that a schema enumerates, without JSON duplicates; None if it does not enumerate them."""
+    """Return all distinct values that a schema allows; None if they cannot be listed."""
     schema = resolved(schema, root)
     if not isinstance(schema, dict):
         return None
@@ -169,7 +169,7 @@ def _listed_values(schema: Any, root: Any) -> list[Any] | None:
 
 
 def _hold_unique(schema: Schema, root: Any) -> None:
-    """Rewrite `uniqueItems` as all orders of a few values; drop it for arrays of at most one item."""
+    """Rewrite `uniqueItems` as all permutations of a few values; drop it for arrays with at most one item."""
     if not schema.get("uniqueItems"):
         return
     most = schema.get("maxItems")

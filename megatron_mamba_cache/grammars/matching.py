@@ -1,4 +1,4 @@
-"""Interface to llguidance: vocabularies, matchers, and the threads that compute masks."""
+"""Interface to llguidance: vocabularies, matchers, and the thread pool that computes token masks."""
 
 import json
 import os
@@ -19,18 +19,18 @@ _LONGEST_REASON = 400
 _MOST_THREADS = 8
 _QUOTE = ord('"')
 _NO_TEXT = "NoExtension"
-_MOST_ITEMS = 16_000  # most alternatives that the parser tracks at one position
+_MOST_ITEMS = 16_000  # maximum number of alternatives that the parser tracks at one position
 _MOST_ITEMS_A_STEP = 64_000
 _BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # literal or regular expression
 _MARKS = {"object": "{}", "array": "[]", "string": '""'}
-_BEFORE = ("", "\n", "a")  # contexts to tokenize a text in; a token may span the end of the context
+_BEFORE = ("", "\n", "a")  # prefixes tried when a text is tokenized, in case a token spans prefix and text
 _FUEL, _FUEL_A_STEP = 10_000_000, 2_000_000  # limits on regex work: a few seconds in all, and under one second per step
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Attributes that `TokenizerWrapper` reads."""
+    """Vocabulary with the attributes that llguidance's `TokenizerWrapper` reads."""
 
     tokens: list[bytes]  # bytes of each token, [vocab]
     special_token_ids: list[int]  # ids of tokens without text
@@ -44,10 +44,10 @@ class _Vocabulary:
 
 
 class _Spelling:
-    """Tokenize text inside a reply into tokens whose bytes are exactly those of the text.
+    """Tokenizes text so that the bytes of the tokens, joined, equal the text.
 
-    A tokenizer may add special tokens or a space before a text, or read the name of a special token as that token. So
-    its tokens are used only if they spell the text.
+    A tokenizer may add special tokens or a space before a text, or convert the name of a special token to that token.
+    Its tokens are therefore used only if their bytes equal the text.
 
     Args:
         tokens: Bytes of each token, [vocab]; empty for special tokens.
@@ -60,7 +60,7 @@ class _Spelling:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokenizer's tokens if they spell the text, else the longest matching tokens from left to right."""
+        """Return the tokenizer's tokens if their bytes equal `text`, else a greedy longest match from left to right."""
         for before in _BEFORE:
             found = self._tokenize(before + text.decode(errors="replace"))
             if (tail := self._tail(found, text)) is not None:
@@ -68,7 +68,7 @@ class _Spelling:
         return self._longest_first(text)
 
     def _tail(self, found: Sequence[int], text: bytes) -> list[int] | None:
-        """Return the last tokens that together spell `text`; None if no tokens do."""
+        """Return the tokens at the end of `found` whose joined bytes equal `text`; None if there are none."""
         end = len(found)
         while end and not self._tokens[found[end - 1]]:
             end -= 1
@@ -93,13 +93,13 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Vocabulary of a model, for matchers."""
+    """A model's vocabulary in the form in which llguidance's matchers use it."""
 
     tokenizer: LLTokenizer
-    characters: frozenset[str] | None  # characters of all tokens; None: all characters are possible
+    characters: frozenset[str] | None  # characters in all tokens; None if tokens can spell any character
 
     def check(self, grammar: str) -> None:
-        """Raise `GrammarError` if the literals of a grammar contain a character that no token has."""
+        """Raise `GrammarError` if a literal text in a grammar has a character that is in no token."""
         if self.characters is None:
             return
         for text in _texts_of(json.loads(grammar)):
@@ -109,10 +109,10 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
-    """Return a model's vocabulary. Tokens without text are allowed only where a grammar names them.
+    """Return a model's vocabulary. A token without text is allowed only where a grammar gives its id.
 
     Raises:
-        GrammarError: If the tokenizer has no end token, or no `bytes_of`.
+        GrammarError: If the tokenizer has no end token or no method `bytes_of`.
     """
     end_ids = [end for end in (tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())) if end >= 0]
     bytes_of = getattr(tokenizer, "bytes_of", None)
@@ -129,7 +129,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
 
 
 def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
-    """Return a matcher at the start of a grammar; raise `GrammarError` if it matches no text or cannot be compiled."""
+    """Return a new matcher for a grammar; raise `GrammarError` if no text matches or compilation fails."""
     vocabulary.check(grammar)
     limits = LLParserLimits(
         max_items_in_row=_MOST_ITEMS,
@@ -152,19 +152,19 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
 
 
 def _can_begin(matcher: LLMatcher, mask: bytes) -> bool:
-    """Return whether some token can start a text of the grammar."""
+    """Return True if the grammar allows an empty text, or a text that starts with a token in `mask`."""
     allowed = (8 * index + bit for index, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1)
     return matcher.is_accepting() or any(matcher.validate_tokens([token]) for token in islice(allowed, 1))
 
 
 def schema_error(schema: dict[str, Any]) -> str | None:
-    """Return why llguidance cannot compile a JSON schema, None if it can; independent of the vocabulary."""
+    """Return llguidance's error for a JSON schema, for any vocabulary; None if it compiles the schema."""
     matcher = _byte_matcher(schema)
     return matcher.get_error() if matcher.is_error() else None
 
 
 def goes_on(schema: dict[str, Any], text: str) -> bool:
-    """Return True if a quote may follow `text` in a value of a JSON schema, or if the schema cannot be compiled."""
+    """Return False only if no JSON text that satisfies `schema` has a quote after the prefix `text`."""
     matcher = _byte_matcher(schema)
     if matcher.is_error():
         return True
@@ -174,7 +174,7 @@ def goes_on(schema: dict[str, Any], text: str) -> bool:
 
 
 def has_text(terminal: str) -> bool:
-    """Return whether a terminal (the right-hand side of a rule) matches any text; True if it cannot be compiled."""
+    """Return False only if no text matches a terminal, given by its definition in Lark."""
     lark = f"start: TEXT\nTEXT: {terminal}"
     matcher = LLMatcher(_bytes(), json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
     if not matcher.is_error():
@@ -192,7 +192,7 @@ def _bytes() -> LLTokenizer:
 
 
 def mask_executor() -> LLExecutor:
-    """Return a thread pool for masks that uses at most half of the processors."""
+    """Return a thread pool for token masks, with at most half as many threads as CPU cores."""
     return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))
 
 
@@ -204,11 +204,11 @@ def _characters_of(tokens: Sequence[bytes]) -> frozenset[str] | None:
 
 
 def _texts_of(grammar: Any) -> Iterator[str]:
-    """Yield the literal texts of a grammar, and the punctuation and names that each JSON schema requires."""
+    """Yield the literal texts in a grammar, and the punctuation and names that its JSON schemas require."""
     parts = grammar.get("grammars") if isinstance(grammar, dict) else None
     for part in filter(lambda part: isinstance(part, dict), parts or ()):
         for quoted in _QUOTED.findall(str(part.get("lark_grammar", ""))):
-            with suppress(ValueError):  # a regular expression, or an escape that is not JSON
+            with suppress(ValueError):  # skip regular expressions, and literals with escapes that JSON does not have
                 yield json.loads(quoted)
         for schema in schemas_in(part.get("json_schema")):
             yield from _marks_of(schema)
@@ -217,7 +217,7 @@ def _texts_of(grammar: Any) -> Iterator[str]:
 
 
 def _marks_of(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the punctuation and property names that every value of a schema contains."""
+    """Yield the punctuation and property names that every JSON text for a schema contains."""
     kind = schema.get("type")
     yield _MARKS.get(kind, "") if isinstance(kind, str) else ""
     required = [name for name in list_of(schema.get("required")) if isinstance(name, str)]

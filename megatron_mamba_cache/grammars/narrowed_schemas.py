@@ -1,6 +1,6 @@
-"""Narrow JSON schemas so that llguidance, which ignores some limits, never allows an invalid value.
+"""Narrow JSON schemas so that llguidance, which does not enforce some limits exactly, never allows an invalid value.
 
-Schemas that cannot be narrowed are refused.
+If a schema cannot be narrowed, `GrammarError` is raised.
 """
 
 import math
@@ -15,25 +15,25 @@ from .patterns import CLASS
 from .schema_words import also, at_location, list_of, locations_in, mapping_of, schemas_in, values_in
 
 _MOST_EXACT = 2**53
-"""Integers beyond it may have no float64, in which llguidance computes."""
+"""Larger integers may not be exact in float64, which llguidance uses."""
 _LARGEST_INTEGER = 2**63 - 1024  # exact as float64; llguidance uses 64-bit integers, in bounds of numbers too
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
-"""Characters that JSON writes by their codes."""
+"""Characters that JSON can write only as `\\u` escapes."""
 _NO_CODES = 'nrbtf\\"'
-"""The letters of escapes in JSON, but for `u`."""
+"""Characters after the backslash in JSON escapes, except `u`."""
 
 
 def narrow(schema: Any) -> None:
     """Narrow a JSON schema in place.
 
-    - Bounds that are integers beyond 2**53 move inward to the next float64, and all bounds to within 2**63.
-    - Character classes without a quote or a backslash lose U+0001, because llguidance reads a class of all control
-      characters as everything that JSON escapes.
+    - Integer bounds beyond 2**53 are moved inward to the next float64, and all bounds are clamped to 2**63.
+    - U+0001 is removed from character classes that lack the quote or the backslash, because llguidance treats a class
+      with all control characters as the class of all characters that JSON escapes.
 
     Raises:
-        GrammarError: If a constant beyond 2**53 is not a float64, or the number of freely named properties is limited,
-            since a reply may repeat names.
+        GrammarError: If a constant beyond 2**53 is not exact in float64, or if a schema limits the number of properties
+            without listing their names, because a reply may repeat a name.
     """
     for location, found in locations_in(schema).items():
         with at_location(location):
@@ -50,9 +50,12 @@ def narrow(schema: Any) -> None:
 
 
 def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove values that need escapes where `guidance_for` forbids escapes.
+    """Remove constants that need `\\u` escapes, in place, if `guidance_for` forbids these escapes.
 
-    Raise `GrammarError` if a string has no other value. `has_text` tests whether a string schema has any value.
+    `has_text` returns True if any text satisfies a string schema.
+
+    Raises:
+        GrammarError: If no value that a constant, an enum or a pattern allows can be written without `\\u` escapes.
     """
     if not guidance_for(schema):
         return
@@ -75,8 +78,8 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
 def guidance_for(schema: Any) -> dict[str, str]:
     """Return the llguidance settings for a schema.
 
-    If an object may have unlisted property names, `\\u` escapes are forbidden in the whole schema, because llguidance
-    would take an escaped name for a different name.
+    If an object may have unlisted property names, the settings forbid `\\u` escapes in the whole schema, because
+    llguidance would treat a name with escapes as different from the same name without.
     """
     is_open = any(
         (found.get("properties") or found.get("patternProperties")) and found.get("additionalProperties") is not False
@@ -111,10 +114,10 @@ def _narrow_bound(schema: dict[str, Any], word: str) -> None:
 
 
 def _is_inside(value: float, bound: int, inward: float, *, is_exclusive: bool) -> bool:
-    """Return True if a float64 satisfies a bound, both by value and by its shortest decimal form.
+    """Return True if both the exact value of a float64 and its shortest decimal form satisfy a bound.
 
     Raises:
-        GrammarError: If it is infinite.
+        GrammarError: If the float64 is infinite.
     """
     if math.isinf(value):
         raise GrammarError(f"no float64 is within the bound {bound:.6e}")
@@ -133,7 +136,7 @@ def _check_constants(schema: dict[str, Any]) -> None:
 
 
 def _narrow_count(schema: dict[str, Any]) -> None:
-    """Remove `minProperties` if the required properties reach it; require one more property if one is missing."""
+    """Remove `minProperties` if enough properties are required; if one is missing, require any optional property."""
     least, required = schema.get("minProperties"), list_of(schema.get("required"))
     num_required = len(set(map(str, required)))
     is_free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
@@ -166,12 +169,12 @@ def _narrowed_pattern(pattern: str) -> str:
 
 
 def _narrowed_class(text: str) -> str:
-    """Return a character class without U+0001 unless it contains a quote and a backslash."""
+    """Return a character class without U+0001, or unchanged if it contains both the quote and the backslash."""
     if not text.startswith("["):
         return text
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # syntax that later Python versions may change
+            warnings.simplefilter("ignore")  # Python warns about syntax that may change its meaning
             holds = re.compile(text).fullmatch
     except re.error:
         return f"[{text}&&[^\\x01]]"

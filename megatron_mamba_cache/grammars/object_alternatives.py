@@ -1,4 +1,4 @@
-"""List the objects that a schema allows as alternatives of plain properties, for tool calls in XML."""
+"""Expand an object schema into alternatives that only list properties, for tool calls in XML."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from .schema_words import list_of, mapping_of, target_of, without_notes
 _MOST_ALTERNATIVES = 32
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 _OF_OTHERS = {"contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"}
-"""Words about arrays, or about properties that a schema does not name, which calls never have."""
+"""Keywords for arrays and for properties that a schema does not list; tool calls in XML have neither."""
 
 
 def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the allowed and the required properties for each alternative of an object schema.
+    """Return one dict per alternative in an object schema, with its allowed "properties" and "required" names.
 
     Raises:
         GrammarError: If there are too many alternatives or none, or if a keyword cannot be enforced.
@@ -37,7 +37,7 @@ def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ways(schema: Any, root: Any, depth: int) -> list[list[dict[str, Any]]]:
-    """Return, for each choice of alternatives, the list of schemas that apply together."""
+    """Return a list of schemas for each combination of alternatives; a value must satisfy all schemas in a list."""
     if not isinstance(schema, dict) or depth > 16:
         return [[]] if schema is not False else []
     own = {word: value for word, value in schema.items() if word not in _COMBINED}
@@ -82,7 +82,7 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) -> None:
-    """Raise `GrammarError` for a keyword that constrains more than which properties an object has."""
+    """Raise `GrammarError` if a schema has a keyword that cannot be expressed by listing properties."""
     words = dict(schema)
     drop_empty_words(words)
     unheld = {word for word in UNHELD - _OF_OTHERS if word in words}
@@ -97,7 +97,7 @@ def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) 
 
 
 def _may_have(schema: Any, names: set[str]) -> bool:
-    """Return whether a schema of property names allows all these names."""
+    """Return True if a `propertyNames` schema allows all these names; False if that is unknown."""
     if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
         return names.issubset(map(str, schema["enum"]))
     try:
@@ -114,7 +114,7 @@ def _may_match(pattern: str, names: set[str]) -> bool:
 
 
 def _without_false(alternative: dict[str, Any]) -> dict[str, Any] | None:
-    """Return an alternative without forbidden properties; None if a forbidden property is required."""
+    """Return an alternative without its forbidden properties; None if a forbidden property is required."""
     properties = {**dict.fromkeys(alternative["required"], alternative["others"]), **alternative["properties"]}
     properties = {name: properties[name] for name in [*alternative["properties"], *properties]}
     if any(properties[name] is False for name in alternative["required"]):

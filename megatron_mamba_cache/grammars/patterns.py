@@ -1,6 +1,7 @@
-"""Translate string formats and patterns from JSON Schema to llguidance.
+"""Translate JSON Schema string formats and patterns for llguidance.
 
-JSON Schema patterns are ECMA-262 regular expressions; llguidance uses Rust's `regex`, without look-around.
+JSON Schema patterns are ECMA-262 regular expressions. llguidance uses the syntax of Rust's `regex` crate, which has no
+look-around.
 """
 
 import re
@@ -10,16 +11,16 @@ from typing import Any
 from ..errors import GrammarError
 
 CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-"""An escape, or a class of characters."""
+"""An escape, or a character class in brackets."""
 _TOKEN = re.compile(r"\\u\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\c[A-Za-z]|\\.|\[\^?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
 _CLASS_ESCAPE = re.compile(r"(-?)\\([sS])(-?)|\\u\{?[0-9a-fA-F]+\}?|\\c[A-Za-z]|\\.", re.DOTALL)
 _OTHER_CLASS = re.compile(r"(?<!\\)(?:\[:\^?[a-z]+:\]?|&&(?=\[))")
-"""Words of classes that Rust, POSIX and Java know: `[:alpha:]` and intersections."""
+"""Class syntax in Rust, POSIX and Java that ECMA-262 lacks: `[:alpha:]` and intersections."""
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 _AHEAD = "(?="
 _FLAGS = re.compile(r"\(\?[a-z]+\)")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>|(?!\?))")
-"""The beginning of a group, named or not."""
+"""Opening parenthesis of a group, with its name if it has one."""
 _ANYTHING = r"(.|\n)*"
 _ANY_CHARACTER = r"[^\n\r\x{2028}\x{2029}]"
 _EMAIL = (
@@ -33,10 +34,10 @@ _VISIBLE = (
     r"\x{0}-\x{8}\x{e}-\x{1f}!-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}"
     r"\x{2060}-\x{2fff}\x{3001}-\x{fefe}\x{ff00}-\x{10ffff}"
 )
-"""All characters but `_SPACES`."""
+"""All characters except `_SPACES`."""
 _DASH = r"\-"
 _ESCAPES = {**{r"\0": r"\x00", r"\A": "^", r"\Z": "$", r"\z": "$"}, **{r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}}
-"""Escapes of ECMA-262 in Rust's dialect, where they differ."""
+"""ECMA-262 escape → its equivalent in Rust's dialect, where the two differ."""
 _POINTER = "(/([^/~]|~[01])*)*"
 _FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"format": name} for name in ("date", "duration", "hostname", "ipv4", "ipv6", "uri", "uuid")},
@@ -48,7 +49,7 @@ _FORMATS: Mapping[str, Mapping[str, Any]] = {
     "json-pointer": {"pattern": f"^{_POINTER}$"},
     "relative-json-pointer": {"pattern": f"^(0|[1-9][0-9]{{0,8}})(#|{_POINTER})$"},
 }
-"""Words for each format that JSON Schema defines, which allow only texts that every validator takes."""
+"""JSON Schema format → keywords that enforce it; they allow only texts that all validators accept."""
 _EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "email": ("a@b.co", "admin@example.com", "first.last+tag@mail.example.org", "no-reply_1@x-y.example.museum"),
     "duration": ("P1D", "PT1H", "P3Y6M4DT12H30M5S", "P2W"),
@@ -73,15 +74,15 @@ _COMMON: Mapping[str, str] = {
     "duration": "^P([0-9]{1,4}[YMWD]|([0-9]{1,4}D)?T[0-9]{1,4}(H([0-9]{1,4}M([0-9]{1,4}S)?)?|M([0-9]{1,4}S)?|S))$",
     "uri": "^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z]{2,10}){1,3}(/[A-Za-z0-9_-]*)*$",
 }
-"""Expressions for some texts of a format, where only an expression is possible."""
+"""Format → expression for common texts in this format, used where only a regular expression is possible."""
 _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer than most")
 
 
 def words_of_format(name: str) -> Mapping[str, Any]:
-    """Return keywords that enforce a format; none if JSON Schema does not define the format.
+    """Return the keywords that enforce a format; empty if JSON Schema does not define the format.
 
     Raises:
-        GrammarError: If no regular expression describes the format.
+        GrammarError: If the format is "regex", which no regular expression describes.
     """
     if name == "regex":
         raise GrammarError("the format regex cannot be enforced; leave it out")
@@ -89,7 +90,7 @@ def words_of_format(name: str) -> Mapping[str, Any]:
 
 
 def pattern_of_properties(pattern: str) -> str:
-    """Translate a pattern of `patternProperties`; raise `GrammarError` if it uses look-around."""
+    """Translate a pattern from `patternProperties`; raise `GrammarError` if it uses look-around."""
     if _looks_around(pattern):
         raise GrammarError(
             f"patternProperties has {pattern!r:.100}, which uses lookahead or lookbehind; write it without"
@@ -98,10 +99,11 @@ def pattern_of_properties(pattern: str) -> str:
 
 
 def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str, Any]]:
-    """Return keywords that together allow only texts that match a pattern.
+    """Return keyword sets that replace a pattern; texts that satisfy all of them match the pattern.
 
     A look-ahead at the start becomes a separate pattern. A pattern with look-around elsewhere is replaced by a format
-    whose texts it matches: the format of the schema, or the only such format. Otherwise, raise `GrammarError`.
+    if it matches typical texts in this format. The format is `format_name` or, if that is None or has no known texts,
+    the only format that qualifies. If there is none or more than one, `GrammarError` is raised.
     """
     ahead, rest = _split_ahead(pattern)
     parts = [*ahead, rest]
@@ -120,7 +122,7 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
 
 
 def pattern_of_names(schema: Any) -> str:
-    """Return a pattern of the strings that a schema allows; raise `GrammarError` if there is none."""
+    """Return a pattern for the property names that a schema allows; raise `GrammarError` if it cannot be derived."""
     words = schema.keys() - {"type"} if isinstance(schema, Mapping) else set()
     if words == {"pattern"} and isinstance(schema["pattern"], str):
         return str(schema["pattern"])
@@ -134,7 +136,11 @@ def pattern_of_names(schema: Any) -> str:
 
 
 def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
-    """Return expressions that fully match the texts of a pattern and a format; raise `GrammarError` if none do."""
+    """Return expressions for a schema's `pattern` and `format`; each must match the whole text.
+
+    Raises:
+        GrammarError: If the pattern or the format cannot be translated.
+    """
     name, pattern = schema.get("format"), schema.get("pattern")
     words = words_of_pattern(pattern, name) if isinstance(pattern, str) else []
     format_words = words_of_format(name) if isinstance(name, str) else {}
@@ -144,7 +150,7 @@ def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _whole(pattern: str) -> str:
-    """Return an expression that fully matches the texts that contain a pattern, which may be anchored."""
+    """Return an expression that matches a whole text if a pattern, anchored or not, matches anywhere in the text."""
     flags = _FLAGS.match(pattern)
     inner = pattern if flags is None else pattern[flags.end() :]
     found = f"{'' if flags is None else flags[0]}{_in_text(inner, is_start=False, is_end=False)}"
@@ -152,7 +158,7 @@ def _whole(pattern: str) -> str:
 
 
 def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
-    """Return an expression that fully matches texts with the pattern inside, at the start or at the end."""
+    """Return an expression for whole texts that contain a pattern, at their start or end if the flags say so."""
     branches = []
     for branch in _branches(pattern):
         is_anchored = re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None
@@ -170,7 +176,7 @@ def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
 
 
 def _ascii(token: str) -> str:
-    """Return a token with digit and word classes limited to ASCII, as in ECMA-262."""
+    """Return a pattern token with `\\d` and `\\w` limited to ASCII, as in ECMA-262."""
     if token.startswith("["):
         return re.sub(r"\\.", lambda found: _ASCII.get(found[0], found[0]), token)
     return f"[{_ASCII[token]}]" if token in _ASCII else token
@@ -193,10 +199,10 @@ def _translated_token(token: str) -> str:
 
 
 def _translated_class(text: str) -> str:
-    """Translate a character class so that `[` and doubled signs are single characters.
+    """Translate a character class; `[`, `&&` and `~~` inside it are literal characters, as in ECMA-262.
 
     Raises:
-        GrammarError: If the class uses syntax of another dialect, which means other characters in ECMA-262.
+        GrammarError: If the class uses syntax from another dialect, which has a different meaning in ECMA-262.
     """
     if text in ("[]", "[^]"):
         return r"[\s\S]" if text == "[^]" else r"[^\s\S]"
@@ -225,7 +231,7 @@ def _character(code: int) -> str:
 
 
 def _split_ahead(pattern: str) -> tuple[list[str], str]:
-    """Return the look-aheads at the start of a pattern as patterns, and the rest of the pattern."""
+    """Split a pattern into the patterns in the look-aheads at its start, and the rest."""
     ahead: list[str] = []
     rest = pattern.removeprefix("^")
     while pattern.startswith("^") and rest.startswith(_AHEAD):
@@ -238,7 +244,7 @@ def _split_ahead(pattern: str) -> tuple[list[str], str]:
 
 
 def _end_of_group(text: str) -> int:
-    """Return the end of the group at the start of a text."""
+    """Return the index after the closing parenthesis of the group with which `text` starts."""
     depth = 0
     for found in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", text, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -248,7 +254,7 @@ def _end_of_group(text: str) -> int:
 
 
 def _branches(text: str) -> list[str]:
-    """Return the top-level alternatives of an expression."""
+    """Split an expression at its top-level `|`."""
     depth, start, found = 0, 0, []
     for sign in re.finditer(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()|]", text, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(sign[0], 0)
@@ -264,7 +270,7 @@ def _looks_around(pattern: str) -> bool:
 
 
 def is_found(pattern: str, text: str) -> bool:
-    """Return whether a pattern matches somewhere in a text; True if Python cannot compile the pattern."""
+    """Return True if a pattern matches anywhere in a text, or if Python cannot compile the pattern."""
     try:
         return re.search(pattern, text, re.ASCII) is not None
     except re.error:
@@ -272,7 +278,7 @@ def is_found(pattern: str, text: str) -> bool:
 
 
 def _takes(pattern: str, texts: tuple[str, ...], any_of_them: bool = False) -> bool:
-    """Return whether a pattern matches all of the texts, or any of them."""
+    """Return True if a pattern matches all of the texts, or at least one if `any_of_them`."""
     try:
         taken = [re.search(pattern, text) is not None for text in texts]
     except re.error:

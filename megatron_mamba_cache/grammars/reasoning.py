@@ -1,6 +1,6 @@
-"""Grammars of replies with reasoning: free text between markers, then text of another grammar.
+"""Grammars for replies with reasoning: free text between two markers, then text that follows another grammar.
 
-Models may start tool calls inside reasoning without closing it. Such calls end the reasoning.
+A model may start a tool call inside its reasoning, without the closing marker. The tool call then ends the reasoning.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .forms import ANY, Grammar, SpecialId, any_of, escaped, literal, named, sequence, without
 
 SPACE = r"(\s|[\x1c-\x1f])*"
-"""The expression of what Python takes for white space."""
+"""Regular expression for the characters that `str.isspace` accepts."""
 _GAP = "/[ \\n]{0,4}/"
 _OPENING = r"""`'"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b(\[{<"""
 _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
@@ -19,25 +19,25 @@ _SENTENCE_END = r"[.!?\u2026\u3002\uff01\uff1f][ \t]"
 class CallsInReasoning:
     """Tool calls that may start inside reasoning."""
 
-    marker: str  # opening marker, at the start of a line; a special token may also follow a word or sentence
+    marker: str  # starts a call at the start of a line; a special token may also follow a word or sentence
     rest: Grammar  # grammar after the marker
-    after: Grammar | None = None  # grammar after the calls and a closing marker; None: the reply ends there
+    after: Grammar | None = None  # grammar after the calls and an optional closing marker; None: the reply ends there
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGrammar:
-    """Grammar of reasoning between an opening and a closing marker."""
+    """Builds grammars for reasoning between an opening and a closing marker."""
 
     opening: str
     closing: str
-    special_id: SpecialId  # returns the id of a marker that is a special token
+    special_id: SpecialId  # returns the id of a marker, or None if it is not a special token
 
     def before(self, grammar: Grammar, calls: CallsInReasoning | None = None, *, is_open: bool) -> Grammar:
-        """Return a grammar of reasoning followed by `grammar`.
+        """Return a grammar for reasoning followed by text that matches `grammar`.
 
         Args:
             calls: Tool calls that may end the reasoning; None: only the closing marker ends it.
-            is_open: True if the reply begins within reasoning; else it may begin with it.
+            is_open: True if the prompt has opened the reasoning; False if the reply may open it or skip it.
         """
         reply = named("reply", grammar)
         closed = sequence(self._text_to_closing(calls), Grammar(_GAP), reply)
@@ -47,7 +47,7 @@ class ReasoningGrammar:
         return any_of(sequence(Grammar(literal(self.opening, self.special_id)), thinking), reply)
 
     def _text_to_closing(self, calls: CallsInReasoning | None) -> Grammar:
-        """Return the grammar of free text without tool calls, through the closing marker."""
+        """Return a grammar for free text without tool calls, up to and including the closing marker."""
         begun = "" if calls is None or self._is_token(calls.marker) else f" & ~/{self._begun(calls.marker)}{ANY}/"
         closing_id = self.special_id(self.closing)
         if closing_id is not None:
@@ -55,7 +55,7 @@ class ReasoningGrammar:
         return _lazy("thoughts", f"/{self._closed}/{begun}")
 
     def _through_calls(self, calls: CallsInReasoning) -> Grammar:
-        """Return the grammar of free text that ends with tool calls, optionally followed by the closing marker."""
+        """Return a grammar for free text, then tool calls, then optionally the closing marker."""
         open_text = without(self.closing) if self._is_token(self.closing) else f"~/{self._closed}{ANY}/"
         marker_id = self.special_id(calls.marker)
         if marker_id is None:
@@ -71,25 +71,25 @@ class ReasoningGrammar:
 
     @property
     def _closed(self) -> str:
-        """Expression that matches text through a closing marker that ends its line or is not merely mentioned."""
+        """Expression for text up to and including a closing marker that ends its line or is not just quoted."""
         close, before = escaped(self.closing), _before_tag(is_tag=self.closing.startswith("<"))
         return rf"(({before}|{self._start}){close}|{ANY}{close}[ \t\r]*\n)"
 
     def _begun(self, marker: str) -> str:
-        """Return an expression that matches text through a marker at the start of a line or of the reasoning."""
+        """Return an expression for text up to and including a marker at the start of a line or of the reasoning."""
         return rf"({ANY}\n[ \t]*|{self._start}){escaped(marker)}"
 
     @property
     def _start(self) -> str:
-        """Expression for what is ignored at the start of reasoning: white space and repeated opening markers."""
+        """Expression for the white space and repeated opening markers that are ignored at the start of reasoning."""
         again = "" if self._is_token(self.opening) else f"({escaped(self.opening)}{SPACE})*"
         return f"{SPACE}{again}"
 
 
 def _before_tag(*, is_tag: bool) -> str:
-    """Return an expression that matches text before a marker that the reply parser does not take for a mention.
+    """Return an expression for text before a marker that the reply parser treats as a marker, not as quoted text.
 
-    The marker starts a line or follows a word; a tag may also follow the space after a sentence.
+    Such a marker starts a line or follows a word; a tag may also follow the space after a sentence.
     """
     word = rf"[^{_OPENING}\s\x1c-\x1f]|{_SENTENCE_END}" if is_tag else f"[^{_OPENING}]"
     return rf"(({ANY}\n)?[ \t]*|{ANY}({word}))"

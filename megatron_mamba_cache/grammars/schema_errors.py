@@ -1,4 +1,4 @@
-"""Explain why a JSON schema cannot be enforced, in terms of JSON Schema and with the location."""
+"""Find the part of a JSON schema that cannot be enforced, and explain why in terms of JSON Schema."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,13 +21,14 @@ from .schema_words import (
 
 Schema = dict[str, Any]
 HasText = Callable[[Schema], bool]
-"""Returns whether any text is of a schema of an object."""
+"""Returns True if an object that satisfies a schema can have a property."""
 
 
 def close_names(root: Any, has_text: HasText) -> None:
-    """Replace patterns that match only listed properties with these properties, in place.
+    """Replace each pattern in `patternProperties` that matches only listed properties by these properties, in place.
 
-    If patterns match all names, other properties are forbidden. `has_text` tests whether a name may follow `{`.
+    If listed properties and patterns cover all names, additional properties are forbidden. `has_text` returns True if
+    an object that satisfies a schema can have a property.
     """
     locations = locations_in(root)
     if not any(mapping_of(found.get("patternProperties")) for found in locations.values()):
@@ -51,7 +52,7 @@ def close_names(root: Any, has_text: HasText) -> None:
 
 
 def _only(pattern: str, names: set[str]) -> Schema:
-    """Return a schema of objects whose names match a pattern, except for the given names."""
+    """Return a schema for objects whose property names match a pattern and are not in `names`."""
     return {
         "type": "object",
         "properties": dict.fromkeys(sorted(names), False),
@@ -61,7 +62,7 @@ def _only(pattern: str, names: set[str]) -> Schema:
 
 
 def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> None:
-    """Replace a pattern with the names that it matches."""
+    """Replace a pattern in `patternProperties` by those of the names that it matches."""
     value = schema["patternProperties"].pop(pattern)
     properties = schema["properties"] = mapping_of(schema.get("properties"))
     for name in sorted(names):
@@ -70,7 +71,7 @@ def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> N
 
 
 def _names_of_values(locations: dict[str, Schema], root: Any) -> dict[int, set[str]]:
-    """Return the property names that each schema, or a schema that applies with it, lists."""
+    """Return, by id of schema, the property names listed by the schema or by schemas for the same value."""
     leader = {id(found): id(found) for found in locations.values()}
 
     def find(number: int) -> int:
@@ -96,7 +97,7 @@ _SCALARS = {"null", "boolean", "integer", "number", "string"}
 
 
 def close_endless(root: Any) -> None:
-    """Replace schemas without a finite value with false, in place; raise `GrammarError` if the root has none."""
+    """Replace, in place, subschemas that only infinite values satisfy by false; raise `GrammarError` for the root."""
     locations = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
@@ -113,7 +114,7 @@ def close_endless(root: Any) -> None:
 
 
 def _refuse(root: dict[str, Any], finite: set[int]) -> None:
-    """Raise an error for a schema without a finite value, with the path to the cause."""
+    """Raise `GrammarError` for a schema that no finite value satisfies, with the path to the cause."""
     found: Any = root
     path, seen = "", set[int]()
     while isinstance(found, dict) and id(found) not in seen:
@@ -124,7 +125,7 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
         step, found = lacking[0]
         path = path_of(step) if step.startswith("#") else f"{path}.{step}".lstrip(".")
     if found is False:
-        path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` rewrites `not: {}` so
+        path = _MEMBER_OF_ALL.sub("", path)  # added by `drop_empty_words`, which rewrites `not: {}`
     with at_location(path):
         reason = "a property is required whose schema allows no value" if found is False else "references never end"
         raise GrammarError(f"no JSON value matches the schema: {reason}")
@@ -141,7 +142,7 @@ def _replace(schema: dict[str, Any], step: str) -> None:
 
 
 def _has_value(schema: dict[str, Any], finite: set[int], root: Any) -> bool:
-    """Return whether a schema may have a value, given the schemas that are known to have finite values."""
+    """Return True if a finite value may satisfy a schema; `finite` has the ids of the schemas known to have one."""
     if not all(_is_finite(inner, finite) for _, inner in _needs(schema, root)):
         return False
     choices = [list_of(schema.get(word)) for word in ("anyOf", "oneOf")]
@@ -149,7 +150,7 @@ def _has_value(schema: dict[str, Any], finite: set[int], root: Any) -> bool:
 
 
 def _needs(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that must have a value for this schema to have one."""
+    """Yield the path and schema of each part that must have a finite value for this schema to have one."""
     reference = schema.get("$ref")
     target = target_of(reference, root) if isinstance(reference, str) else None
     if target is not None:
@@ -177,7 +178,7 @@ def _is_finite(schema: Any, finite: set[int]) -> bool:
 
 _MOST_TRIED = 100
 _LONGEST = 300
-_NAMING = ("required property", "required item", "prefixItems")  # phrases in reasons that name a part of the schema
+_NAMING = ("required property", "required item", "prefixItems")  # phrases in errors that name a subschema
 _OPTION = re.compile(r"[^.;]*(?:coerce_one_of|x-guidance)[^.;]*[.;]?")
 _SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Unsatisfiable schema: Regex is empty.*", "no string matches the pattern, the format and the length together"),
@@ -216,7 +217,7 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
 
 
 def explained(schema: dict[str, Any], refusal: Refusal) -> None:
-    """Raise a `GrammarError` with the path to the part of a schema that llguidance refuses."""
+    """Raise `GrammarError` with the path to the subschema that llguidance cannot compile; do nothing if it can."""
     reason = refusal(schema)
     if reason is not None:
         path, reason = _deepest(schema, reason, refusal)
@@ -225,7 +226,7 @@ def explained(schema: dict[str, Any], refusal: Refusal) -> None:
 
 
 def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, str]:
-    """Return the path of the innermost schema that llguidance refuses, and its reason."""
+    """Return the path to the innermost subschema that llguidance cannot compile, and the reason."""
     path, current = "", root
     shared = {word: root[word] for word in (GUIDANCE, "$defs", "definitions", "$id") if word in root}
     for _ in range(_MOST_TRIED):
@@ -241,7 +242,7 @@ def _deepest(root: dict[str, Any], reason: str, refusal: Refusal) -> tuple[str, 
 
 
 def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iterator[tuple[str, Any]]:
-    """Yield the subschemas that may have caused the refusal."""
+    """Yield the path step and value of each subschema that may have caused the error."""
     named = re.search(r"required property '(.*)' is unsatisfiable", reason)
     if named is not None:
         properties = mapping_of(schema.get("properties"))
@@ -258,7 +259,7 @@ def _suspects(schema: dict[str, Any], root: dict[str, Any], reason: str) -> Iter
 
 
 def _sentence(reason: str) -> str:
-    """Return a reason as one sentence, without names of llguidance settings."""
+    """Return an llguidance error as one sentence, without names of llguidance settings."""
     line = " ".join(reason.partition("while processing")[0].split())
     for pattern, sentence in _SENTENCES:
         found = re.match(pattern, line)

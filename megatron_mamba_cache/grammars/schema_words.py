@@ -1,4 +1,4 @@
-"""Helpers for JSON Schema: find subschemas, resolve references, and identify keywords that allow everything."""
+"""Find subschemas, references and types in a JSON schema, and change its keywords."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _NOTES = frozenset(
         *("contentMediaType", "contentEncoding", "contentSchema", "errorMessage"),
     )
 )
-"""Words for readers. OpenAPI's `discriminator` repeats what the alternatives say."""
+"""Annotations, which allow every value. OpenAPI's `discriminator` only repeats information in the alternatives."""
 _ONE_SCHEMA = frozenset(
     (
         *("items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else"),
@@ -35,7 +35,7 @@ _TYPES_OF_PYTHON: tuple[tuple[Any, str], ...] = (
     (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"),
     (str, "string"), (list, "array"), (dict, "object"),
 )  # fmt: skip
-_MOST_NAMES = 64  # most references in a chain
+_MOST_NAMES = 64  # maximum number of references in a chain
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a subschema as a standalone schema in which references keep their targets."""
+    """Return a subschema as a standalone schema that includes the targets of its references."""
     definitions = {word: root[word] for word in _DEFINITIONS if isinstance(root.get(word), dict)}
     alone: dict[str, Any] = json.loads(json.dumps({**schema, **definitions}))
     references = [found for found in values_in(alone) if isinstance(found, dict) and isinstance(found.get("$ref"), str)]
@@ -65,12 +65,12 @@ def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, A
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and its subschemas, parents first. Property names may look like keywords."""
+    """Yield a schema and its subschemas, parents first. A property name that equals a keyword is not taken for one."""
     yield from locations_in(schema).values()
 
 
 def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
-    """Return a schema, its subschemas and the targets of references in it, by path."""
+    """Return a schema, its subschemas and the targets of its references, keyed by path."""
     locations: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     references: list[str] = []
@@ -89,12 +89,12 @@ def locations_in(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def path_of(reference: str) -> str:
-    """Return the path of the target of a reference."""
+    """Return the path to a reference's target, such as "$defs.name" for "#/$defs/name"."""
     return reference.lstrip("#/").replace("/", ".")
 
 
 def held_by(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the direct subschemas, each with its keyword and its name or index."""
+    """Yield each direct subschema with its path step, such as "items", "anyOf.0" or "properties.name"."""
     for word, value in schema.items():
         if word in _ONE_SCHEMA and not isinstance(value, list):
             yield word, value
@@ -105,7 +105,7 @@ def held_by(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def target_of(reference: str, root: Any) -> Any:
-    """Return the target of a reference by path or anchor; None if it is not in this document."""
+    """Return the target of a reference, given by path or anchor; None if it is not in `root`."""
     own = root.get("$id", root.get("id")) if isinstance(root, Mapping) else None
     if isinstance(own, str) and own:
         reference = reference.removeprefix(own.rstrip("#"))
@@ -125,7 +125,7 @@ def target_of(reference: str, root: Any) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return a schema, or the target of a schema that is only a reference; keep references that never end."""
+    """Return the target if a schema is only a reference that `root` resolves, otherwise the schema itself."""
     for _ in range(_MOST_NAMES):
         if not isinstance(schema, Mapping) or schema.keys() != {"$ref"} or not isinstance(schema["$ref"], str):
             break
@@ -137,14 +137,14 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema allows by its own `type`; all without it. Integers are numbers too."""
+    """Return the JSON types in a schema's `type`, or all types if it has none; "number" includes "integer"."""
     named = schema.get("type", TYPES)
     types = set(named if isinstance(named, list | tuple) else [named])
     return types | {"integer"} if "number" in types else types
 
 
 def also(schema: dict[str, Any], words: Mapping[str, Any]) -> None:
-    """Add keywords to a schema; keywords that it already has are added through `allOf`."""
+    """Add keywords to a schema, in place; if it has any of these keywords, add them all through `allOf`."""
     if schema.keys() & words.keys():
         schema["allOf"] = [*list_of(schema.get("allOf")), dict(words)]
     else:
@@ -153,7 +153,7 @@ def also(schema: dict[str, Any], words: Mapping[str, Any]) -> None:
 
 @contextmanager
 def at_location(path: str) -> Iterator[None]:
-    """Prefix the message of a `GrammarError` with the path of the schema."""
+    """Context manager that prefixes the message of a `GrammarError` with the path of a schema."""
     try:
         yield
     except GrammarError as error:
@@ -161,14 +161,14 @@ def at_location(path: str) -> Iterator[None]:
 
 
 def type_of_value(value: Any) -> str:
-    """Return the JSON type of a value."""
+    """Return the name of a value's JSON type; "integer" for a float with an integral value."""
     if isinstance(value, float) and value.is_integer():
         return "integer"
     return next(name for kind, name in _TYPES_OF_PYTHON if isinstance(value, kind))
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Return whether two JSON values are equal: 1 equals 1.0 but not true."""
+    """Return True if two JSON values are equal; 1 equals 1.0 but not true."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):
@@ -179,12 +179,12 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 def list_of(value: Any) -> list[Any]:
-    """Return the value if it is a list, else an empty list."""
+    """Return the value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
 def mapping_of(value: Any) -> dict[str, Any]:
-    """Return the value if it is an object, else an empty object."""
+    """Return the value if it is a dict, otherwise an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
@@ -201,7 +201,7 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def _drop_unused_definitions(root: dict[str, Any]) -> None:
-    """Remove unused definitions of a schema, if every reference leads to a definition."""
+    """Remove unused definitions from a schema, if every reference in it leads to a definition."""
     names = {(word, name) for word in _DEFINITIONS for name in mapping_of(root.get(word))}
     outer = {word: value for word, value in root.items() if word not in _DEFINITIONS}
     used: set[tuple[str, str]] = set()

@@ -13,7 +13,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 
 THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02)
-"""Candidate thresholds: a request drafts while the chance of keeping the next draft token is above it."""
+"""Candidate thresholds: a draft grows while the probability that all its tokens are accepted is above the threshold."""
 _LOG_THRESHOLDS = np.log(THRESHOLDS)[:, None]
 LEAST_GAIN = 1.02
 """Minimum expected speedup for drafting; a smaller gain is within the error of the time estimates."""
@@ -21,10 +21,10 @@ _SURE = 0.999
 
 
 def expected_tokens(chances: FloatArray, counts: IntArray) -> FloatArray:
-    """Return the expected number of tokens that a step adds over all requests, shape [...].
+    """Return the expected number of tokens that a step produces, summed over all requests; shape [...].
 
     Args:
-        chances: [requests] chance, below 1, that a draft token is right if those before it are.
+        chances: [requests] probability, below 1, that a draft token is accepted given that all earlier ones were.
         counts: [..., requests] number of draft tokens.
     """
     found: FloatArray = ((1 - chances ** (counts + 1)) / (1 - chances)).sum(axis=-1)
@@ -38,15 +38,16 @@ def best_counts(
     plain_seconds: float,
     least_gain: float = LEAST_GAIN,
 ) -> list[int]:
-    """Return the draft counts that maximize tokens per second, or zeros if drafting is not faster.
+    """Return the draft counts that maximize the expected tokens per second; zeros if drafting is not faster.
 
-    Each of THRESHOLDS gives one candidate: every request drafts the tokens that are kept with at least that chance.
+    Each threshold in THRESHOLDS gives one candidate, in which a request drafts the tokens that are accepted with at
+    least that probability.
 
     Args:
-        chances: [requests] chance that a draft token is right if those before it are.
+        chances: [requests] probability that a draft token is accepted given that all earlier ones were.
         rooms: [requests] maximum number of draft tokens, 0 or more.
-        seconds: Estimates the time of a step from the total number of draft tokens and the largest per request.
-        plain_seconds: Time of a step without drafts.
+        seconds: Estimates the time of a step from the total number of draft tokens and the length of the longest draft.
+        plain_seconds: Estimated time of a step without drafts.
         least_gain: Minimum speedup over a plain step.
     """
     chance = np.clip(np.asarray(chances, dtype=np.float64), 1e-6, _SURE)
@@ -72,9 +73,9 @@ DRAFTER_WINDOW = 128
 
 
 class Acceptance:
-    """Running estimate of the chance that a draft token is right if those before it in its step are.
+    """Running estimate of the probability that a draft token is accepted given that all earlier ones in its draft were.
 
-    Older draft tokens have less weight. Tokens after the first wrong token of a draft do not count.
+    Older draft tokens have less weight. Draft tokens after the first rejected one do not count.
 
     Args:
         window: Effective number of draft tokens in the estimate, more than 1.
@@ -89,7 +90,7 @@ class Acceptance:
         self._right = self._tried = 0.0
 
     def is_known(self, num_tried: int, num_wrong: int) -> bool:
-        """Return True if the estimate is based on at least this many draft tokens, or this many wrong ones."""
+        """Return True if at least `num_tried` draft tokens have been verified, or at least `num_wrong` rejected."""
         return self._tried >= num_tried or self._tried - self._right >= num_wrong
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
@@ -112,18 +113,18 @@ class Acceptance:
         self._tried = kept * self._tried + num_tried
 
     def chance(self, expected: float) -> float:
-        """Return the estimated chance, between 0 and 1, with `expected` as its prior."""
+        """Return the estimated acceptance probability, with `expected` as the prior."""
         return (self._right + self._weight * expected) / (self._tried + self._weight)
 
     def optimistic_chance(self, expected: float) -> float:
-        """Return the estimate plus part of its standard error, so that bad luck does not stop drafting."""
+        """Return the estimate plus OPTIMISM standard errors, at most 1; a few rejections then do not stop drafting."""
         chance = self.chance(expected)
         error = math.sqrt(max(chance * (1 - chance), 0.0) / (self._tried + self._weight + 1))
         return min(chance + OPTIMISM * error, 1.0)
 
 
 class ShadowDrafts:
-    """Shadow drafts, which are compared with the generated text but never verified; at most one per request."""
+    """Shadow drafts, which are compared with the tokens generated later but never verified; at most one per request."""
 
     def __init__(self) -> None:
         self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request id -> (start in the reply, draft tokens)
@@ -137,7 +138,7 @@ class ShadowDrafts:
         return len(self._drafts[request.request_id][1]) if request.request_id in self._drafts else 0
 
     def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
-        """Remove the shadow drafts whose outcome is known; yield (request id, drafted, correct) for each."""
+        """Remove the shadow drafts whose outcome is known; yield (request id, num_drafted, num_correct) for each."""
         for request in requests:
             if request.request_id not in self._drafts:
                 continue

@@ -89,7 +89,7 @@ def note_hidden_states(
 
     Args:
         starts: [requests] index of the first row of logits for each request.
-        hidden_states: [logits, hidden].
+        hidden_states: [logits, hidden], one row for each row of logits.
     """
     for request, new, start in zip(requests, kept, starts, strict=False):
         if new:
@@ -102,9 +102,9 @@ def advance_one_token_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Advance requests that decoded one token without drafts, and publish completed blocks.
+    """Append the token that each request decoded without drafts, and publish completed blocks.
 
-    The requests may already hold blocks for the next step.
+    A request may already hold blocks for the next step.
     """
     block_size = cache.block_size
     for request, new in zip(requests, kept, strict=True):
@@ -125,10 +125,12 @@ def advance_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Append the tokens that a step produced, and publish blocks of generated text (prompts already are).
+    """Append the tokens that a step produced, and publish completed blocks of generated text.
+
+    Blocks of prompt text must have been published before.
 
     Args:
-        kept: New tokens of each request, in order; at least one for a decoding request.
+        kept: New tokens for each request, in order; at least one for a decoding request.
     """
     for request, new in zip(requests, kept, strict=True):
         request.append(new)

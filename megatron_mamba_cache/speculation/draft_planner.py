@@ -14,7 +14,7 @@ from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftReque
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHADOW_DRAFTS = 16
-"""Maximum number of shadow drafts started after a step, because the first lookup indexes a whole prompt."""
+"""Maximum number of shadow drafts started per step; a request's first lookup is slow, because it indexes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class DraftPlanner:
             self._drafter.warmup()
 
     def capture_if_wanted(self, prepare: Callable[[], None]) -> None:
-        """Let the drafter capture graphs that it has dropped; called before a step.
+        """Capture the drafter's CUDA graphs again if it has dropped them; called before each step.
 
         Args:
-            prepare: Called before a capture, during which no other thread may wait for the device.
+            prepare: Called before the capture, during which no other thread may synchronize with the device.
         """
         if self._graphs is None or not self._graphs.wants_graphs:
             return
@@ -81,17 +81,17 @@ class DraftPlanner:
             _LOG.warning("%s runs without CUDA graphs: %r", type(self._drafter).__name__, error)
 
     def check_weights(self) -> None:
-        """Let the drafter drop its graphs if its weights are at new addresses."""
+        """Drop the drafter's CUDA graphs if its weights have moved to new addresses."""
         if self._graphs is not None:
             self._graphs.check_weights()
 
     def drop_graphs(self) -> None:
-        """Let the drafter drop its graphs."""
+        """Drop the drafter's CUDA graphs."""
         if self._graphs is not None:
             self._graphs.drop_graphs()
 
     def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return the number of draft tokens that the policy gives each request in the next step."""
+        """Return the number of draft tokens that the policy allows each request in the next step."""
         self._begin()
         return self._policy.counts(requests, rooms, budget)
 
@@ -100,7 +100,7 @@ class DraftPlanner:
         self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if requests in a step without drafts will get no drafts in the next step either."""
+        """Return True if these requests, which have no drafts in this step, will have none in the next step either."""
         return self._policy.stays_paused(requests)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
@@ -126,7 +126,7 @@ class DraftPlanner:
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Record the outcome for a request in a finished step; ignore a request without planned drafts.
+        """Record how many draft tokens of a request were accepted; ignore a request for which no drafts were planned.
 
         Args:
             num_drafted: Number of verified draft tokens, after any truncation by the caller.
@@ -137,7 +137,7 @@ class DraftPlanner:
             self._policy.note(request.request_id, num_drafted, num_accepted)
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Record the end of a step, after `note` was called and the requests have their tokens."""
+        """Record the end of a step; call it after `note` and after the new tokens are appended to the requests."""
         self._policy.note_step(requests, asked=bool(self._asked), drafted=self._has_drafts)
         self._begin()
         if shadowed := self._policy.shadowed(requests):
@@ -150,7 +150,7 @@ class DraftPlanner:
         self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop all data about a request that finished or was evicted; errors of the drafter are only logged."""
+        """Drop all data about a request that finished or was evicted; errors raised by the drafter are only logged."""
         self._asked.discard(request_id)
         self._shadow_drafts.forget(request_id)
         self._policy.forget(request_id)
@@ -165,7 +165,7 @@ class DraftPlanner:
     def _tell_to_forget(self, request_id: int) -> None:
         try:
             self._drafter.forget(request_id)
-        except Exception as error:  # a drafter is user code, and requests are being released
+        except Exception as error:  # a drafter is user code, and its failure must not stop the release
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
     def _shadow(self, requests: Sequence[RunningRequest]) -> None:
@@ -173,12 +173,12 @@ class DraftPlanner:
         for outcome in self._shadow_drafts.ended(requests):
             self._policy.note(*outcome)
         asked = [request for request in requests if self._shadow_drafts.num_tokens(request) == 0]
-        if len(asked) > _MOST_SHADOW_DRAFTS:  # the remaining requests are drafted for after later steps
+        if len(asked) > _MOST_SHADOW_DRAFTS:  # the remaining requests get shadow drafts after later steps
             self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
             asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_SHADOW_DRAFTS]
         try:
             drafts = self._propose([DraftRequest(request, self.max_drafts) for request in asked]) if asked else []
-        except Exception as error:  # a drafter is user code, and no step depends on shadow drafts
+        except Exception as error:  # a drafter is user code, and a failed shadow draft must not fail a step
             self._note_failed_shadow(asked, error)
             return
         for request, draft in zip(asked, drafts, strict=True):
@@ -229,7 +229,7 @@ class DraftPlanner:
 
 
 class NoDrafts:
-    """Replacement for `DraftPlanner` in an engine without drafts."""
+    """Null object that an engine without speculative decoding uses instead of `DraftPlanner`."""
 
     max_drafts, reads_hidden_states = 0, False
 

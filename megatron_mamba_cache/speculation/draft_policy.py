@@ -1,4 +1,4 @@
-"""Decide when requests draft, and how many tokens, by weighing the expected gain against the time."""
+"""Decide how many tokens each request drafts, and when drafting pauses, to maximize expected tokens per second."""
 
 import logging
 import math
@@ -12,9 +12,9 @@ from .step_time import StepTime
 _LOG = logging.getLogger(__name__)
 
 FIRST_CHANCE = 0.7
-"""Expected chance that a draft token is accepted, before any was verified."""
+"""Prior probability that a draft token is accepted, used before any draft has been verified."""
 NUM_TRIED, NUM_WRONG = 16, 4
-"""Numbers of draft tokens, or of wrong draft tokens, to verify before the acceptance of a drafter is known."""
+"""A drafter's acceptance rate is known after NUM_TRIED verified draft tokens or NUM_WRONG rejected draft tokens."""
 TRIAL_DRAFTS = 4
 TRIAL_SHARE = 0.0075
 """Fraction of the total time that trial steps may take."""
@@ -28,10 +28,10 @@ _NEVER = 1 << 62
 
 
 class AllDrafts:
-    """A draft policy that always gives each request as many draft tokens as it has room for."""
+    """Draft policy that always gives each request as many draft tokens as its limit and the budget allow."""
 
     def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return `rooms`, cut to the budget."""
+        """Return `rooms`, reduced to a sum of at most `budget`; earlier requests have priority."""
         return _within(rooms, budget)
 
     def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
@@ -48,7 +48,7 @@ class AllDrafts:
         """Do nothing."""
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return False, unless there are no requests."""
+        """Return True only if there are no requests."""
         return not requests
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
@@ -64,7 +64,7 @@ class AllDrafts:
 
 @dataclass(slots=True)
 class _Pause:
-    """A pause during which these requests get no drafts, before step `end`."""
+    """Pause during which these requests get no drafts; it ends with the start of step `end`."""
 
     request_ids: set[int]
     end: int
@@ -81,20 +81,20 @@ class _NextCounts:
 
 
 class DraftPolicy:
-    """Decides how many draft tokens each request in a step gets. All ranks of a model decide the same.
+    """Decides the number of draft tokens for each request in a step; all ranks of a model make the same decision.
 
-    The policy maximizes the expected tokens per second, given recent acceptance and estimated step times. If no draft
-    is worthwhile, drafting pauses for all requests, and a step may be launched before the tokens of the previous one
-    are read. During a pause, a drafter that takes no time makes shadow drafts, and drafting resumes when they show a
-    gain. For other drafters, a trial step ends the pause: every request drafts a few tokens. Trial steps take about
-    TRIAL_SHARE of the time.
+    The policy maximizes the expected tokens per second, given recent acceptance rates and estimated step times. If
+    drafts are not expected to save time, drafting pauses for all requests, and a step may be launched before the host
+    has read the tokens of the previous step. During a pause, a drafter whose estimated time is 0 makes shadow drafts,
+    and drafting resumes when they show a gain. With any other drafter, the pause ends with a trial step, in which
+    every request drafts a few tokens. Trial steps take about TRIAL_SHARE of the time.
 
     Args:
         time: Estimates step times.
         drafter_seconds: Estimates the drafter's time from the number of requests and the longest draft.
         shadows: True to use shadow drafts instead of trial steps.
-        is_patient: True if empty proposals do not pause drafting. A draft model may be prefilling prompts, which
-            continues only while it is called.
+        is_patient: True if empty proposals do not pause drafting. A draft model proposes nothing while it prefills a
+            prompt, and the prefill continues only while the model is called.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DraftPolicy:
         """Return the number of draft tokens for each request in the next step; leaves the estimates unchanged.
 
         Args:
-            rooms: [requests] maximum number of draft tokens. If all are 0, the pause does not change.
+            rooms: [requests] maximum number of draft tokens. If all are 0, a current pause continues.
             budget: Maximum total number of draft tokens; older requests have priority.
         """
         none = [0] * len(requests)
@@ -129,7 +129,7 @@ class DraftPolicy:
             return none
         self._pause, self._is_trial = None, False
         found = self._found_ahead(requests, rooms)
-        if not any(found):  # counts decided in advance are outdated and must not pause drafting
+        if not any(found):  # zeros decided in advance may be outdated and must not pause drafting
             found = self._best(requests, rooms)
         if sum(found) > budget:
             found = self._best(requests, _within(found, budget))
@@ -149,7 +149,7 @@ class DraftPolicy:
         """Decide draft counts for the next step before the tokens of the current step are read.
 
         Args:
-            requests: Requests in the running step. If these or their rooms change, `counts` decides again.
+            requests: Requests in the running step. If the requests or their limits change, `counts` decides again.
             most: Number of draft tokens for which each request has room.
         """
         step, request_ids = self._step + 1, [request.request_id for request in requests]
@@ -179,8 +179,8 @@ class DraftPolicy:
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Record the end of a step.
 
-        If drafts were planned but none were proposed, drafting pauses. The pause lasts until shadow drafts show a gain;
-        without shadow drafts, pauses start after PATIENCE such steps and become longer each time.
+        If drafts were planned but none were proposed, drafting pauses until shadow drafts show a gain. Without shadow
+        drafts, it pauses only after more than PATIENCE such steps in a row, and for longer each time.
 
         Args:
             asked: True if the drafter was called for any request.
@@ -196,11 +196,11 @@ class DraftPolicy:
             )
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if requests in a step without drafts will get no drafts in the next step either."""
+        """Return True if these requests, which have no drafts in this step, will have none in the next step either."""
         return not requests or self._holds(requests, self._step + 1)
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
-        """Return the requests to shadow-draft for: those paused, if the policy uses shadow drafts."""
+        """Return the paused requests among `requests` if the policy uses shadow drafts, otherwise an empty list."""
         paused = self._pause.request_ids if self._pause is not None and self._shadows else ()
         return [request for request in requests if request.request_id in paused]
 
@@ -221,7 +221,7 @@ class DraftPolicy:
             self._pause.request_ids.discard(request_id)
 
     def _holds(self, requests: Sequence[RunningRequest], step: int) -> bool:
-        """Return True if all the requests are paused at a step."""
+        """Return True if all these requests are paused at `step`."""
         pause = self._pause
         return pause is not None and step < pause.end and all(each.request_id in pause.request_ids for each in requests)
 
@@ -240,7 +240,7 @@ class DraftPolicy:
     def _best(
         self, requests: Sequence[RunningRequest], rooms: Sequence[int], least_gain: float = LEAST_GAIN
     ) -> list[int]:
-        """Return the number of draft tokens for each request with the best expected speed, including drafter time."""
+        """Return the draft counts with the highest expected tokens per second, given the time that drafting takes."""
         num_cached = _num_cached(requests)
         plain = self._time.seconds(len(requests), 0, num_cached)
         return best_counts(
@@ -252,7 +252,7 @@ class DraftPolicy:
         )
 
     def _seconds(self, requests: Sequence[RunningRequest], num_drafts: int, most: int, num_cached: int) -> float:
-        """Estimate the time of a step including its drafting; infinite if the drafter gives no valid estimate."""
+        """Return the estimated seconds for a step and its drafting; infinity if the drafter has no valid estimate."""
         try:
             of_drafter = float(self._drafter_seconds(len(requests), most))
         except Exception as error:  # a drafter is user code, and its failure must not fail a request
@@ -277,7 +277,7 @@ class DraftPolicy:
 
 
 def _within(counts: Sequence[int], budget: int) -> list[int]:
-    """Cut draft counts to a total budget; earlier requests have priority."""
+    """Reduce draft counts so that their sum is at most `budget`; earlier requests have priority."""
     found = []
     for count in counts:
         found.append(max(0, min(count, budget)))

@@ -11,7 +11,7 @@ from ..policy.requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request for which the drafter is to propose tokens.
+    """A running request and the number of tokens that the drafter may propose for it.
 
     Args:
         running: The running request, read-only; `running.tokens(0, running.length)` is its text so far. Do not keep a
@@ -68,7 +68,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A drafter, such as a draft model, whose vocabulary must be that of the model."""
+    """A drafter, such as a draft model, whose vocabulary size must equal the model's."""
 
     @property
     def vocab_size(self) -> int:
@@ -88,8 +88,8 @@ class ReadsHiddenStates(Protocol):
 class TakesTime(Protocol):
     """A drafter that estimates the time for its proposals, so that it is called only when drafting is faster.
 
-    A drafter with an estimate of 0 may be called in any step and makes shadow drafts. Other drafters are tried from
-    time to time.
+    A drafter whose estimate is 0 may be called after any step to make shadow drafts. Other drafters are called in
+    occasional trial steps.
     """
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:

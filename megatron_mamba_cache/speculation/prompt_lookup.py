@@ -1,4 +1,4 @@
-"""Drafter that finds an earlier occurrence of the newest tokens and copies the text after it."""
+"""Drafter that finds an earlier occurrence of the newest tokens and proposes the tokens after it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,9 +19,9 @@ _NOWHERE = -1
 class SuffixIndex:
     """N-gram index of a growing text that finds earlier occurrences of its end, with hash chains as in LZ77.
 
-    `newest` maps the hash of an n-gram to its last position, and `previous` maps each position to the one before it
-    with the same hash. A chain therefore visits occurrences from the most recent on; comparing tokens rules out hash
-    collisions. Memory: 12 to 20 bytes per token.
+    `newest` maps the hash of an n-gram to its last position, and `previous` maps each position to the previous
+    position with the same hash. A chain therefore visits occurrences from the most recent to the oldest; comparing
+    tokens rules out hash collisions. The index takes 12 to 20 bytes per token.
 
     Args:
         min_match: Minimum length of a match in tokens, and length of the n-grams.
@@ -58,7 +58,7 @@ class SuffixIndex:
         self._file(first if must_grow else max(first, start), end)
 
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the `num_tokens` tokens after the longest earlier match of the text's end; empty without a match.
+        """Return the `num_tokens` tokens after the longest earlier match of the text's end; empty if there is none.
 
         Among matches of equal length, the most recent is used. If the text ends before `num_tokens`, the copied tokens
         are repeated, so that a repetition continues.
@@ -109,7 +109,7 @@ class SuffixIndex:
         self._newest[buckets[is_last]] = positions[is_last]
 
     def _match_end(self) -> int:
-        """Return the position after the longest earlier match of the text's end; 0 without a match."""
+        """Return the position after the longest earlier match of the text's end; 0 if there is none."""
         suffix: list[int] = self._text[max(0, self._length - self._max_match) : self._length].tolist()
         suffix.reverse()
         best_end, best_len = 0, self._min_match - 1
@@ -142,7 +142,10 @@ class SuffixIndex:
 
 
 def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
-    """Hash n-grams to 64 - `shift` bits. Item i of `grams` has token i of each: an integer or a uint64 array."""
+    """Hash one n-gram, or an array of n-grams, to 64 - `shift` bits.
+
+    Item i of `grams` is token i of the n-gram, or a uint64 array with token i of each n-gram.
+    """
     code: Any = 0
     for tokens in grams:
         code = (code * _MIX + tokens + 1) & _UINT64_MASK

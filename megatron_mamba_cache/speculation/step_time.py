@@ -1,8 +1,8 @@
 """Estimate the time of a decode step from the bytes that it reads, to weigh the cost of drafts.
 
 A step with few tokens reads all weights of dense layers, so draft tokens are almost free there. An MoE layer reads only
-the experts that are chosen: five tokens read nearly five times as many experts as one token. Times are estimated, not
-measured, so that all ranks of a model plan the same drafts.
+the experts to which tokens are routed, so five tokens read nearly five times as many experts as one token. Times are
+estimated, not measured, so that all ranks of a model plan the same drafts.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ class DeviceSpeed:
     """Speed of a device. Only the ratios matter, and they differ little between GPUs of one kind.
 
     Args:
-        bytes_per_s: Memory bandwidth.
+        bytes_per_s: Memory bandwidth in bytes per second.
         macs_per_s: Multiply-adds per second.
-        layer_s: Fixed overhead per layer.
-        drafts_s: Host latency of a step with drafts, which is launched only after the last step's tokens are read.
+        layer_s: Fixed overhead per layer, in seconds.
+        drafts_s: Extra host latency of a step with drafts, in seconds. The step is launched only after the tokens of
+            the previous step have been read.
     """
 
     bytes_per_s: float
@@ -39,10 +40,10 @@ class StepReads:
         num_layers: Number of layers in the model.
         weights: Bytes of the weights that every step reads, including the output layer.
         expert: Bytes of one expert, summed over the MoE layers.
-        num_experts: Number of experts per layer on a rank; 0 without experts.
-        chosen: Fraction of the experts in a layer that a token chooses.
-        num_expert_ranks: Number of ranks whose tokens choose among the experts of a rank.
-        state: Bytes of the states of a request.
+        num_experts: Number of experts per layer on a rank; 0 if the model has no MoE layers.
+        chosen: Fraction of a layer's experts to which each token is routed.
+        num_expert_ranks: Number of ranks whose tokens may be routed to the experts on one rank.
+        state: Bytes of the recurrent states of one request.
         draft: Bytes read and written per draft token.
         cached_token: Bytes of the keys and values of one token in the KV cache.
         macs: Number of multiply-adds per token.
@@ -60,7 +61,7 @@ class StepReads:
     macs: int
 
     def experts_hit(self, num_tokens: int) -> float:
-        """Return the expected number of experts that tokens read per layer on a rank, if chosen independently."""
+        """Return the expected number of experts per layer that a rank reads, if tokens are routed independently."""
         return self.num_experts * (1 - (1 - self.chosen) ** (num_tokens * self.num_expert_ranks))
 
 
@@ -69,7 +70,7 @@ class StepTime:
     """Estimates the time of a decode step from its reads and the speed of the device.
 
     Args:
-        width: Tokens per request to which a captured step with drafts is padded; 0 for no padding.
+        width: Number of tokens per request to which a step with drafts is padded for its CUDA graph; 0 for no padding.
     """
 
     reads: StepReads
