@@ -1,8 +1,9 @@
-"""Activations between the two GEMMs of a feed-forward layer.
+"""Activation functions applied between the two GEMMs of a feed-forward layer.
 
-This package's GEMM kernels apply the activation before they round. After another library's GEMM, a separate kernel
-applies it; torch would need two launches and would process the non-contiguous halves without vectorized loads. Layout:
-contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in CUDA graphs: no host sync.
+This package's GEMM kernels apply the activation themselves, before they round. The kernels below apply it to the result
+of another library's GEMM. Torch would need two launches and would read the non-contiguous halves without vectorized
+loads. Layout: contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in CUDA graphs: no host
+sync.
 """
 
 from typing import Literal
@@ -46,13 +47,13 @@ def _gated_silu_kernel(products, out, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr
 
 
 def gated_silu(products: Tensor) -> Tensor:
-    """Return silu(gates) * others, computed in fp32 and rounded once.
+    """Return silu(gates) * values, computed in fp32 and rounded once.
 
     Args:
-        products: [..., 2 * outputs], gates first.
+        products: [..., 2 * outputs]; gates, then values.
 
     Returns:
-        [..., outputs] in the products' dtype.
+        [..., outputs] in the dtype of `products`.
 
     Raises:
         ValueError: If the last dimension is odd.
@@ -126,5 +127,5 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_ref(x: Tensor) -> Tensor:
-    """Torch reference for `squared_relu`; Megatron's function would recompile for each number of tokens."""
+    """Torch reference for `squared_relu`; Megatron's function is not used, as each number of tokens recompiles it."""
     return F.relu(x).square()

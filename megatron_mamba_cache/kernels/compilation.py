@@ -33,7 +33,7 @@ class Compilations:
     seconds: float = 0.0
 
     def since(self, earlier: "Compilations") -> "Compilations":
-        """Return the difference between these totals and `earlier` ones."""
+        """Return these totals minus the `earlier` totals."""
         return Compilations(self.num_kernels - earlier.num_kernels, self.seconds - earlier.seconds)
 
 
@@ -60,7 +60,7 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Count kernels that other threads compile for this thread; their time is added by `add_seconds`."""
+        """Context manager that counts kernels compiled by other threads for this one; `add_seconds` adds the time."""
         self._thread.ahead = set()
         try:
             yield
@@ -74,7 +74,7 @@ class CompilationWatch:
 
     @property
     def _ahead(self) -> set[Hashable] | None:
-        """Kernels that other threads are compiling for this thread; None if it compiles kernels itself."""
+        """Kernels that other threads compile for this thread; None outside of `compiling_ahead`."""
         ahead: set[Hashable] | None = getattr(self._thread, "ahead", None)
         return ahead
 
@@ -99,7 +99,7 @@ class CompilationWatch:
     def _begin(self, identity: Hashable, name: str) -> None:
         self._thread.compiled_at = None
         with self._lock:
-            for _, failed in self._running.values():  # no hook reports a failed compilation
+            for _, failed in self._running.values():  # Triton calls no hook for a failed compilation
                 failed.end()
             line = ProgressLine(f"Triton compiles {name} at its first use, once per machine")
             self._running[identity] = time.perf_counter(), line
@@ -164,7 +164,7 @@ class LoadingExecutor(ThreadPoolExecutor):
         self.shutdown(wait=False, cancel_futures=True)
         for future in self._futures:
             if future.cancelled():
-                future.set_running_or_notify_cancel()  # without this, a waiting thread would never wake up
+                future.set_running_or_notify_cancel()  # otherwise, threads that wait for it never wake up
         self._futures.clear()
 
     def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
@@ -186,7 +186,7 @@ class LoadingExecutor(ThreadPoolExecutor):
 
 
 class _Launches:
-    """Replacement of kernel launches by compilations, per thread; threads may enter and leave in any order."""
+    """Patch for Triton that makes the kernel launches of chosen threads only compile; see `only_compile`."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -195,7 +195,7 @@ class _Launches:
 
     @contextmanager
     def only_compile(self) -> Iterator[None]:
-        """Compile but do not launch the kernels that this thread launches within the context."""
+        """Context manager in which this thread's kernel launches only compile the kernels."""
         with self._lock:
             if not self._threads:
                 self._run, JITFunction.run = JITFunction.run, self._replacement(JITFunction.run)
@@ -220,11 +220,11 @@ _LAUNCHES = _Launches()
 
 @contextmanager
 def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> Iterator[None]:
-    """Compile the kernels that this thread would launch within the context, without launching them.
+    """Context manager in which this thread's kernel launches only compile the kernels, in parallel.
 
-    All are loaded when the context exits. The launches leave their outputs undefined, so no index and no persistent
-    state may be computed from them. If a kernel fails to compile, its first real launch raises the error. Launches in
-    other threads are not affected. If the body raises, compilations that have not started are cancelled.
+    All kernels are loaded when the context exits. Their outputs stay undefined, so no indices and no persistent state
+    may be computed from them. If a kernel fails to compile, its first real launch raises the error. Launches in
+    other threads are not affected. If the code in the context raises, compilations that have not started are cancelled.
     """
     executor, mode_before = LoadingExecutor(num_threads(), device), _async_compile.active_mode.get()
 

@@ -74,5 +74,5 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a second stream with high priority, so that its programs start before queued ones."""
+    """Return a second stream with high priority, so that its programs start before those queued on other streams."""
     return torch.cuda.Stream(device, priority=-1)

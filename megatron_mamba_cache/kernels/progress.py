@@ -12,7 +12,7 @@ _speaker = Lock()
 
 
 class ProgressLine:
-    """Log message for an operation that takes longer than 2 s, and its duration when it ends.
+    """Timer for one operation that logs a message after 2 s, and the duration when the operation ends.
 
     If operations overlap, only the first one is logged.
     """
@@ -43,7 +43,7 @@ class ProgressLine:
 
 @contextmanager
 def progress(message: str) -> Iterator[None]:
-    """Context manager: log `message` if the body takes longer than 2 s."""
+    """Context manager that logs `message` if its body takes longer than 2 s."""
     line = ProgressLine(message)
     try:
         yield

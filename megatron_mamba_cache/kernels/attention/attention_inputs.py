@@ -1,12 +1,12 @@
-"""Prepare the inputs of attention in one launch: normalize and rotate heads, pack queries, append keys and values.
+"""Prepare attention inputs in one launch: normalize and rotate heads, pack queries, append keys and values.
 
 If the model has query and key norms, each head is RMS-normalized and rounded. If it has rotary embedding, the first
 channels of each head are then rotated by the token's position. The products in a rotation are rounded before they are
 added, so a rotation without a norm is bit-identical to Megatron's.
 
 Layout: as in `kv_append`. Grid: a program computes one query head or one key head for a few tokens; for a key it also
-copies the value. The channels of a head have the shape [parts, width]: a rotated channel and its partner have the same
-index within the first and the second part. Arithmetic is in fp32. Safe in CUDA graphs: no host sync, one launch.
+copies the value. The channels of a head are viewed as [parts, width]; the rotation pairs channel i of the first part
+with channel i of the second. Arithmetic is in fp32. Safe in CUDA graphs: no host sync, one launch.
 """
 
 import torch
@@ -26,13 +26,13 @@ _TILE_LEN = 1024
 
 @triton.jit
 def _cast(values, like):
-    """Round fp32 values to the dtype of the tensor `like`."""
+    """Round fp32 values to the precision of the tensor `like`; return them in fp32."""
     return values.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _normed(values, scale, norm, norm_offset, channel, inside, like):
-    """Multiply values by the head's scale and by the norm's factor for each channel, then round."""
+    """Multiply values by the head's scale and the norm's per-channel weights; round to the precision of `like`."""
     factor = tl.load(norm + tl.broadcast_to(channel, inside.shape), mask=inside, other=0).to(tl.float32) + norm_offset
     return _cast(values * scale * factor, like)
 
@@ -42,7 +42,7 @@ def _changed_head(
     source, inside, like, norm, norm_offset, eps, table, position, part, element,
     HAS_NORM: tl.constexpr, ROTATES: tl.constexpr, HEAD_DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Return one head of each token after norm and rotation, [TOKENS, PARTS, WIDTH] fp32, rounded to its dtype."""
+    """Load one head of each token, normalize and rotate it; return [TOKENS, PARTS, WIDTH] fp32."""
     channel = part * PART + element
     values = tl.load(source + channel, mask=inside, other=0).to(tl.float32)
     scale = 1.0
@@ -72,7 +72,7 @@ def _inputs_kernel(
     HEAD_DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one query head, or one key head with its value, for TOKENS tokens."""
+    """Normalize, rotate and store one query head, or one key head and its value, for TOKENS tokens."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens
@@ -127,7 +127,7 @@ def write_attention_inputs(
         changes: Norm and rotation to apply to each query head and key head.
 
     Returns:
-        [padded tokens, kv_heads * queries, dim], contiguous; undefined after the first `tokens`.
+        [padded tokens, kv_heads * queries, dim], contiguous; rows after the first `tokens` are undefined.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.

@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BackendClass(Protocol):
-    """Protocol for the classes in `BACKENDS`."""
+    """Protocol for the attention backend classes in `BACKENDS`."""
 
     name: str
     setting: str
@@ -37,10 +37,10 @@ BACKENDS: tuple[BackendClass, ...] = (
 
 
 def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
-    """Build the attention backend for a model; `setting` is the setting of one backend, or "auto".
+    """Build the attention backend for a model; `setting` selects one backend, or with "auto" the first that works.
 
     Raises:
-        ValueError: If no backend with this setting supports the model and can be built.
+        ValueError: If no selected backend supports the model and can be built.
     """
     refusals: list[str] = []
     for backend in BACKENDS:
@@ -57,7 +57,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
                 reason = failure.partition("\n")[0]  # the rest may be the whole output of a compiler
             else:
                 is_half = shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
-                if setting == "auto" and refusals and is_half:  # which the first backend would serve faster
+                if setting == "auto" and refusals and is_half:  # the first backend would be faster
                     _logger.warning("attention runs on %s, not on %s", chosen.name, refusals[0])
                 return chosen
         refusals.append(f"{backend.name}: {reason}")
@@ -68,7 +68,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:
-    """Return the refusal of each backend on this machine for a bf16 model, head_dim 128 and block size 256."""
+    """Return each backend's refusal of a bf16 model with head_dim 128 and block size 256 on this machine."""
     shape = AttentionShape(
         num_heads=32,
         num_kv_heads=8,

@@ -27,7 +27,7 @@ PAGE_MULTIPLE = 256
 
 
 class _FlashAttention(ABC):
-    """Base class of backends that call one library function on packed requests with a block table."""
+    """Base class for backends that call one library function on packed requests with a block table."""
 
     name: str
     setting: str
@@ -43,7 +43,7 @@ class _FlashAttention(ABC):
 
     @abstractmethod
     def _planned(self, rows: AttentionRows) -> PlannedAttention:
-        """Bind the library's function to the requests of a step; the queries must not contain padding."""
+        """Return the library's function, bound to the step's requests; its queries must not contain padding."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Return the function that computes attention in each layer of the step."""
@@ -51,7 +51,7 @@ class _FlashAttention(ABC):
         return lambda q, k_cache, v_cache: attend_rows(q, num_tokens, lambda tokens: call(tokens, k_cache, v_cache))
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Prepare CUDA graphs for requests no longer than these."""
+        """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""
         return DeviceLengths(self, rows)
 
 

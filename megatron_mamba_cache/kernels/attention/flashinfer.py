@@ -1,13 +1,13 @@
 """Attention backend that uses FlashInfer's paged prefill kernels for decode, verify and prefill requests.
 
-Each step makes two calls: one for its decode requests and one for its prompts. The kernel "fa2" splits the KV of a
-request over multiprocessors, which requests with few query tokens need. But all requests in a call share one tile size:
-a prompt in the decode call would make the tiles eight times too large and would disable the split. The kernel "fa3" is
-1.6 times as fast for prompts, but each of its programs reads the whole KV for 128 query tokens and one head. If this
-gives fewer programs than multiprocessors, a CUDA graph splits the prompts' history into pieces (`split_prompts`).
-Before FlashInfer 0.6, "fa3" uses 32-bit offsets in units of 16 bytes, so it silently reads wrong blocks beyond 64 GiB;
-"fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens use "fa2". Larger graphs use "fa3" and
-are skipped, if allowed, in steps whose prompts use such a block.
+Each step makes two calls: one for its decode requests and one for its prompts. The kernel "fa2" splits a request's KV
+over several multiprocessors, so that requests with few query tokens use the whole GPU. But all requests in a call share
+one tile size: a prompt in the decode call would make the tiles eight times too large and would disable the split. The
+kernel "fa3" is 1.6 times as fast for prompts, but each of its programs reads the whole KV for 128 query tokens and one
+head. If this gives fewer programs than multiprocessors, a CUDA graph splits the prompts' history into pieces
+(`split_prompts`). Before FlashInfer 0.6, "fa3" uses 32-bit offsets in units of 16 bytes, so it silently reads wrong
+blocks beyond 64 GiB; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens use "fa2".
+Larger graphs use "fa3" and are skipped, if allowed, in steps whose prompts use such a block.
 
 FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend triggers this when
 it is built, and logs it. Graphs depend on undocumented behavior of FlashInfer, which the backend also tests when it is
@@ -49,8 +49,8 @@ _PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # maximum number of query tokens for a request in the decode call
 _FA3_TILE = 128  # number of query tokens per "fa3" program
 _MOST_PIECES = 8
-_CALL_COST, _PIECE_COST = 0.1, 0.0008  # fractions of one wave's time, per call and per program; 8,192 cached tokens
-_LEAST_LEFT_OUT = 1025  # minimum number of prompt tokens to skip a graph; with fewer, eager launches are much slower
+_CALL_COST, _PIECE_COST = 0.1, 0.0008  # time per call and per program, in waves of 8,192 cached tokens
+_LEAST_LEFT_OUT = 1025  # minimum prompt tokens to skip a graph; eager steps with fewer are much slower
 _FA3_BYTES = 2**32 * 16  # bytes addressable by "fa3" before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
 
@@ -92,7 +92,7 @@ class FlashInferAttention:
             self._try_out((kernel or "fa2", prompt_kernel))
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan a step on the host; `kv_lens` must be exact."""
+        """Plan a step on the host and return its attention function; `rows.kv_lens` must be exact."""
         num_decode = rows.num_decode_requests
         if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
             calls = [(self._decoding, ALL_ROWS)]
@@ -118,7 +118,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Prepare CUDA graphs for requests no longer than these; capture the largest first to share its workspace."""
+        """Return the attention to capture in a CUDA graph; capture the largest graph first to share its workspace."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
         of_decodes = int(self._kernel == "fa3")
@@ -174,7 +174,7 @@ class FlashInferAttention:
             kernel, last_lens = "fa3" if pieces else "fa2", rows.last_block_lens[part]
             call = self._captured_call(kernel, num_rows, num_tokens, num_pages, last_lens)
             return CapturedPart(call, rows, part, self._shape.block_size, reads_lengths=pieces == 0)
-        num_rows += 1  # a request for the padding tokens
+        num_rows += 1  # one extra request for the padding tokens
         history = self._captured_call("fa3", pieces * num_rows, pieces * num_tokens, num_pages, is_causal=False)
         own = self._captured_call("fa3", num_rows, num_tokens, num_pages)
         return SplitPart(history, own, rows, part, self._shape.block_size, pieces)
@@ -221,7 +221,7 @@ class FlashInferAttention:
 
 
 def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
-    """Return the number of pieces into which to split the history, given the number of "fa3" programs per piece.
+    """Return the number of history pieces with the lowest estimated cost, given the "fa3" programs per piece.
 
     The cost estimate counts waves of programs, plus the cost of a second call and of copies of queries and results.
     On an H200, "fa2" takes 253 us and "fa3" 282 us for 362 query and 8,192 cached tokens, 16 heads, head_dim 256.
@@ -235,7 +235,7 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the last block that "fa3" can read, None if it can read all; an unknown release counts as old."""
+    """Return the last KV block that "fa3" can address, None if it can address all; assume an old release if unknown."""
     reads_all = release is not None and release >= _FA3_READS_ALL
     if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
         return None
@@ -245,9 +245,9 @@ def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | N
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
     """Return the size in bytes of the partial results of "fa2" inside a graph: fp32 query tiles and their sums.
 
-    In a graph the number of tiles is the larger of the tiles of all requests, with one partly filled tile per request,
-    and the thread blocks that FlashInfer launches. In eager mode it is at most the number of thread blocks. Source:
-    FlashInfer 0.5.3, scheduler.cuh.
+    In a graph, the number of tiles is the larger of two numbers: the tiles needed by all requests, with one partly
+    filled tile each; and the thread blocks that FlashInfer launches. In eager mode, it is at most the number of thread
+    blocks. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     tile, num_tiles = _query_tiles(shape, num_rows, num_tokens)
     return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4 + 2 * _ALIGNMENT
@@ -256,8 +256,8 @@ def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
     """Return an upper bound for the size in bytes of FlashInfer's plan inside a graph.
 
-    "fa2" needs 13 bytes per query tile, 4 per request and 4 per query token. "fa3" needs 28 bytes per head for each
-    tile of 128 query tokens, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
+    "fa2" needs 13 bytes per query tile, 4 bytes per request and 4 bytes per query token. "fa3" needs 28 bytes per head
+    for each tile of 128 query tokens, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     fa2 = 13 * _query_tiles(shape, num_rows, num_tokens)[1] + 4 * (num_rows + num_tokens)
     fa3 = 28 * shape.num_heads * (-(-num_tokens // _FA3_TILE) + num_rows) + 4 * num_multiprocessors(shape.device)
@@ -265,7 +265,7 @@ def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Return the number of (query token, head of a group) pairs per "fa2" tile, and the maximum number of tiles."""
+    """Return the "fa2" tile size, in pairs of query token and head in a KV group, and the maximum number of tiles."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 and shape.head_dim < 256 else 64 if longest > 16 else 16
@@ -280,9 +280,9 @@ def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
 
 
 def largest(*values: Any, **options: Any) -> Any:
-    """Return what the built-in `max` does; for one tensor, which takes `max` 3 µs per element, use `Tensor.max`.
+    """Return the same as the built-in `max`, but use `Tensor.max` if the only argument is a tensor.
 
-    It replaces `max` in FlashInfer's planning module.
+    Replaces `max` in FlashInfer's planning module, where the built-in would take 3 µs per tensor element.
     """
     if len(values) == 1 and isinstance(values[0], Tensor) and not options:
         return values[0].max()

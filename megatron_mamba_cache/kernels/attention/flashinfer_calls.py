@@ -16,7 +16,7 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Query lengths and KV pages of some requests; int32 tensors on the host.
+    """Query lengths and KV pages of some requests in FlashInfer's format; int32 tensors on the host.
 
     Args:
         cu_query: [requests + 1]; index of the first packed query token of each request.
@@ -30,7 +30,7 @@ class PageLists:
     last_page_lens: Tensor
 
     def has_pages_of(self, other: "PageLists") -> bool:
-        """Return True if queries and pages equal those of `other`; the last pages may hold more tokens."""
+        """Return True if query lengths and pages equal those in `other`; `last_page_lens` may differ."""
         return all(
             mine.equal(theirs)
             for mine, theirs in (
@@ -42,7 +42,7 @@ class PageLists:
 
 
 def page_lists(rows: AttentionRows, block_size: int, part: slice = ALL_ROWS, *, keep_all: bool = False) -> PageLists:
-    """Return the pages of some requests; skip requests without query tokens unless `keep_all` is set."""
+    """Return the page lists of the requests in `part`, without those that have no query tokens unless `keep_all`."""
     query_lens, kv_lens = np.array(rows.query_lens[part], np.int32), np.array(rows.kv_lens[part], np.int32)
     table = rows.host_block_table[part]
     if not keep_all:
@@ -63,7 +63,7 @@ def _cumulative(lengths: npt.NDArray[np.int32]) -> Tensor:
 
 
 class PagedAttention:
-    """A FlashInfer wrapper with a causal mask, or without a mask if `is_causal` is False."""
+    """FlashInfer attention over the paged KV cache: causal, or unmasked if `is_causal` is False."""
 
     def __init__(self, shape: AttentionShape, wrapper: Any, *, is_causal: bool = True) -> None:
         self._shape = shape
@@ -71,7 +71,7 @@ class PagedAttention:
         self._is_causal = is_causal
 
     def plan_pages(self, pages: PageLists) -> None:
-        """Make FlashInfer's plan on the host, which assigns pages to thread blocks."""
+        """Plan on the host which thread block processes which pages."""
         shape = self._shape
         self._wrapper.plan(
             qo_indptr=pages.cu_query,
@@ -89,26 +89,26 @@ class PagedAttention:
         )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Compute attention for the planned tokens; write the log2 of the softmax sums to `lse`, if given."""
+        """Compute attention for the planned tokens into `out`; write the log2 softmax sums to `lse`, if given."""
         scores = {} if lse is None else {"lse": lse, "return_lse": True}
         self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out, **scores)
 
     @property
     def offsets(self) -> Tensor | None:
-        """The 64 MiB buffer of token offsets that "fa3" writes in each run; None from FlashInfer 0.6 on."""
+        """The 64 MiB buffer of token offsets that "fa3" writes in each run; None for FlashInfer 0.6 and later."""
         return getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
 
     def lend_offsets(self, wrapper: Any) -> None:
-        """Let another "fa3" wrapper use the same buffer of token offsets; the two must not run concurrently."""
+        """Make another "fa3" wrapper use the same buffer of token offsets; the two must not run concurrently."""
         if self.offsets is not None:
             wrapper._vector_sparse_indices_buffer = self.offsets
 
 
 class CapturedCall:
-    """A FlashInfer call for CUDA graphs, whose plan and pages are stored at fixed addresses.
+    """FlashInfer call inside a CUDA graph; its plan and page numbers are stored at fixed addresses.
 
     Args:
-        pages: Two buffers of [maximum number of pages]: one in pinned memory, and one that the kernel reads.
+        pages: Two buffers [maximum number of pages] of page numbers: one in pinned memory, one that the kernel reads.
     """
 
     def __init__(self, attention: PagedAttention, pages: tuple[Tensor, Tensor]) -> None:
@@ -117,7 +117,7 @@ class CapturedCall:
         self._was_sent = torch.cuda.Event() if self._pages.is_cuda else None
 
     def plan(self, pages: PageLists) -> None:
-        """Plan the next replay on the host; the first plan sets the maximum size for later ones."""
+        """Plan the next replay on the host; no later plan may be larger than the first."""
         if self._was_sent is not None:
             self._was_sent.synchronize()  # the pinned buffer may still be the source of the previous plan's copy
         # FlashInfer's own copy of the page numbers would synchronize with the device and so wait for all queued work.
@@ -130,10 +130,12 @@ class CapturedCall:
 
 
 class CapturedPart:
-    """Decode requests or prompts of a captured step, computed by one call; graphs of all sizes share its workspace.
+    """Attention for the decode requests, or the prompts, in a captured step, computed by one FlashInfer call.
+
+    Graphs of all sizes share the call's workspace.
 
     Args:
-        rows: Requests of the maximum lengths.
+        rows: Requests with the maximum lengths for the graph.
         part: Slice of `rows` that the call computes.
         reads_lengths: True if the kernel reads last-page lengths that each step writes. A new plan is then needed only
             when the pages change.
@@ -162,7 +164,7 @@ class CapturedPart:
 
 
 class PlannedPart(Protocol):
-    """Protocol for decode requests or prompts of a captured step that are planned together."""
+    """Protocol for attention over the decode requests, or over the prompts, in a captured step."""
 
     @property
     def attention(self) -> "PartAttention":
@@ -177,7 +179,7 @@ class PlannedPart(Protocol):
 
 
 class PartAttention(Protocol):
-    """Protocol for a planned attention call over some requests of a step."""
+    """Protocol for a planned attention call over some of the requests in a step."""
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Compute attention in one layer for the planned tokens; write the result to `out`."""
@@ -185,7 +187,7 @@ class PartAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CapturedFlashInfer:
-    """The FlashInfer calls of a captured step."""
+    """`CapturedAttention` that computes each part of a captured step with FlashInfer."""
 
     is_planned = True  # each replay needs a plan on the host, which assigns work to thread blocks
 

@@ -14,7 +14,7 @@ _DEFAULT_CUDA = "/usr/local/cuda"
 
 
 def origin_of_kernels() -> str:
-    """Describe how FlashInfer gets its compiled kernels, or which programs are missing to compile them.
+    """Describe how FlashInfer obtains compiled kernels, or which programs it lacks to compile them.
 
     FlashInfer runs `nvcc`, the C++ compiler and `ninja`. It looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, next to an
     `nvcc` in `PATH`, and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.
@@ -34,7 +34,7 @@ def origin_of_kernels() -> str:
 
 @contextmanager
 def scripts_in_path() -> Iterator[None]:
-    """Context manager: append this Python's scripts folder to `PATH`, as its environment may not be active."""
+    """Context manager that appends this Python's scripts folder to `PATH`, in case its venv is not activated."""
     before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
     try:

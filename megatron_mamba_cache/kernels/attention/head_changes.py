@@ -27,7 +27,7 @@ class Rotation:
 
     Args:
         table: [positions, 2, half], contiguous: cosines, then sines, in the dtype of the queries.
-        positions: [padded tokens] int64, contiguous; each is an index of the table.
+        positions: [padded tokens] int64, contiguous; indices into the table.
     """
 
     table: Tensor
@@ -36,7 +36,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class HeadChanges:
-    """Changes to each query and key head: first the norm, whose result is rounded, then the rotation."""
+    """Norm and rotation to apply to each query and key head, in this order; the norm's result is rounded."""
 
     norms: HeadNorms | None = None
     rotation: Rotation | None = None

@@ -20,7 +20,7 @@ class AttentionRows:
         kv_lengths: [requests] int32; number of cached tokens, including this step's. If 0, the result is zeros.
         block_table: [requests, max_blocks] int32; entries after a request's last block are undefined.
         query_lens: Host copy of the query lengths.
-        kv_lens: Host copy of `kv_lengths`, or upper bounds; they set how much is read, and `kv_lengths` masks it.
+        kv_lens: Host copy of `kv_lengths`, or upper bounds; tokens beyond `kv_lengths` are read but masked.
         host_block_table: Host copy of `block_table`; valid until the results of the step are read back.
         num_decode_requests: Number of requests, at the front, that decode or verify; the rest are prompts.
         last_block_lens: [requests] int32; number of tokens in each request's last block, undefined if it has none.
@@ -43,15 +43,15 @@ PlannedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes shared by all attention layers of a model on this rank.
+    """Dimensions and dtype shared by all attention layers of a model on this rank.
 
     Args:
         num_heads: Number of query heads; a multiple of num_kv_heads.
         block_size: Number of tokens per KV block.
         scale: Factor for the scores before softmax.
         dtype: Dtype of queries, keys, values and results.
-        num_blocks: Number of KV blocks in the cache of a layer; 0: unknown.
-        block_bytes_apart: Stride of these blocks in bytes, which may include other layers and states; 0: unknown.
+        num_blocks: Number of KV blocks in one layer's cache; 0: unknown.
+        block_bytes_apart: Stride of these blocks in bytes, including other layers' data between them; 0: unknown.
     """
 
     num_heads: int
@@ -80,27 +80,27 @@ class CapturedAttention(Protocol):
         """Return the function that computes attention in each layer; called while the graph is captured."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Prepare the next replay; the number of requests must equal the captured one, and none may be longer.
+        """Prepare the next replay for `rows`: as many requests as captured, none of them longer.
 
         Called outside of graphs. The plan stays valid while KV lengths grow but query tokens and blocks stay the same.
         """
 
 
 class AttentionBackend(Protocol):
-    """Protocol for a backend built for one `AttentionShape`; equals `paged_attention_ref` up to rounding."""
+    """Protocol for an attention backend built for one `AttentionShape`; equals `paged_attention_ref` up to rounding."""
 
     name: str
     setting: str
     """Value of `CacheConfig.attention_backend` that selects the backend."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan the attention of a step from its host lengths and block table; valid until the next plan."""
+        """Plan a step's attention from its host lengths and block table; the result is valid until the next plan."""
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
-        """Prepare CUDA graphs for requests no longer than these; replays read the same tensors.
+        """Return the attention to capture in a CUDA graph; replays read the tensors in `rows`, with requests no longer.
 
         Args:
-            may_be_left_out: True if a step runs eagerly when its prompts use blocks beyond `last_block`.
+            may_be_left_out: True if a step may run eagerly instead when its prompts use blocks after `last_block`.
         """
 
 
@@ -115,7 +115,7 @@ class DeviceLengths:
         self._rows = rows
 
     def begin(self) -> PlannedAttention:
-        """Return the attention function for the longest requests; the device lengths mask the rest."""
+        """Return the attention function for requests of maximum length; the device lengths mask what exceeds them."""
         return self._backend.plan(self._rows)
 
     def plan_again(self, rows: AttentionRows) -> None:

@@ -71,7 +71,7 @@ def append_kv(
         query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: do not pack.
 
     Returns:
-        [padded tokens, kv_heads * queries, dim], contiguous, undefined after the first `tokens`; None without `query`.
+        [padded tokens, kv_heads * queries, dim], contiguous, rows after `tokens` undefined; None without `query`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.

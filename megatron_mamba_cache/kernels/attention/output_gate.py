@@ -1,4 +1,4 @@
-"""Multiply the output of attention by the sigmoid of its gate, a view of the joint QKV projection.
+"""Multiply attention outputs by the sigmoid of their gates, which are a view of the joint QKV projection.
 
 The multiplication is a separate launch: fused into the next GEMM, it would be repeated by each of a thousand programs.
 

@@ -12,14 +12,14 @@ from .head_changes import HeadChanges, Rotation
 from .interface import AttentionRows, AttentionShape, DeviceLengths, PlannedAttention
 
 _QUERY_TILE = 256
-_MAX_GROUPED_QUERY = 16  # maximum number of query tokens for a request that is computed in a group
+_MAX_GROUPED_QUERY = 16  # maximum number of query tokens for a request to be grouped with others
 _MAX_PADDED_TOKENS = 1 << 18  # maximum number of cached tokens, including padding, gathered for one group
 
 
 def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-    """Compute causal attention of each query token to its request's cached tokens (bottom-right aligned mask).
+    """Compute causal attention from each query token to its request's cached tokens (bottom-right aligned mask).
 
-    Neighboring short requests with the same number of query tokens form a group. No host sync.
+    Neighboring short requests with the same number of query tokens are computed together. No host sync.
 
     Args:
         q: [tokens, heads, dim]; heads must be a multiple of kv_heads, and consecutive heads share a KV head.
@@ -108,7 +108,7 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of requests: a single request, or short ones with equally many query tokens."""
+    """Yield half-open ranges of requests to compute together: one request, or short ones with equal query lengths."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
         last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
@@ -134,7 +134,7 @@ def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int, d
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Return [rows, query_len, heads, dim], computed in tiles because the scores of a long prompt are large."""
+    """Return attention results [rows, query_len, heads, dim]; compute them in tiles to limit the scores' memory."""
     query_len, kv_len = queries.shape[1], keys.shape[2]
     tiles = []
     for begin in range(0, query_len, _QUERY_TILE):
@@ -180,12 +180,12 @@ class ReferenceAttention:
         return paged_attention_ref(q, k_cache, v_cache, rows, self._scale)
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
-        """Prepare CUDA graphs for requests no longer than these."""
+        """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""
         return CapturedReference(self, rows)
 
 
 class CapturedReference(DeviceLengths):
-    """The reference inside a CUDA graph, where the host does not know the lengths: each token is a request."""
+    """Reference attention inside a CUDA graph; each token is computed as a request, with its length on the device."""
 
     def begin(self) -> PlannedAttention:
         """Return the function that computes attention in each layer of the step."""

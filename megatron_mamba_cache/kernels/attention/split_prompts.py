@@ -24,12 +24,12 @@ _WIDTH = 1024
 
 
 class SplitPart:
-    """Prompts in a captured step whose histories are split into pieces.
+    """Attention for the prompts in a captured step, with their histories split into pieces.
 
     Args:
         history: Call for the pieces, without a mask.
         own: Causal call for the prompts' own blocks.
-        rows: Requests of the maximum lengths.
+        rows: Requests with the maximum lengths for the graph.
         part: Slice of `rows` that are prompts.
     """
 
@@ -74,7 +74,7 @@ class SplitPart:
         merge_parts(parts, lse, out)
 
     def _second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return a stream on which the call for the prompts' own blocks overlaps with the pieces; None: no overlap."""
+        """Return a stream to compute the prompts' own blocks concurrently with the pieces; None: run them in order."""
         shares_memory = self._history.attention.offsets is not None
         if shares_memory or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return None
@@ -84,7 +84,7 @@ class SplitPart:
 def split_history(pages: PageLists, block_size: int, num_pieces: int, num_tokens: int) -> tuple[PageLists, PageLists]:
     """Return the page lists for the pieces of the histories, ordered by piece, and for the prompts' own blocks.
 
-    Each copy of the queries ends with a request for the padding tokens. It has no keys; its results are 0 and -inf.
+    Each copy of the queries ends with a request for the padding tokens. It has no keys: its result is 0, its lse -inf.
 
     Args:
         pages: Pages of the prompts.
@@ -111,7 +111,7 @@ def _requests(
     stops: npt.NDArray[np.int64],
     last_page_lens: npt.NDArray[np.int64],
 ) -> PageLists:
-    """Return requests that each read a slice of `pages`; after those of each copy, add one without pages.
+    """Return the page lists of requests that each read a slice of `pages`; each copy ends with an empty request.
 
     Args:
         query_ends: [copies * (requests + 1)]; end of each request's queries.

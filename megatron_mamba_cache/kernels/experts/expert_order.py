@@ -1,8 +1,8 @@
 """Sort the (token, expert) pairs by expert, for grouped GEMMs.
 
-The sort is stable: pairs of one expert stay in token order. It is deterministic, because atomics are only used to
-count. Up to 4,096 pairs take one launch, in which one program per expert reads all pairs. More pairs take three
-launches over chunks of pairs: count the pairs of each expert in each chunk and rank each pair within its chunk; compute
+The sort is stable: pairs with the same expert stay in token order. It is deterministic, because atomics are only used
+to count. Up to 4,096 pairs take one launch, in which one program per expert reads all pairs. More pairs take three
+launches over chunks of pairs: count each expert's pairs in each chunk and rank each pair within its chunk; compute
 prefix sums of the counts over chunks; scatter the pairs. Safe in CUDA graphs: no host sync.
 """
 
@@ -26,7 +26,7 @@ _LEAST_BINS = 128
 
 @triton.jit
 def _load_experts(ids, position, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr):
-    """Load the local expert of each pair; NUM_EXPERTS if the expert is on another rank or the pair does not exist."""
+    """Load each pair's local expert index; NUM_EXPERTS if the expert is on another rank or the pair does not exist."""
     expert = tl.load(ids + position, mask=position < num_pairs, other=-1) - first_expert
     return tl.where((position < num_pairs) & (expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
 
@@ -105,13 +105,13 @@ def _scatter_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
-    """Sort (token, expert) pairs by expert; pairs of the same expert stay in token order.
+    """Sort (token, expert) pairs by expert; pairs with the same expert stay in token order.
 
     Pair number `token * top_k + slot` stands for the expert `ids[token, slot]`.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.
-        num_experts: Number of experts on this rank; pairs of other experts are left out.
+        num_experts: Number of experts on this rank; pairs with other experts are left out.
         first_expert: Global index of the first expert on this rank.
 
     Raises:

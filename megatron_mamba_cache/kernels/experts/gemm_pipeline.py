@@ -30,12 +30,12 @@ _LINES_OF_ROWS = gl.constexpr(256)
 
 @aggregate
 class Sizes:
-    """Compile-time sizes of a grouped GEMM and of its tiles.
+    """Compile-time dimensions of a grouped GEMM and its tiles.
 
     A unit is 64 rows of weights, which give PER_UNIT outputs. The outputs of an expert are split into TILES tiles: the
-    first NUM_WIDE have UNITS units (2 or 3), the rest have UNITS - 1. Each row tile starts at another output tile, TURN
-    after the start of the previous row tile. The inputs take STEPS stages; the pipeline holds STAGES of them. If AHEAD,
-    weights are loaded without waiting for the previous kernel; only rows wait.
+    first NUM_WIDE have UNITS units (2 or 3), the rest have UNITS - 1. Each row tile starts at an output tile TURN
+    after that of the previous row tile. A tile's inputs fill STEPS stages; the pipeline holds STAGES of them. If AHEAD,
+    weights are loaded without waiting for the previous kernel; only the loads of rows wait.
     """
 
     UNITS: gl.constexpr
@@ -71,7 +71,7 @@ class Sizes:
 
 @aggregate
 class Tile:
-    """A tile: its expert, its first row, the row after its last, and the index of its output tile."""
+    """Tile of a grouped GEMM: expert, first row, end row (exclusive), and index of the output tile."""
 
     expert: gl.tensor
     first: gl.tensor
@@ -131,7 +131,7 @@ def allocate_pipeline(weight, rows32, sizes):
 
 @gluon.constexpr_function
 def first_weights(sizes):
-    """Return the byte offset between the start of the rows and the start of the weights."""
+    """Return the byte offset of the weights from the start of the rows in shared memory."""
     return ((sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS) * LINE
 
 
@@ -144,7 +144,7 @@ def offsets_of_stage(stage, sizes):
 
 @gluon.jit
 def find_tile(tiles, number, num_tiles, sizes):
-    """Return tile `number`, ordered by row tile, then by output tile; numbers after the last return the last."""
+    """Return tile `number`, ordered by row tile, then by output tile; return the last tile for larger numbers."""
     number = gl.minimum(number, num_tiles - 1)
     of_rows = number // sizes.TILES
     entry = tiles + (1 + of_rows) * 4
@@ -193,7 +193,7 @@ def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
 
 @gluon.jit
 def fill_with_weights(weight, pipeline, tiles, sizes):
-    """Load the weights of all tiles of this program into free stages; runs on one warp."""
+    """Load the weights for all of this program's tiles into free stages; runs on one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -207,7 +207,7 @@ def fill_with_weights(weight, pipeline, tiles, sizes):
 
 @gluon.jit
 def fill_with_rows(rows32, pipeline, tiles, sizes):
-    """Load the rows of all tiles of this program into free stages; runs on one warp."""
+    """Load the rows for all of this program's tiles into free stages; runs on one warp."""
     num_tiles = gl.load(tiles) * sizes.TILES
     if sizes.AHEAD:
         await_then_release(sizes.OVERLAPS)
@@ -224,7 +224,7 @@ def fill_with_rows(rows32, pipeline, tiles, sizes):
 
 @gluon.jit
 def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return the offsets in `x` of 64 inputs for each of 32 rows, [32, 64]; rows after the last repeat it."""
+    """Return the offsets in `x` of 64 inputs for each of 32 rows, [32, 64]; rows past the end repeat the last row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR

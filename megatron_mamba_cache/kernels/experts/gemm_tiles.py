@@ -29,7 +29,7 @@ class GemmVariant:
     """Tile sizes and options for a grouped GEMM; tuned on an H200, see `benchmarks/results/experts.md`.
 
     Args:
-        rows, outputs, inputs: Size of a tile.
+        rows, outputs, inputs: Dimensions of a tile.
         has_halves: True if a tile that is at most half full computes only half of its rows.
         loads_boxes: True if weights are loaded with TMA.
     """
@@ -67,7 +67,7 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
 
 
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
-    """Return True if `grouped_gemm_hopper` should be used; like the variant, it depends only on the number of pairs.
+    """Return True if `grouped_gemm_hopper` should be used; the distribution over experts does not matter.
 
     Its long tiles read an expert's weights once per 224 rows, even if tokens are distributed unevenly. With very many
     rows per expert, tiles of 128 rows are filled equally well and gather rows faster.

@@ -3,8 +3,8 @@
 Weights are the left operand and rows the right one, so a tile can have any multiple of 32 rows, up to 224, and each
 weight is read once per tile. Programs are persistent. In a program, two groups of four warps compute a tile. Each group
 multiplies 64 rows of weights with all rows of the tile. A further 64 rows of weights may be shared: each group
-multiplies them with half of the rows. This reduces reads from shared memory. The mma of a stage is awaited after that
-of the next stage has started. Other warps fill the pipeline stages.
+multiplies them with half of the rows. This reduces reads from shared memory. The mma of a stage is awaited only
+after the mma of the next stage has started. Other warps fill the pipeline stages.
 
 In a gated layer, eight gates alternate with eight gated outputs, so a thread holds both values for an output. The
 inputs of a row are summed in the same order in every tile. Safe in CUDA graphs: no host sync, no atomics.
@@ -61,7 +61,7 @@ def _activate(total, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _put(out, total, first, last, column, sizes):
-    """Apply the activation and store the results for ROW_STEP rows starting at `first`, but none from `last` on."""
+    """Apply the activation and store ROW_STEP rows from `first` on; rows from `last` on are not stored."""
     WIDTH: gl.constexpr = sizes.PER_UNIT
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 32, 1024 // WIDTH], [4, 1], [0, 1])
     result = gl.convert_layout(_activate(total, sizes.ACTIVATION).to(gl.bfloat16), LAYOUT)
@@ -73,7 +73,7 @@ def _put(out, total, first, last, column, sizes):
 
 @gluon.jit
 def _release(pipeline, step, sizes):
-    """Mark the stage of a step as free."""
+    """Signal that the pipeline stage used by a step is free."""
     mbarrier.arrive(pipeline.empty.index(step % sizes.STAGES), count=1)
 
 

@@ -35,10 +35,10 @@ def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
         [tokens, outputs] in the dtype of `x`.
 
     Raises:
-        ValueError: In the cases in which `grouped_gemm` raises.
+        ValueError: For the same errors as `grouped_gemm`.
 
-    Reference: `grouped_gemm_ref`. CUDA-graph safe after one eager run with the same number of tokens: then it has no
-    host sync and one launch.
+    Reference: `grouped_gemm_ref`. CUDA-graph safe after one eager run with the same number of tokens: later runs
+    have no host sync and one launch.
     """
     return grouped_gemm(x, weight[None], _order_of_one(len(x), x.device), activation=activation)
 
@@ -55,7 +55,7 @@ def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
 
 
 class OverlappedExpert:
-    """Computation of the shared expert that runs on a second stream inside CUDA graphs.
+    """Computation of the shared expert, which runs on a second stream inside CUDA graphs.
 
     With few tokens, reading the shared expert's weights dominates. It then overlaps with routing, whose small kernels
     leave the memory bandwidth idle. Routing is launched first so that its programs do not wait for those of larger

@@ -126,7 +126,7 @@ def _pairs_kernel(
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS outputs for one token: of the shared expert, or of one of the token's experts."""
+    """Compute ROWS outputs of the shared expert, or of one routed expert, for one token."""
     HALVES: tl.constexpr = 2 if ACTIVATION == "gated_silu" else 1
     TILES: tl.constexpr = (OUTPUTS + ROWS - 1) // ROWS
     SHARED_TILES: tl.constexpr = (SHARED + ROWS - 1) // ROWS

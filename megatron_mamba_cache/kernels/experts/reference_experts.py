@@ -63,7 +63,7 @@ class ExpertOrder:
             `starts[-1]` on are undefined.
         positions: [tokens, top_k] int32: index of each pair in `pairs`; -1 if its expert is not on this rank.
         starts: [experts + 1] int32: index of each expert's first pair; `starts[-1]` is the number of sorted pairs.
-        known_tiles: The row tiles, if they are already known; None: compute them when they are needed.
+        known_tiles: Row tiles, if they were computed in advance; None: `tiles` computes them at first use.
     """
 
     pairs: Tensor
@@ -89,7 +89,7 @@ def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) ->
 
 
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
-    """Replace the scores of experts outside the best groups by minus infinity."""
+    """Set the scores of experts outside the highest-scoring groups to minus infinity."""
     grouped = choice.unflatten(-1, (rule.num_groups, -1))
     scores = grouped.sort(dim=-1, descending=True).values[..., : rule.num_scoring].sum(-1)  # [tokens, groups]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
@@ -173,7 +173,7 @@ def weighted_sum_ref(rows: Tensor, positions: Tensor, weights: Tensor, addend: T
 
 
 def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
-    """Raise `ValueError` unless there is a weight for each expert of each token, and optionally one for the shared."""
+    """Raise `ValueError` unless each token has `top_k` weights, or one more for the shared expert."""
     if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
         raise ValueError(
             f"need contiguous weights [{num_tokens}, {top_k}], or [{num_tokens}, {top_k + 1}] with a shared expert, "
@@ -182,7 +182,7 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
 
 
 def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """Return the addend, times its weight if it has one, rounded to the addend's dtype."""
+    """Return the addend in the compute dtype, multiplied by its weight and rounded if `weights` have a column for it."""
     dtype = compute_dtype(addend)
     if weights.shape[1] == top_k:
         return addend.to(dtype)

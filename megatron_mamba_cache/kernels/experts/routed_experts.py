@@ -26,7 +26,7 @@ class SharedExpert(NamedTuple):
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return True if `routed_experts` should also compute the shared expert, as is faster for one or two tokens.
+    """Return True for one or two tokens, for which `routed_experts` should compute the shared expert too.
 
     `routed_experts` reads the shared weights once per token; a separate GEMM reads them once.
     """
@@ -63,7 +63,7 @@ def routed_experts(
         first_expert: Global index of the first expert on this rank.
         addend: Function that returns [tokens, outputs] to add to the sum. It is called after all independent work has
             been launched, so it may wait for another stream. None: nothing to add.
-        shared: Weights of the shared expert, whose output is added; only if `takes_shared_expert`, without `apart`.
+        shared: Weights of the shared expert, whose output is added; requires `takes_shared_expert(x)` and no `apart`.
         overlapped: Shared expert to launch at the point where it costs least; its output is not added. None: nothing.
 
     Returns:

@@ -31,14 +31,14 @@ def _ordered(score):
 
 @triton.jit
 def _first_best(key, number, axis: tl.constexpr):
-    """Return the lowest number among those with the largest key along an axis; both are single warp instructions."""
+    """Return the lowest number among the entries with the largest key; each reduction is one warp instruction."""
     best = tl.max(key, axis=axis, keep_dims=True)
     return tl.min(tl.where(key == best, number, 0x7FFFFFFF), axis=axis, keep_dims=True)
 
 
 @triton.jit
 def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Return the mask [GROUPS, 1] of the groups whose best experts have the highest total score."""
+    """Return the mask [GROUPS, 1] of the groups whose top experts have the highest total score."""
     member = tl.arange(0, key.shape[1])[None, :]
     total = tl.max(choice, axis=1, keep_dims=True)
     for _ in tl.static_range(1, NUM_SCORING):
@@ -137,9 +137,9 @@ def route(
     is_real: Tensor | None = None,
     shared: SharedGate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, best first, and their weights.
+    """Select the experts for each token, highest score first, and compute their weights.
 
-    Among experts with equal scores, the lowest index is chosen. For float64 logits, the reference runs. Long because
+    Among experts with equal scores, the lowest index is chosen. The reference handles float64 logits. Long because
     all arguments are documented.
 
     Args:

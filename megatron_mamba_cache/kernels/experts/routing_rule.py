@@ -26,8 +26,8 @@ class RoutingRule:
         top_k: Number of experts per token.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         num_groups: Number of equal groups of consecutive experts; 1: no groups.
-        top_groups: Number of groups from which a token may choose; groups with the highest scores are taken.
-        num_scoring: Number of best experts in a group whose scores are added to give the group's score.
+        top_groups: Number of groups, those with the highest scores, from which a token's experts are selected.
+        num_scoring: Number of highest expert scores in a group that are added to give the group's score.
         normalizes: If True, divide the weights of a token by their sum.
         scale: Factor for all weights.
 

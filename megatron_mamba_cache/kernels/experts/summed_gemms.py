@@ -61,7 +61,7 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS outputs of a token over its experts and the shared one. Long because it has many arguments."""
+    """Sum ROWS outputs of a token over its experts and the shared expert. Long because it has many arguments."""
     if FOLLOWS_PAIRS:
         release(OVERLAPS)  # the expert ids were complete before the first GEMM started
     else:

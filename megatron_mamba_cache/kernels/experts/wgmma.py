@@ -22,7 +22,7 @@ _REGISTERS = gl.constexpr(8)
 
 @gluon.constexpr_function
 def _mma_text(OWN, SHARED):
-    """Return the PTX of the wgmma over 64 inputs; `begin_mma` describes its operands."""
+    """Return the PTX code for the wgmma over 64 inputs; `begin_mma` describes its operands."""
     register = 2 * (OWN + SHARED) * _REGISTERS.value
     text, first = "{\n.reg .b32 address;\n", 0
     products = []
@@ -94,7 +94,7 @@ def await_mma(sums, LEFT: gl.constexpr, COUNT: gl.constexpr):
 def check_addresses(rows, weights, WEIGHTS_BEGIN: gl.constexpr):
     """Trap unless the allocations [lines, 64] bf16 start at the addresses that `begin_mma` assumes.
 
-    It overwrites both. No barrier is needed, because the checking thread has written both first entries itself.
+    Overwrites both allocations. No barrier is needed: the checking thread itself has written both first entries.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows.store(gl.full(rows.shape, 1, gl.bfloat16, layout=LAYOUT))

@@ -11,7 +11,7 @@ import triton.language as tl
 from .row_tiles import least_logit, load_logits, row_peak, weights_of
 
 # State of a row's search: upper and lower bound of the last kept logit, measure of the logits from the upper bound on,
-# measure to reach, and whether few tokens are left in between.
+# measure to reach, and a flag that only few tokens are left in between.
 UPPER, LOWER, ABOVE, TARGET, IS_DONE = (tl.constexpr(index) for index in range(5))
 FIELDS = tl.constexpr(5)
 

@@ -41,7 +41,7 @@ def _measure_keys(
     values, widths, pitch, lower, upper, key, step, cut_key, cut_index, peak, temperature, is_count,
     COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Measure the kept values with keys from `key`, `key` + step and `key` + 2 * step on: their number or weight."""
+    """Return the number or weight of kept values with keys >= `key`, `key` + step and `key` + 2 * step."""
     first = tl.zeros((TILES, COLUMNS), tl.float32)
     second, third = first, first
     for start in range(0, tl.max(widths, axis=0), COLUMNS):

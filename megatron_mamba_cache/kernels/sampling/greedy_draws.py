@@ -1,7 +1,7 @@
 """Greedy sampling: find the most probable token in each row of logits.
 
 The first launch finds the largest logit of each vocabulary tile, the second that of each row. Layout: logits row-major,
-vocabulary contiguous. The time is that of reading the logits once. Safe in CUDA graphs: no host sync, and the grids
+vocabulary contiguous. Reading the logits once dominates the run time. Safe in CUDA graphs: no host sync, and the grids
 depend only on the shape of the logits.
 """
 
@@ -78,7 +78,7 @@ def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
-    """Return for each row the lowest of `ids` among the tiles with the largest peak, [rows] int64."""
+    """Return the lowest of each row's `ids` among the tiles with the largest peak, [rows] int64."""
     num_rows, num_tiles = peaks.shape
     tokens = ids.new_empty(num_rows, dtype=torch.int64)
     _best_of_row_kernel[(num_rows,)](

@@ -40,7 +40,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_logits(logits, row, stride, token, vocab_size):
-    """Load logits as fp32 that can be ordered: NaN and missing tokens become -inf, -0 becomes 0."""
+    """Load logits as ordered fp32 values: NaN and tokens after the vocabulary become -inf, -0 becomes 0."""
     index = logits + row.to(tl.int64) * stride + token
     found = tl.load(index, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     found = tl.where(found == found, found, float("-inf"))

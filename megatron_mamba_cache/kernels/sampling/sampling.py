@@ -106,9 +106,9 @@ def _pick_kernel(
 
 
 def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
-    """Sample [rows] int64 tokens as `sample_tokens` does, always with kernels: on a GPU or in Triton's interpreter.
+    """Sample tokens [rows] int64 as `sample_tokens` does, but always with kernels (GPU or Triton's interpreter).
 
-    CUDA-graph safe: no host sync, three launches, and five if rows may be cut.
+    CUDA-graph safe: no host sync, three launches, or five with `any_cut`.
     """
     logits = rows.logits
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
@@ -227,10 +227,10 @@ def _keep_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Set the weights [rows, vocab], sorted in descending order, to 0 after the first ones that sum to `top_p`."""
+    """Set the weights [rows, vocab], sorted in descending order, to 0 after their sum has reached `top_p`."""
     is_off = (top_p <= 0) | (top_p >= 1)
     cumulative = weights.cumsum(dim=-1)
     limit = torch.where(is_off, 2, top_p.to(torch.float64))[:, None] * cumulative[:, -1:]
-    before = cumulative.roll(1, dims=-1)  # [rows, vocab]: weight of all better ranks
+    before = cumulative.roll(1, dims=-1)  # [rows, vocab]: weight of all more probable tokens
     before[:, 0] = 0
     return weights.masked_fill(before >= limit, 0)

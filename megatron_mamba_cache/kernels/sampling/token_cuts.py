@@ -56,7 +56,7 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True)
 class TokenCuts:
-    """The last kept token of each row; also kept are larger keys, and equal keys with lower token ids.
+    """Last kept token of each row; tokens with larger keys, or equal keys and lower ids, are also kept.
 
     Args:
         keys: [rows] int32 key of the last kept logit, see `ordered_keys`; the lowest int32 if all tokens are kept.

@@ -52,7 +52,7 @@ class DraftDistributions:
 class RatioUniforms:
     """Random numbers for `accept_by_ratio`: [logits] float64 in [0, 1) each, independent of each other and of drafts.
 
-    If a draft is rejected, later positions are verified again; they may use the same numbers again.
+    After a rejection, a later step verifies the following positions again; it may use the same random numbers.
     """
 
     accept: Tensor
@@ -109,7 +109,7 @@ def accept_by_ratio(
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Rows of logits per request, [requests, 1 + max_drafts] int64; after a request's last row, any valid index."""
+    """Indices of each request's rows of logits, [requests, 1 + max_drafts] int64; arbitrary after its last row."""
 
     logits: Tensor
     num_drafts: Tensor  # [requests]; -1 for a request without rows of logits
