@@ -207,7 +207,7 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     if root is None or (isinstance(root, yaml.ScalarNode) and _is_null(root)):
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"--config {path}: need lines of the form FLAG: VALUE, found a {root.id}")
+        raise UsageError(f"--config {path}: the file must have lines of the form FLAG: VALUE, found a {root.id}")
     return root.value
 
 

@@ -57,7 +57,8 @@ class Launch:
         if self.num_processes % (of_model * expert):
             sizes += f" times --expert-model-parallel-size {expert}" if expert > 1 else ""
             raise UsageError(
-                f"{sizes} needs a multiple of {of_model * expert} processes, found {self.num_processes}; start them "
+                f"{sizes} needs a number of processes divisible by {of_model * expert}, found {self.num_processes}; "
+                "start them "
                 f"with torchrun --nproc-per-node {of_model * expert}"
             )
         return self.num_processes // of_model

@@ -85,7 +85,9 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
     architecture, dtype = read_sizes(directory)
     pattern = architecture.pattern
     if not ("M" in pattern and "*" in pattern):
-        raise ValueError(f"need both recurrent (M) and attention (*) layers, found the layer pattern {pattern}")
+        raise ValueError(
+            f"the model must have both recurrent (M) and attention (*) layers, found the layer pattern {pattern}"
+        )
     return architecture, shard_shape(architecture, dtype)
 
 

@@ -50,7 +50,7 @@ def parse_line(request_id: int, line: str) -> PromptLine:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"need a JSON object, found {_kind(found)}")
+        raise UsageError(f"each line must be a JSON object, found {_kind(found)}")
     unknown = sorted(set(found) - _KEYS)
     if unknown:
         raise UsageError(f"unknown key {unknown[0]!r}; known keys are {', '.join(sorted(_KEYS))}")
@@ -62,7 +62,7 @@ def parse_line(request_id: int, line: str) -> PromptLine:
 def _prompt_of(found: dict[str, object]) -> str | tuple[int, ...]:
     if ("prompt" in found) == ("prompt_tokens" in found):
         both = "both" if "prompt" in found else "neither"
-        raise UsageError(f'need exactly one of "prompt" and "prompt_tokens", found {both}')
+        raise UsageError(f'exactly one of "prompt" and "prompt_tokens" must be given, found {both}')
     if "prompt_tokens" in found:
         tokens = found["prompt_tokens"]
         if not isinstance(tokens, list):

@@ -125,7 +125,7 @@ def _hold_names(schema: Schema, root: Any) -> None:
     is_matched = {name: _matches(pattern, name) for name in properties}
     is_overlap = any(is_matched.values()) and others not in (True, False, {})
     if schema.get("patternProperties") or is_overlap:
-        raise GrammarError("propertyNames cannot be enforced next to other keywords; use patternProperties alone")
+        raise GrammarError("propertyNames cannot be enforced together with other keywords; use patternProperties alone")
     schema["properties"] = {name: value if is_matched[name] else False for name, value in properties.items()}
     if others is not False:
         schema["patternProperties"] = {pattern: others}
@@ -143,7 +143,7 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name, re.ASCII) is not None
     except re.error as error:
-        raise GrammarError(f"the pattern {pattern!r:.100} of names cannot be read: {error}") from error
+        raise GrammarError(f"the pattern {pattern!r:.100} for property names is invalid: {error}") from error
 
 
 def _listed_values(schema: Any, root: Any) -> list[Any] | None:

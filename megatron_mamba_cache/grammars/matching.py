@@ -118,7 +118,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
     bytes_of = getattr(tokenizer, "bytes_of", None)
     if not end_ids or bytes_of is None:
         lack = "an end token" if bytes_of is not None else "a function bytes_of"
-        raise GrammarError(f"structured outputs need a tokenizer with {lack}; this model's has none")
+        raise GrammarError(f"structured outputs need a tokenizer with {lack}, which this model's tokenizer lacks")
     special = {*getattr(tokenizer, "special_ids", ()), *end_ids}
     tokens = [b"" if token in special else bytes_of(token) or b"" for token in range(vocab_size)]
     special |= {token for token, text in enumerate(tokens) if not text}
@@ -144,10 +144,10 @@ def compiled(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
     if matcher.is_error():
         reason = matcher.get_error()
         if reason.startswith(_NO_TEXT):
-            raise GrammarError("no text matches the grammar: its rules or references never end")
+            raise GrammarError("no finite text matches the grammar: its rules or references never end")
         raise GrammarError(_first_lines(reason.partition("<state>")[0]))
     if not _can_begin(matcher, mask):
-        raise GrammarError("the model has no token with which a reply in this format can begin")
+        raise GrammarError("the model has no token with which a reply in this format can start")
     return matcher
 
 

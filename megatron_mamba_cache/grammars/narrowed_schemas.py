@@ -120,7 +120,7 @@ def _is_inside(value: float, bound: int, inward: float, *, is_exclusive: bool) -
         GrammarError: If the float64 is infinite.
     """
     if math.isinf(value):
-        raise GrammarError(f"no float64 is within the bound {bound:.6e}")
+        raise GrammarError(f"no float64 satisfies the bound {bound:.6e}")
     for written in (int(value), int(Decimal(repr(value)))):
         gap = bound - written if inward < 0 else written - bound
         if gap < int(is_exclusive):

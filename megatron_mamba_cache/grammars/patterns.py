@@ -132,7 +132,9 @@ def pattern_of_names(schema: Any) -> str:
     is_wider = "pattern" not in words or _takes(schema["pattern"], _EXAMPLES.get(name, ()))
     if name in _COMMON and is_wider:
         return _COMMON[name]
-    raise GrammarError("propertyNames can be enforced if they are an enum, a pattern, a length or a format; name one")
+    raise GrammarError(
+        "propertyNames can only be enforced with an enum, a pattern, a length or a format; add one of them"
+    )
 
 
 def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
@@ -226,7 +228,9 @@ def _in_class(escape: re.Match[str]) -> str:
 
 def _character(code: int) -> str:
     if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
-        raise GrammarError(f"a pattern names half of a character, U+{code:04X}; write it whole, as \\u{{1F600}}")
+        raise GrammarError(
+            f"a pattern contains half of a surrogate pair, U+{code:04X}; write it whole, as \\u{{1F600}}"
+        )
     return f"\\x{{{code:x}}}"
 
 

@@ -63,7 +63,7 @@ def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
             raise
         sizes = sorted(_sizes("", fields), key=lambda size: size[1], reverse=True)
         largest = ", ".join(f"{name}={size}" for name, size in sizes[:_SIZES_SHOWN])
-        raise MemoryError(f"the weights do not fit in memory; the model's largest sizes are {largest}") from error
+        raise MemoryError(f"the model's weights do not fit in memory; its largest dimensions are {largest}") from error
 
 
 def _sizes(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

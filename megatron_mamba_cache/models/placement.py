@@ -33,7 +33,7 @@ class Split:
         length = tensor.shape[self.dim]
         if self.sections and sum(self.sections) != length:
             raise ValueError(
-                f"dimension {self.dim} has size {length}, but must be divided into parts {list(self.sections)}"
+                f"dimension {self.dim} has size {length}, which is not the sum of its parts {list(self.sections)}"
             )
         parts = tensor.split(self.sections or length, dim=self.dim)
         if any(part.shape[self.dim] % size for part in parts):

@@ -24,7 +24,7 @@ def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
     """
     if num_layers < num_stages:
         raise ValueError(
-            f"need at least one layer per pipeline stage, found {num_layers} layers and {num_stages} stages; "
+            f"each pipeline stage must have at least one layer, found {num_layers} layers and {num_stages} stages; "
             "choose a smaller --pipeline-model-parallel-size"
         )
     longest = -(-num_layers // num_stages)

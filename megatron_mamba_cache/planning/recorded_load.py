@@ -101,7 +101,7 @@ def _reason(error: Exception) -> str:
 def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[RecordedRequest]]:
     """Return the number of tokens per hash, and the requests, in one line."""
     if not isinstance(entry, Mapping):
-        raise TypeError(f"need a JSON object, found {type(entry).__name__}")
+        raise TypeError(f"each line must be a JSON object, found {type(entry).__name__}")
     if "requests" in entry:
         size = _count(entry, "block_size", 1)
         return size, [
@@ -114,7 +114,9 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
         size = _count({"block_size": _MOONCAKE_TOKENS, **entry}, "block_size", 1)
         session = _count({"session": number, **entry}, "session", 0, 2**63)
         return size, [_request(entry, arrival_s, session, 0, lengths, size)]
-    raise ValueError("need the fields of a session (requests, block_size) or of Mooncake's traces (input_length)")
+    raise ValueError(
+        "a line must have the fields of a session (requests, block_size) or of a Mooncake trace (input_length)"
+    )
 
 
 def _of_agents(requests: Any, start_s: float, agents: Iterator[int]) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
@@ -139,7 +141,8 @@ def _request(
         raise TypeError("hash_ids must be a list of integers")
     if len(hashes) < prompt_len // size:
         raise ValueError(
-            f"{prompt_len} prompt tokens need {prompt_len // size} hashes for {size} tokens each, found {len(hashes)}"
+            f"{prompt_len} prompt tokens must have {prompt_len // size} hashes, one for {size} tokens each, found "
+            f"{len(hashes)}"
         )
     return RecordedRequest(arrival_s, session, prompt_len, reply_len, tuple((names, content) for content in hashes))
 

@@ -30,9 +30,9 @@ class RequestDemand:
 
     def __post_init__(self) -> None:
         if self.paused and not self.needs_block:
-            raise ValueError(f"request {self.index}: a paused request needs a block, got needs_block=False")
+            raise ValueError(f"request {self.index}: needs_block must be True for a paused request")
         if self.prefilling and self.needs_block:
-            raise ValueError(f"request {self.index}: a prefilling request holds its blocks, got needs_block=True")
+            raise ValueError(f"request {self.index}: needs_block must be False for a prefilling request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
 def _check_demands(requests: Sequence[RequestDemand], num_available: int, paused_capacity: int) -> None:
     if num_available < 0 or paused_capacity < 0:
         raise ValueError(
-            f"num_available and paused_capacity must not be negative, got {num_available} and {paused_capacity}"
+            f"num_available and paused_capacity must not be negative, found {num_available} and {paused_capacity}"
         )
     if len({request.index for request in requests}) != len(requests):
-        raise ValueError(f"each request may occur once, got {[request.index for request in requests]}")
+        raise ValueError(f"each request may occur only once, found {[request.index for request in requests]}")
 
 
 def _numbers(requests: Sequence[RequestDemand]) -> tuple[int, ...]:

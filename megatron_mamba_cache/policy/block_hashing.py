@@ -63,9 +63,9 @@ class BlockKeyChain:
 
     def __init__(self, root: bytes, block_size: int) -> None:
         if len(root) != _DIGEST_BYTES:
-            raise ValueError(f"need a root of {_DIGEST_BYTES} bytes, found {len(root)}; use CacheSalt(...).root()")
+            raise ValueError(f"root must have {_DIGEST_BYTES} bytes, found {len(root)}; use CacheSalt(...).root()")
         if block_size < 1:
-            raise ValueError(f"need a block size of at least 1 token, found {block_size}")
+            raise ValueError(f"the block size must be at least 1 token, found {block_size}")
         self._digest = bytes(root)
         self._block_bytes = block_size * _TOKEN_BYTES
         self._tail = bytearray()
@@ -111,7 +111,7 @@ def _int32_view(tokens: TokenIds) -> memoryview:
     try:
         packed = array("i", tokens)
     except (OverflowError, TypeError) as error:
-        raise ValueError(f"need token ids that are 32-bit integers: {error}") from error
+        raise ValueError(f"token ids must be 32-bit integers: {error}") from error
     if sys.byteorder == "big":
         packed.byteswap()
     return memoryview(packed.tobytes())
@@ -119,7 +119,7 @@ def _int32_view(tokens: TokenIds) -> memoryview:
 
 def _int32_array(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"need a vector of integer token ids, found {tokens.dtype} of shape {tokens.shape}")
+        raise ValueError(f"token ids must be a vector of integers, found {tokens.dtype} of shape {tokens.shape}")
     if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
-        raise ValueError(f"need token ids that fit 32 bits, found ids between {tokens.min()} and {tokens.max()}")
+        raise ValueError(f"token ids must fit in 32 bits, found ids between {tokens.min()} and {tokens.max()}")
     return np.ascontiguousarray(tokens, dtype="<i4")

@@ -100,13 +100,13 @@ class BlockTree:
     def require_addable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         """Raise an error unless the key is positive, the block has no other key, and the key has no other parent."""
         if key <= 0:
-            raise ValueError(f"need a positive key for block {block}, found {key}")
+            raise ValueError(f"the key of block {block} must be positive, found {key}")
         if block in self and self._keys[block] != key:
-            raise CacheIntegrityError(f"need one key per block, found block {block} registered under another key")
+            raise CacheIntegrityError(f"block {block} is already registered under another key")
         known = self.find(key)
         if known is not None and self.parent_of(known) != parent:
             found = self.parent_of(known)
-            raise CacheIntegrityError(f"need one parent per key, found {parent} and {found} for block {known}")
+            raise CacheIntegrityError(f"block {known} already has parent {found}, so its parent cannot be {parent}")
 
     def add(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         """Register a block under an unused key, with a registered parent or as the first block of a sequence."""
@@ -144,16 +144,19 @@ class BlockTree:
         backward = {BlockId(block): key for block, key in enumerate(self._keys) if key}
         registered = {BlockId(block): self._keys[block] for block, depth in enumerate(self._depths) if depth}
         if forward != backward or forward != registered or len(forward) != len(self._block_of):
-            raise CacheIntegrityError(f"block of key {self._block_of} != inverse of key of block {backward}")
+            raise CacheIntegrityError(
+                f"the map from keys to blocks, {self._block_of}, is not the inverse of the map from blocks to keys, "
+                f"{backward}"
+            )
         num_children = [0] * len(self._keys)
         for block in self._block_of.values():
             parent = self.parent_of(block)
             depth = 1 if parent is None else 1 + self._depths[parent]
             if depth != self._depths[block]:
-                raise CacheIntegrityError(f"depth of block {block} = {self._depths[block]} != {depth}")
+                raise CacheIntegrityError(f"the depth of block {block} is {self._depths[block]}, but must be {depth}")
             if parent is not None:
                 num_children[parent] += 1
                 if parent not in self:
                     raise CacheIntegrityError(f"parent {parent} of registered block {block} is not registered")
         if num_children != self._num_children:
-            raise CacheIntegrityError(f"children {num_children} != counted {self._num_children}")
+            raise CacheIntegrityError(f"the blocks have {num_children} children, but {self._num_children} are counted")

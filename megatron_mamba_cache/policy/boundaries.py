@@ -21,9 +21,9 @@ class BoundaryRule:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1 token, got {self.block_size}")
+            raise ValueError(f"block_size must be at least 1 token, found {self.block_size}")
         if self.stride is not None and self.stride < 1:
-            raise ValueError(f"stride must be at least 1 block, got {self.stride}; use None for no stride")
+            raise ValueError(f"stride must be at least 1 block, found {self.stride}; use None for no stride")
 
 
 def select_boundaries(
@@ -64,9 +64,9 @@ def prefill_chunk_end(*, start: int, prompt_len: int, budget: int, block_size: i
         ValueError: If there is nothing left to compute, or no budget to compute it with.
     """
     if not 0 <= start < prompt_len:
-        raise ValueError(f"need a token left to prefill, got start {start} of prompt_len {prompt_len}")
+        raise ValueError(f"start must be between 0 and {prompt_len - 1}, found {start}")
     if budget < 1 or block_size < 1:
-        raise ValueError(f"budget and block_size must be at least 1 token, got {budget} and {block_size}")
+        raise ValueError(f"budget and block_size must be at least 1 token, found {budget} and {block_size}")
     end = min(start + budget, prompt_len)
     if end == prompt_len or not align:
         return end
@@ -76,8 +76,8 @@ def prefill_chunk_end(*, start: int, prompt_len: int, budget: int, block_size: i
 
 def _check_positions(rule: BoundaryRule, prompt_len: int, start: int, end: int, kv_match_end: int) -> None:
     if not 0 <= start <= end <= prompt_len:
-        raise ValueError(f"need 0 <= start <= end <= prompt_len, got {start}, {end}, {prompt_len}")
+        raise ValueError(f"positions must satisfy 0 <= start <= end <= prompt_len, found {start}, {end}, {prompt_len}")
     if not 0 <= kv_match_end <= prompt_len or kv_match_end % rule.block_size:
         raise ValueError(
-            f"kv_match_end must be a multiple of {rule.block_size} and at most {prompt_len}, got {kv_match_end}"
+            f"kv_match_end must be a multiple of {rule.block_size} and at most {prompt_len}, found {kv_match_end}"
         )

@@ -111,7 +111,7 @@ class ReplayStates(DraftStates):
 
     def begin(self, live_slot: SlotId) -> StateCursor:
         if not self._free:
-            raise CacheIntegrityError(f"need a free draft buffer, found all {self._num_buffers} in use")
+            raise CacheIntegrityError(f"all {self._num_buffers} draft buffers are in use")
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
@@ -139,7 +139,7 @@ class ReplayStates(DraftStates):
         held = [cursor.draft_buffer for cursor in cursors]
         if Counter([*held, *self._free]) != Counter(range(self._num_buffers)):
             raise CacheIntegrityError(
-                f"requests hold draft buffers {held} and {self._free} are free, of {self._num_buffers}"
+                f"draft buffers {held} are held and {self._free} are free, but there are {self._num_buffers}"
             )
 
 

@@ -154,7 +154,7 @@ class EvictionOrder:
             ValueError: If the gain is not a number of at least 0.
         """
         if not weight[1] >= 0:
-            raise ValueError(f"need a gain of at least 0, found {weight} for {entry_id}")
+            raise ValueError(f"the gain must be at least 0, found {weight} for id {entry_id}")
         live = self._live
         if entry_id >= len(live):
             live += [_NO_ITEM] * (entry_id + 1 - len(live))
@@ -215,7 +215,7 @@ class EvictionOrder:
             for of_class in empty:
                 del classes[of_class]
         if first is None:
-            raise CacheIntegrityError("need an entry to evict, found none; evict at most as many as are evictable")
+            raise CacheIntegrityError("there is no entry to evict; evict at most as many entries as are evictable")
         return first[2]
 
     def clear(self) -> None:

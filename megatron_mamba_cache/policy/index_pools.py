@@ -90,6 +90,6 @@ class FixedIndexPool:
         is_ordered = num_free == self.num_free <= self.num_available <= self.num_indices
         if len(set(self._free)) != num_free or not is_ordered:
             raise CacheIntegrityError(
-                f"{self.num_indices} indices: free {sorted(self._free)}, {self.num_free} counted, and "
-                f"{self.num_available} available"
+                f"of {self.num_indices} indices, {sorted(self._free)} are free, but {self.num_free} free and "
+                f"{self.num_available} available indices are counted"
             )

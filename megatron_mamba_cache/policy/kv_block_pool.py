@@ -28,7 +28,9 @@ class KVBlockPool:
 
     def __init__(self, indices: IndexPool | int, states: SlotPool, *, block_size: int = 1) -> None:
         if (isinstance(indices, int) and indices < 0) or block_size < 1:
-            raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {indices} and {block_size}")
+            raise ValueError(
+                f"num_blocks must be at least 0 and block_size at least 1, found {indices} and {block_size}"
+            )
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
         self._states = states
         self._slot_by_block = states.slot_by_block
@@ -74,7 +76,7 @@ class KVBlockPool:
             CacheCapacityError: If fewer blocks are available; nothing is changed then.
         """
         if num_blocks < 0:
-            raise ValueError(f"need a count of blocks, found {num_blocks}")
+            raise ValueError(f"num_blocks must not be negative, found {num_blocks}")
         if self._indices.num_free < num_blocks:
             self._make_room(num_blocks)
         blocks = cast("list[BlockId]", self._indices.take(num_blocks))
@@ -88,7 +90,7 @@ class KVBlockPool:
         self._require_ids(blocks)
         free = self._tree.unregistered(blocks, self._refs)
         if free:
-            raise CacheIntegrityError(f"need a referenced or cached block to acquire, found block {free[0]} free")
+            raise CacheIntegrityError(f"block {free[0]} is free, so it cannot be acquired")
         self._add_references(blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -158,7 +160,7 @@ class KVBlockPool:
         if num_blocks > indices.num_available:
             num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
-                f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
+                f"{num_blocks} KV blocks are needed, but {self.num_free} are free and {num_evictable} evictable; "
                 "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         is_end = not indices.is_shared
@@ -183,7 +185,7 @@ class KVBlockPool:
             if not refs[block]:
                 for undone in blocks[:index]:
                     refs[undone] += 1
-                raise CacheIntegrityError(f"need a reference on block {block} to release, found none left")
+                raise CacheIntegrityError(f"block {block} has no reference left to release")
             refs[block] -= 1
             if not refs[block]:
                 emptied.append(block)
@@ -205,28 +207,33 @@ class KVBlockPool:
     def _require_ids(self, blocks: Sequence[BlockId]) -> None:
         # A padding -1 would silently index the last block.
         if blocks and (min(blocks) < 0 or max(blocks) >= self.num_blocks):
-            raise ValueError(f"need block ids below {self.num_blocks}, found {min(blocks)} to {max(blocks)}")
+            raise ValueError(
+                f"block ids must be between 0 and {self.num_blocks - 1}, found {min(blocks)} to {max(blocks)}"
+            )
 
     def _require_registrable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         self._require_ids([block] if parent is None else [block, parent])
         self._tree.require_addable(block, key, parent)
         if not self._refs[block]:
-            raise CacheIntegrityError(f"need a referenced block to register, found block {block} unreferenced")
+            raise CacheIntegrityError(f"block {block} has no reference, so it cannot be registered")
         if parent is not None and not (parent in self._tree and self._refs[parent]):
-            raise CacheIntegrityError(f"need a registered, referenced parent of block {block}, found block {parent}")
+            raise CacheIntegrityError(f"parent {parent} of block {block} must be registered and referenced")
 
     def _check_counts(self) -> None:
         referenced = len(self._refs) - self._refs.count(0)
         cached = sum(1 for block in self._tree.blocks() if not self._refs[block])
         if (referenced, cached) != (self.num_referenced, self.num_cached):
             raise CacheIntegrityError(
-                f"referenced {referenced} and cached {cached} != {self.num_referenced} and {self.num_cached} counted"
+                f"{referenced} blocks are referenced and {cached} cached, but {self.num_referenced} and "
+                f"{self.num_cached} are counted"
             )
 
     def _check_references(self) -> None:
         for block in self._tree.blocks():
             parent = self._tree.parent_of(block)
             if self._refs[block] and parent is not None and not self._refs[parent]:
-                raise CacheIntegrityError(f"refs(block {block}) = {self._refs[block]} but refs(parent {parent}) = 0")
+                raise CacheIntegrityError(
+                    f"block {block} has {self._refs[block]} references, but its parent {parent} has none"
+                )
             if not self._refs[block] and self.is_end(block) and block not in self._slot_by_block:
                 raise CacheIntegrityError(f"block {block} is cached, but nothing after it has a state")

@@ -64,7 +64,9 @@ def logits_settings_of(found: Any) -> LogitsSettings:
         return PLAIN_LOGITS
     names = {field.name for field in fields(LogitsSettings)}
     if not isinstance(found, Mapping) or not found.keys() <= names:
-        raise ValueError(f"the settings of logits are {found!r:.200}; needed is a mapping with keys of {sorted(names)}")
+        raise ValueError(
+            f"the logits settings are {found!r:.200}; they must be a mapping with keys among {sorted(names)}"
+        )
     try:
         settings = LogitsSettings(
             logit_bias=tuple((int(token), float(bias)) for token, bias in found.get("logit_bias", ())),
@@ -72,7 +74,7 @@ def logits_settings_of(found: Any) -> LogitsSettings:
             **{name: float(found[name]) for name in names - {"logit_bias", "min_tokens"} if name in found},
         )
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"the settings of logits are {found!r:.200}: {error}") from error
+        raise ValueError(f"the logits settings are {found!r:.200}: {error}") from error
     return PLAIN_LOGITS if settings == PLAIN_LOGITS else settings
 
 

@@ -78,9 +78,11 @@ def _check_blocks(requests: Sequence[RunningRequest], kv: KVBlockPool, held: Map
     refs.update(held)
     for block, count in refs.items():
         if kv.num_refs(block) != count:
-            raise CacheIntegrityError(f"block {block}: {kv.num_refs(block)} references, {count} requests hold it")
+            raise CacheIntegrityError(
+                f"block {block} has {kv.num_refs(block)} references, but {count} requests hold it"
+            )
     if kv.num_referenced != len(refs):
-        raise CacheIntegrityError(f"{kv.num_referenced} blocks referenced, requests hold {len(refs)}")
+        raise CacheIntegrityError(f"{kv.num_referenced} blocks are referenced, but requests hold {len(refs)}")
 
 
 def _check_slots(requests: Sequence[RunningRequest], slots: SlotPool, expected: Sequence[SlotId]) -> None:
@@ -94,4 +96,4 @@ def _check_slots(requests: Sequence[RunningRequest], slots: SlotPool, expected: 
         owner_of = slots.owner_of if owner is SlotOwner.RESERVED else slots.owner_of_running
         strange = [slot for slot in listed if owner_of(slot) is not owner]
         if strange or len(set(listed)) != len(listed) or len(listed) != counts[owner.value]:
-            raise CacheIntegrityError(f"requests hold {owner.value} slots {listed}, the pool owns {counts}")
+            raise CacheIntegrityError(f"requests hold {owner.value} slots {listed}, but the pool counts {counts}")

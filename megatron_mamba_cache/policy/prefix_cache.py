@@ -267,7 +267,7 @@ class PrefixCache:
         self.slots.touch_path(request.block_ids, request.first_generated)
         self.draft_states.end(request.cursor)
         if (owner := self.slots.owner_of_running(request.cursor.live_slot)) is not SlotOwner.LIVE:
-            raise CacheIntegrityError(f"need slot {request.cursor.live_slot} live, found it {owner}")
+            raise CacheIntegrityError(f"slot {request.cursor.live_slot} must be live, but is {owner}")
         self.keep_below(request)
         self.kv.release(request.block_ids)
         request.release_blocks()
@@ -330,9 +330,11 @@ class PrefixCache:
             if self.kv.find(key) != block:
                 raise CacheIntegrityError(f"block {block} of an admission plan is no longer cached")
         if match.skip_tokens and self.slots.slot_of(match.blocks[match.skip_tokens // self.block_size - 1]) is None:
-            raise CacheIntegrityError(f"the state at token {match.skip_tokens} of an admission plan is gone")
+            raise CacheIntegrityError(f"the state at token {match.skip_tokens} of an admission plan has been evicted")
         if not has_room(match, plan.num_new_blocks, self.pools, self.block_size):
-            raise CacheIntegrityError("the memory that an admission plan needs is gone; plan again before admitting")
+            raise CacheIntegrityError(
+                "the memory that an admission plan needs is no longer free; plan again before admitting"
+            )
 
     def _room_for_drafts(self, request: RunningRequest, num_drafts: int) -> int:
         """Return how many drafts fit in the request's KV blocks; add one block if needed and available."""

@@ -15,7 +15,7 @@ class RecentKeys:
 
     def __init__(self, max_keys: int) -> None:
         if max_keys < 1:
-            raise ValueError(f"need room for at least 1 key, found max_keys={max_keys}")
+            raise ValueError(f"max_keys must be at least 1, found {max_keys}")
         self._max_keys = max_keys
         self._keys: dict[BlockKey, None] = {}  # least recently added first
 

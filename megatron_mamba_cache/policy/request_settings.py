@@ -190,5 +190,5 @@ def packed_ids(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
         pack_into(f"{len(tokens)}q", ids.data, 0, *tokens)
     except PackError as error:
         kind = OverflowError if all(isinstance(token, Integral) for token in tokens) else TypeError
-        raise kind(f"need integers of 64 bits: {error}") from error
+        raise kind(f"token ids must be 64-bit integers: {error}") from error
     return ids

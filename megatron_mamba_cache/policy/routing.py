@@ -83,7 +83,7 @@ class PrefixRouter:
     def __init__(self, load_factor: float = 1.5, share_factor: float = 1.1, max_keys: int = 65_536) -> None:
         for name, factor in (("load_factor", load_factor), ("share_factor", share_factor)):
             if not factor >= 1:
-                raise ValueError(f"{name} is {factor}; it must be at least 1, the mean itself")
+                raise ValueError(f"{name} is {factor}; it must be at least 1")
         if max_keys < 1:
             raise ValueError(f"max_keys is {max_keys}; it must be at least 1")
         self._load_factor = load_factor
@@ -146,7 +146,7 @@ class PrefixRouter:
             raise ValueError(f"request {request_id} is in flight; finish it before it is routed again")
         candidates = self._within_bound()
         if not candidates:
-            raise CacheCapacityError("no replica is left; start one")
+            raise CacheCapacityError("no replica is running; start one")
         route = self._best(candidates, blocks_on)
         self._count(request_id, route, blocks_on(route.replica))
         return route

@@ -44,13 +44,13 @@ class Slabs:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
         unused = [slab for slab, use in enumerate(self.use) if use == SlabUse.UNUSED]
         if self.unused != unused:
-            raise CacheIntegrityError(f"slabs listed as unused {self.unused} != slabs used for nothing {unused}")
+            raise CacheIntegrityError(f"slabs {self.unused} are listed as unused, but slabs {unused} are")
         num_open = self.num_fixed.count(0)
         if self.num_open != num_open:
-            raise CacheIntegrityError(f"{self.num_open} open slabs counted, {num_open} found")
+            raise CacheIntegrityError(f"{self.num_open} open slabs are counted, but there are {num_open}")
         fixed = [slab for slab in unused if self.num_fixed[slab]]
         if fixed:
-            raise CacheIntegrityError(f"unused slabs {fixed} have fixed indices")
+            raise CacheIntegrityError(f"slabs {fixed} are unused, but have fixed indices")
 
 
 class SlabIndexPool:
@@ -140,7 +140,7 @@ class SlabIndexPool:
         for slab, count in zip(mine, num_fixed, strict=True):
             if len(self._free[slab]) + count > per_slab:
                 raise CacheIntegrityError(
-                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices, at most {per_slab} in all"
+                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices, more than its {per_slab}"
                 )
         num_free = sum(len(self._free[slab]) for slab in mine) + len(slabs.unused) * per_slab
         num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
@@ -154,13 +154,17 @@ class SlabIndexPool:
         for slab in mine:
             free = self._free[slab]
             if len(set(free)) != len(free) or any(index // self.per_slab != slab for index in free):
-                raise CacheIntegrityError(f"slab {slab} lists indices {sorted(free)} as free")
+                raise CacheIntegrityError(
+                    f"slab {slab} lists indices of other slabs or duplicates as free: {sorted(free)}"
+                )
         partly = [slab for slab, free in enumerate(self._free) if free]
         if not set(partly) <= set(mine):
-            raise CacheIntegrityError(f"slabs {partly} have free indices of a use that has slabs {mine}")
+            raise CacheIntegrityError(
+                f"slabs {partly} have free indices, but do not belong to this use, which has slabs {mine}"
+            )
         listed = Counter(self._partly)
         if not set(partly) <= listed.keys() or any(count > 1 for count in listed.values()):
-            raise CacheIntegrityError(f"slabs {sorted(self._partly)} listed as partly used, {partly} found")
+            raise CacheIntegrityError(f"slabs {sorted(self._partly)} are listed as partly used, but slabs {partly} are")
 
     def _open_slab(self) -> int:
         """Take an unused slab, which becomes the only slab in the heap."""
@@ -202,7 +206,8 @@ class SlabSpace:
         """Create unused slabs; raise ValueError if an argument is out of range."""
         if num_slabs < 0 or blocks_per_slab < 1 or slots_per_slab < 1:
             raise ValueError(
-                f"need num_slabs >= 0 and a block and a slot a slab, found {num_slabs}, {blocks_per_slab} and "
+                "num_slabs must be at least 0, and a slab must hold at least one block and one slot, found "
+                f"{num_slabs}, {blocks_per_slab} and "
                 f"{slots_per_slab}"
             )
         self.num_slabs = num_slabs

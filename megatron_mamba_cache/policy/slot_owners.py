@@ -53,9 +53,9 @@ class SlotOwners:
             CacheIntegrityError: If the slot does not belong to `owner`; nothing is changed then.
         """
         if not 0 <= slot < len(self._owners):  # a padding slot of -1 would silently index the last slot
-            raise ValueError(f"need a slot between 0 and {len(self._owners) - 1}, found {slot}")
+            raise ValueError(f"the slot must be between 0 and {len(self._owners) - 1}, found {slot}")
         if self._owners[slot] is not owner:
-            raise CacheIntegrityError(f"need slot {slot} to be {owner.value}, found {self._owners[slot].value}")
+            raise CacheIntegrityError(f"slot {slot} must be {owner.value}, but is {self._owners[slot].value}")
         self._counts[owner] -= 1
         self._counts[new_owner] += 1
         self._owners[slot] = new_owner
@@ -72,10 +72,10 @@ class SlotOwners:
         found = {owner: self._owners.count(owner) for owner in SlotOwner if owner is not SlotOwner.FREE}
         counted = {owner: self._counts[owner] for owner in found}
         if found != counted:
-            raise CacheIntegrityError(f"owners {found} != counted {counted}")
+            raise CacheIntegrityError(f"the owners have {found} slots, but {counted} are counted")
 
     def check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
         """Raise CacheIntegrityError unless `slots`, in any order, are exactly the slots of the owner. O(n)."""
         owned = [slot for slot, found in enumerate(self._owners) if found is owner]
         if sorted(slots) != owned:
-            raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")
+            raise CacheIntegrityError(f"slots {sorted(slots)} are listed as {owner.value}, but slots {owned} are")

@@ -39,7 +39,7 @@ class SlotPool:
         self, indices: IndexPool | int, rule: EvictionRule | None = None, running: FixedIndexPool | None = None
     ) -> None:
         if isinstance(indices, int) and indices < 0:
-            raise ValueError(f"need num_slots >= 0, found {indices}")
+            raise ValueError(f"the number of slots must be at least 0, found {indices}")
         self._indices = FixedIndexPool(indices) if isinstance(indices, int) else indices
         self.num_slots = self._indices.num_indices
         self._owners = SlotOwners(self._indices)
@@ -188,9 +188,7 @@ class SlotPool:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
         """
         if block in self.slot_by_block:
-            raise CacheIntegrityError(
-                f"need a block without a state, found slot {self.slot_by_block[block]} at block {block}"
-            )
+            raise CacheIntegrityError(f"block {block} already has a state, in slot {self.slot_by_block[block]}")
         self._owners.hand_over(slot, SlotOwner.RESERVED, SlotOwner.CACHED)
         self.slot_by_block[block] = slot
         self._observer.published(block)
@@ -264,7 +262,7 @@ class SlotPool:
             CacheIntegrityError: If the block has no state.
         """
         if block not in self.slot_by_block:
-            raise CacheIntegrityError(f"need a cached state to pin, found none at block {block}")
+            raise CacheIntegrityError(f"block {block} has no cached state to pin")
         self._pins[block] = self._pins.get(block, 0) + 1
         self._rolling.discard(block)
         if is_hit:
@@ -278,7 +276,7 @@ class SlotPool:
     def unpin(self, block: BlockId) -> None:
         """Undo one `pin`; raise `CacheIntegrityError` if the block is not pinned."""
         if block not in self._pins:
-            raise CacheIntegrityError(f"need a pinned state to unpin, found block {block} not pinned")
+            raise CacheIntegrityError(f"the state of block {block} is not pinned")
         self._pins[block] -= 1
         if self._pins[block]:
             return
@@ -297,7 +295,7 @@ class SlotPool:
             return
         if block in self._pins:
             raise CacheIntegrityError(
-                f"need an unpinned state to drop, found {self._pins[block]} pins at block {block}"
+                f"the state of block {block} has {self._pins[block]} pins, so it cannot be dropped"
             )
         self._forget_state(block)
 
@@ -369,21 +367,23 @@ class SlotPool:
         pinned, orphaned = self._pins.keys(), self._orphans.keys()
         if pinned - self.slot_by_block.keys() - orphaned or orphaned - pinned:
             raise CacheIntegrityError(
-                f"pins {self._pins} != pins of states {self.slot_by_block} and orphans {self._orphans}"
+                f"pins {self._pins} do not fit states {self.slot_by_block} and orphans {self._orphans}"
             )
         if self._rolling - self.slot_by_block.keys() or self._rolling & self._pins.keys():
-            raise CacheIntegrityError(f"rolling checkpoints {self._rolling} without a state, or pinned {self._pins}")
+            raise CacheIntegrityError(
+                f"rolling checkpoints {self._rolling} must have a state and no pin, found pins {self._pins}"
+            )
         if self._held.until.keys() - self.slot_by_block.keys():
             raise CacheIntegrityError(
-                f"held blocks {self._held.until.keys()} without a state, found {self.slot_by_block}"
+                f"held blocks {self._held.until.keys()} must have a state, found states {self.slot_by_block}"
             )
         unpinned = self.slot_by_block.keys() - self._pins.keys()
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
-            raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
+            raise CacheIntegrityError(f"{unpinned} states are unpinned, but {len(self._evictable)} are evictable")
 
     def _take(self, num_slots: int, owner: SlotOwner, owners: SlotOwners) -> list[SlotId]:
         if num_slots < 0:
-            raise ValueError(f"need a count of slots, found {num_slots}")
+            raise ValueError(f"num_slots must not be negative, found {num_slots}")
         if owners.indices.num_free < num_slots:
             self._make_room(num_slots, owners)
         return owners.take(num_slots, owner)
@@ -393,7 +393,8 @@ class SlotPool:
         indices = owners.indices
         if num_slots > indices.num_available:
             raise CacheCapacityError(
-                f"need {num_slots} state slots, {indices.num_free} free and {indices.num_available - indices.num_free} "
+                f"{num_slots} state slots are needed, but {indices.num_free} are free and "
+                f"{indices.num_available - indices.num_free} "
                 f"evictable of {indices.num_indices}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-"
                 "mamba-gb if that is set, or lower max requests"
             )

@@ -153,12 +153,12 @@ def check_decode_batch(rows: DecodeBatch, device: torch.device) -> None:
     columns = rows.columns
     if columns.dim() != 2 or columns.shape[0] != num_requests or not 1 <= rows.max_len <= columns.shape[1]:
         raise ValueError(
-            f"need columns [{num_requests}, columns] and max_len between 1 and the number of columns, "
+            f"columns must have shape [{num_requests}, columns] and max_len be between 1 and the number of columns, "
             f"found columns {tuple(columns.shape)} and max_len {rows.max_len}"
         )
     if columns.dtype != torch.int32 or columns.device != device or not columns[:1].is_contiguous():
         raise ValueError(
-            f"need int32 columns on {device}, contiguous for each request, "
+            f"columns must be int32 on {device} and contiguous for each request, "
             f"found {columns.dtype} on {columns.device} with strides {columns.stride()}"
         )
 
@@ -183,10 +183,10 @@ def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) 
     """Raise a `ValueError` unless each tensor is a contiguous int32 vector of the given length on `device`."""
     for name, (values, length) in vectors.items():
         if values.dtype != torch.int32 or values.device != device:
-            raise ValueError(f"need int32 {name} on {device}, found {values.dtype} on {values.device}")
+            raise ValueError(f"{name} must be int32 on {device}, found {values.dtype} on {values.device}")
         if tuple(values.shape) != (length,) or not values.is_contiguous():
             raise ValueError(
-                f"need contiguous {name} of shape ({length},), "
+                f"{name} must be contiguous with shape ({length},), "
                 f"found {tuple(values.shape)} with strides {values.stride()}"
             )
 

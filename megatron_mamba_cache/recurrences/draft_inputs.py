@@ -51,7 +51,7 @@ def check_draft_inputs(drafts: DraftInputs, windows: Tensor, num_rows: int) -> N
             f"{windows.device}, found {inputs.dtype} {tuple(inputs.shape)} on {inputs.device}"
         )
     if inputs.numel() and inputs.stride(-1) != 1:
-        raise ValueError(f"need draft inputs with contiguous channels, found strides {inputs.stride()}")
+        raise ValueError(f"channels of draft inputs must be contiguous, found strides {inputs.stride()}")
 
 
 def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Tensor) -> Tensor:

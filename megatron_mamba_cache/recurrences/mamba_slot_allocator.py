@@ -66,7 +66,8 @@ class StateSlotAllocator:
         available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
         if len(missing) > available:
             raise CacheCapacityError(
-                f"need {len(missing)} new state slots, but {available} of {self.slots.num_slots} are available; raise "
+                f"{len(missing)} new state slots are needed, but {available} of {self.slots.num_slots} are available; "
+                "raise "
                 "--cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb if that is set, or max_slots"
             )
         for block in held:
@@ -142,7 +143,10 @@ class StateSlotAllocator:
         if targets and min(targets) < 0:
             raise ValueError(f"slots must not be negative, found {targets}; remove padding from the list")
         if len(targets) != len(sources):
-            raise ValueError(f"need one slot per request, found {len(targets)} slots and {len(sources)} requests")
+            raise ValueError(
+                f"the number of slots must equal the number of requests, found {len(targets)} slots and "
+                f"{len(sources)} requests"
+            )
         live_slots = [self._live_slot(request_idx) for request_idx in sources]
         self.state_pool.cached.store_from(self._live_states, *self._sent(live_slots, targets))
 

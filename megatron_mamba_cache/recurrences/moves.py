@@ -100,7 +100,7 @@ def check_moves(moves: Sequence[StateMove], num_rows: int) -> None:
         source = move.source
         if source.dim() < 3 or source.shape[1] != first.source.shape[1] or source.device != first.source.device:
             raise ValueError(
-                f"need sources [layers, {first.source.shape[1]} slots, ...] on {first.source.device}, "
+                f"sources must have shape [layers, {first.source.shape[1]} slots, ...] on {first.source.device}, "
                 f"found {tuple(source.shape)} on {source.device}"
             )
         if (move.is_in_place, move.num_targets) != (first.is_in_place, first.num_targets):
@@ -121,7 +121,7 @@ def _check_window(move: StateMove) -> None:
     _check_contiguous(target, "target", 3 if window_len else 2)
     if window_len and not window_len <= min(source.shape[2], target.shape[2]):
         raise ValueError(
-            f"need windows of at least {window_len} inputs, found source {tuple(source.shape)} and target "
+            f"windows must have at least {window_len} inputs, found source {tuple(source.shape)} and target "
             f"{tuple(target.shape)}"
         )
     lead = 3 if window_len else 2
@@ -136,7 +136,7 @@ def _check_window(move: StateMove) -> None:
 def _check_contiguous(pool: Tensor, name: str, lead: int = 2) -> None:
     if not pool[(slice(1),) * lead].is_contiguous():
         inner = "inputs" if lead == 3 else "slots"
-        raise ValueError(f"need {name} with contiguous {inner}, found strides {pool.stride()}")
+        raise ValueError(f"{inner} of {name} must be contiguous, found strides {pool.stride()}")
 
 
 def check_rows(rows: AlignBatch, device: torch.device) -> None:
@@ -145,8 +145,10 @@ def check_rows(rows: AlignBatch, device: torch.device) -> None:
     for name, values in ((field.name, getattr(rows, field.name)) for field in fields(rows)):
         dtypes = (torch.int32, torch.int64) if name == "accepted" else (torch.int32,)
         if values.dtype not in dtypes or values.device != device:
-            raise ValueError(f"need {name} in one of {dtypes} on {device}, found {values.dtype} on {values.device}")
+            raise ValueError(
+                f"{name} must have a dtype in {dtypes} on {device}, found {values.dtype} on {values.device}"
+            )
         if values.dim() != (2 if name == "columns" else 1) or values.shape[0] != num_rows:
-            raise ValueError(f"need {name} for {num_rows} requests, found {tuple(values.shape)}")
+            raise ValueError(f"{name} must have {num_rows} entries, one per request, found shape {tuple(values.shape)}")
         if name != "accepted" and values.shape[-1] > 1 and values.stride(-1) != 1:
-            raise ValueError(f"need contiguous {name}, found strides {values.stride()}")
+            raise ValueError(f"{name} must be contiguous, found strides {values.stride()}")

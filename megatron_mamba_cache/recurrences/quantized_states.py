@@ -195,17 +195,19 @@ def restore_states(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tens
 def _check(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
     if pool.dim() != 5 or not pool[:1, :1].is_contiguous():
         raise ValueError(
-            "need pool [layers, slots, heads, d_state, head_dim] with contiguous states, "
+            "pool must have shape [layers, slots, heads, d_state, head_dim] with contiguous states, "
             f"found {tuple(pool.shape)} with strides {pool.stride()}"
         )
     states.check(pool)
     for name, slots in (("src", src), ("dst", dst)):
         if slots.dtype != torch.int32 or slots.dim() != 1 or slots.device != pool.device:
             raise ValueError(
-                f"need int32 {name} [n] on {pool.device}, found {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+                f"{name} must be int32 [n] on {pool.device}, found {slots.dtype} {tuple(slots.shape)} on {slots.device}"
             )
     if src.shape != dst.shape or not (src.is_contiguous() and dst.is_contiguous()):
-        raise ValueError(f"need contiguous src and dst of one length, found {src.shape[0]} and {dst.shape[0]}")
+        raise ValueError(
+            f"src and dst must be contiguous and have the same length, found {src.shape[0]} and {dst.shape[0]}"
+        )
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

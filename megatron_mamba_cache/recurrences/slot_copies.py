@@ -99,17 +99,20 @@ def _check(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
     for name, slots in (("src", src), ("dst", dst)):
         if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
             raise ValueError(
-                f"need contiguous int32 {name} [n], found {slots.dtype} {tuple(slots.shape)} with strides "
+                f"{name} must be contiguous int32 [n], found {slots.dtype} {tuple(slots.shape)} with strides "
                 f"{slots.stride()}"
             )
     if src.shape != dst.shape:
-        raise ValueError(f"need src and dst of one length, found {src.shape[0]} and {dst.shape[0]}")
+        raise ValueError(f"src and dst must have the same length, found {src.shape[0]} and {dst.shape[0]}")
     for pool in pools:
         if pool.device != src.device or pool.device != dst.device:
-            raise ValueError(f"need one device, found pool on {pool.device}, src on {src.device}, dst on {dst.device}")
+            raise ValueError(
+                f"all tensors must be on one device, found pool on {pool.device}, src on {src.device}, dst on "
+                f"{dst.device}"
+            )
         if pool.dim() < 3 or not pool[:1, :1].is_contiguous():
             raise ValueError(
-                "need pools [layers, slots, ...] with contiguous slots, "
+                "pools must have shape [layers, slots, ...] with contiguous slots, "
                 f"found {tuple(pool.shape)} with strides {pool.stride()}"
             )
 

@@ -134,7 +134,7 @@ def pack_unsent(unsent: Unsent) -> bytes:
 def unsent_of(body: list[Any]) -> Unsent:
     """Parse the body of an "unsent" message; raise `WireError` unless it is a request id and a reason."""
     if [type(value) for value in body] != [int, str]:
-        raise WireError(f"need a request id and a reason, found {body!r:.100}")
+        raise WireError(f"the body must be a request id and a reason, found {body!r:.100}")
     return Unsent(body[0], body[1][:_MOST_REASON_CHARACTERS])
 
 
@@ -149,7 +149,7 @@ def _salt(values: list[Any]) -> KeySalt:
 
 def _fields(body: Any, kinds: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(body, dict) or body.keys() != kinds.keys():
-        raise WireError(f"need the fields {sorted(kinds)}, found {body!r:.100}")
+        raise WireError(f"the body must have the fields {sorted(kinds)}, found {body!r:.100}")
     for name, kind in kinds.items():
         if not isinstance(body[name], kind):
             raise WireError(f"{name} is {body[name]!r:.100}, which has the wrong type")

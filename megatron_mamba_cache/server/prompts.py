@@ -181,7 +181,7 @@ class PromptReader:
         except Exception as error:  # tokenizers raise different errors
             raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error
         if not token_ids:
-            raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
+            raise bad_request("the prompt is empty; it must have at least 1 token", "prompt")
         return Prompt(self._text_only(token_ids), text, add_special_tokens=add)
 
     def _text_only(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:

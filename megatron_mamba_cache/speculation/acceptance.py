@@ -105,7 +105,8 @@ class Acceptance:
         """
         if not 0 <= num_accepted <= num_drafted:
             raise ValueError(
-                f"need 0 <= num_accepted <= num_drafted, found num_accepted={num_accepted}, num_drafted={num_drafted}"
+                f"num_accepted must be between 0 and num_drafted, found num_accepted={num_accepted}, "
+                f"num_drafted={num_drafted}"
             )
         num_tried = min(num_accepted + 1, num_drafted)
         kept = self._keep**num_tried

@@ -218,10 +218,10 @@ class DraftPlanner:
             return
         needed, found = (len(draft.tokens), self._vocab_size), tuple(draft.distributions.shape)
         if found != needed:
-            raise self._broken(f"distributions of shape {list(found)} {owner}, but need shape {list(needed)}")
+            raise self._broken(f"distributions of shape {list(found)} {owner}, but the shape must be {list(needed)}")
         if not draft.distributions.is_floating_point():
             raise self._broken(
-                f"distributions of dtype {draft.distributions.dtype} {owner}, but need a floating-point dtype"
+                f"distributions of dtype {draft.distributions.dtype} {owner}, but the dtype must be floating-point"
             )
 
     def _broken(self, what: str) -> ValueError:

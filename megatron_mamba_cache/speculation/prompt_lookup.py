@@ -171,7 +171,9 @@ class PromptLookupDrafter:
 
     def __init__(self, min_match: int = 2, max_match: int = 32, max_candidates: int = 16) -> None:
         if not 1 <= min_match <= max_match:
-            raise ValueError(f"need 1 <= min_match <= max_match, found min_match={min_match} and max_match={max_match}")
+            raise ValueError(
+                f"min_match must be between 1 and max_match, found min_match={min_match} and max_match={max_match}"
+            )
         if max_candidates < 1:
             raise ValueError(f"max_candidates must be at least 1, found {max_candidates}")
         self._min_match = min_match

@@ -50,7 +50,7 @@ class DiskBelow:
         least = form.entry_bytes + form.block_bytes
         if limit < least:
             raise ValueError(
-                f"disk_cache_gb is {limit_gb:g} GiB, and one entry takes {least} bytes: set --disk-cache-gb to "
+                f"disk_cache_gb is {limit_gb:g} GiB, but one entry takes {least} bytes: set --disk-cache-gb to "
                 f"{(least + 2**20) / 2**30:.6f} or more"
             )
         self._limit = limit

@@ -119,7 +119,7 @@ class OverlappedStep:
     def check_inputs(self, tokens: Sequence[int]) -> None:
         """Raise `CacheIntegrityError` unless the requests keep the tokens that were fed."""
         if [*tokens] != [*self._fed]:
-            raise CacheIntegrityError("the running step was given other tokens than its requests kept")
+            raise CacheIntegrityError("the running step was fed other tokens than its requests kept")
 
     def wait(self) -> None:
         """Wait for the device before buffers or memory are reused; only once, since a capture must not wait.

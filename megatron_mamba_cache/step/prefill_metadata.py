@@ -36,7 +36,7 @@ class ChunkPlan:
         index = bisect_left(self.cu_chunks, packed_end)
         if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
             raise CacheIntegrityError(
-                f"need a chunk that ends at packed position {packed_end}, found ends {self.cu_chunks[1:]}; "
+                f"no chunk ends at packed position {packed_end}, but at {self.cu_chunks[1:]}; "
                 "the block size must be a multiple of the grain"
             )
         return index - 1
@@ -68,15 +68,16 @@ def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain:
 
 def _check_demands(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> None:
     if grain < 1:
-        raise ValueError(f"grain must be at least 1 token, got {grain}")
+        raise ValueError(f"grain must be at least 1 token, found {grain}")
     if len(query_starts) != len(num_computed) + 1:
         raise ValueError(
-            f"need {len(num_computed) + 1} query_starts for {len(num_computed)} requests, got {len(query_starts)}"
+            f"query_starts must have {len(num_computed) + 1} entries for {len(num_computed)} requests, found "
+            f"{len(query_starts)}"
         )
     if min(num_computed, default=0) < 0:
-        raise ValueError(f"num_computed must not be negative, got {min(num_computed)}")
+        raise ValueError(f"num_computed must not be negative, found {min(num_computed)}")
     if query_starts[0] != 0 or any(begin > end for begin, end in pairwise(query_starts)):
-        raise ValueError(f"query_starts must ascend from 0, got {tuple(query_starts)}")
+        raise ValueError(f"query_starts must ascend from 0, found {tuple(query_starts)}")
 
 
 def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:

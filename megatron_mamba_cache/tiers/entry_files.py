@@ -159,5 +159,5 @@ def _read_all(file: int, target: memoryview) -> None:
     while len(target):
         count = os.readv(file, [target])
         if not count:
-            raise BrokenEntryError("the file is shorter than its content")
+            raise BrokenEntryError("the file is shorter than its header says")
         target = target[count:]

@@ -37,9 +37,9 @@ def test_replica_count_is_processes_divided_by_model_size(found: Namespace, num_
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (sizes(3), "needs a multiple of 3 processes, found 8"),
+        (sizes(3), "needs a number of processes divisible by 3, found 8"),
         (sizes(4, 4), "torchrun --nproc-per-node 16"),
-        (sizes(2, 2, 4), "times --expert-model-parallel-size 4 needs a multiple of 16"),
+        (sizes(2, 2, 4), "times --expert-model-parallel-size 4 needs a number of processes divisible by 16"),
         (sizes(pipeline=0), "--pipeline-model-parallel-size is 0; it must be at least 1"),
     ],
 )

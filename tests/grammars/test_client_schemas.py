@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing": (of(a={"$ref": "#/$defs/x"}), "$ref names #/$defs/x, which is not in the schema"),
     "wrong": (of(a={"type": "integer", "minimum": "3"}), "properties.a: minimum must be a number"),
     "far bound": (of(a={"type": "number", "minimum": 1e19}), "properties.a: minimum or maximum is beyond 2**63"),
-    "farthest bound": ({"type": "integer", "exclusiveMinimum": int(1.7976931348623157e308)}, "no float64 is within"),
+    "farthest bound": ({"type": "integer", "exclusiveMinimum": int(1.7976931348623157e308)}, "no float64 satisfies"),
     "draft": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired cannot be enforced"),
 }
 

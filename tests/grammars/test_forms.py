@@ -251,7 +251,7 @@ def test_vocabulary_without_an_end_token_is_refused() -> None:
     with pytest.raises(GrammarError, match="need a tokenizer, and this engine has none"):
         grammars.matcher(forms.choice_grammar(["a"]).text)
     grammars.read(ByteTokenizer())
-    with pytest.raises(GrammarError, match="need a tokenizer with an end token; this model's has none"):
+    with pytest.raises(GrammarError, match="need a tokenizer with an end token, which this model's tokenizer lacks"):
         grammars.matcher(forms.choice_grammar(["a"]).text)
 
 

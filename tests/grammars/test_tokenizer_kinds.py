@@ -223,7 +223,7 @@ def test_grammar_is_refused_early_when_no_token_can_start_a_reply(piece: str, tm
     tokenizer = saved_without(tmp_path, "{", piece)
     for grammar in (forms.json_grammar(OBJECT), forms.choice_grammar(["{a", "{b"])):
         error = grammars_of(tokenizer).error_of(grammar.text)
-        assert error == "the model has no token with which a reply in this format can begin"
+        assert error == "the model has no token with which a reply in this format can start"
     assert set(replies(tokenizer, forms.choice_grammar(["a", ""]), 8)) == {"a", ""}
 
 

@@ -162,7 +162,7 @@ def missing(found: Declared) -> list[str]:
     needed_extras = {("hf", top): module for top, module in _optional_of_hub().items()}
     for (extra, distribution), (file, words) in NAMED_EXTRAS.items():
         text = (REPOSITORY / file).read_text()
-        assert words in text and f"the extra {extra}" in text, (distribution, file)
+        assert words in text and re.search(rf"the extra `?{extra}\b", text), (distribution, file)
         needed_extras[extra, distribution] = file
     for (extra, top), module in needed_extras.items():
         if not distributions_of(top) & found[extra]:
@@ -214,7 +214,7 @@ def _megatron() -> Path:
 def _public_homes(face: str = "") -> list[str]:
     """Return the modules of the public names of the package, or of one of its parts."""
     text = (REPOSITORY / PACKAGE / face / "__init__.py").read_text()
-    homes = re.findall(r'^    "\w+": "([\w.]+)",$', text, re.M)
+    homes = re.findall(r'"\w+": "([\w.]+)"', text[text.index("_HOMES = {") :].partition("}")[0])
     assert homes, face
     return [".".join(filter(None, (PACKAGE, face, home))) for home in homes]
 

@@ -307,14 +307,17 @@ def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignBatch], tuple[object, .
         "slots": (lambda p, r: (p.conv[:, 1:], p.ssm, r, BLOCK, WINDOW_LEN), "5 slots, .*on cpu"),
         "dimensions": (lambda p, r: (p.conv[0], p.ssm, r, BLOCK, WINDOW_LEN), "7 slots, .*on cpu, found"),
         "devices": (lambda p, r: (p.conv, p.ssm.to("meta"), r, BLOCK, WINDOW_LEN), "slots, .*on cpu, found .* on meta"),
-        "channel-major": (lambda p, r: (p.conv.mT.contiguous().mT, p.ssm, r, BLOCK, WINDOW_LEN), "contiguous inputs"),
-        "window": (lambda p, r: (p.conv, p.ssm, r, BLOCK, 8), "need windows of at least 8 inputs"),
+        "channel-major": (
+            lambda p, r: (p.conv.mT.contiguous().mT, p.ssm, r, BLOCK, WINDOW_LEN),
+            "inputs of source must be contiguous",
+        ),
+        "window": (lambda p, r: (p.conv, p.ssm, r, BLOCK, 8), "windows must have at least 8 inputs"),
         "block": (lambda p, r: (p.conv, p.ssm, r, 0, WINDOW_LEN), "block_size"),
         "dtype": (with_rows(drafts=torch.zeros(1, dtype=torch.int64)), "drafts"),
         "accepted dtype": (with_rows(accepted=torch.zeros(1)), "accepted"),
         "length": (with_rows(computed=torch.zeros(2, dtype=torch.int32)), "computed"),
         "columns": (with_rows(columns=torch.zeros(1, dtype=torch.int32)), "columns"),
-        "strided": (with_rows(columns=torch.zeros(1, 6, dtype=torch.int32)[:, ::2]), "contiguous columns"),
+        "strided": (with_rows(columns=torch.zeros(1, 6, dtype=torch.int32)[:, ::2]), "columns must be contiguous"),
     }
 
 

@@ -189,13 +189,28 @@ def bad_changes() -> dict[str, tuple[HeadChanges, str]]:
     weights, table = torch.zeros(8), torch.zeros(4, 2, 2)
     positions = torch.zeros(3, dtype=torch.int64)
     return {
-        "wrong norm size": (HeadChanges(HeadNorms(weights, torch.zeros(4), EPS)), r"norm weights of shape \[8\]"),
-        "strided norms": (HeadChanges(HeadNorms(torch.zeros(16)[::2], weights, EPS)), "contiguous norm weights"),
-        "too many channels": (HeadChanges(rotation=Rotation(torch.zeros(4, 2, 5), positions)), "between 2 and 8"),
+        "wrong norm size": (
+            HeadChanges(HeadNorms(weights, torch.zeros(4), EPS)),
+            r"norm weights must be contiguous with shape \[8\]",
+        ),
+        "strided norms": (
+            HeadChanges(HeadNorms(torch.zeros(16)[::2], weights, EPS)),
+            "norm weights must be contiguous",
+        ),
+        "too many channels": (HeadChanges(rotation=Rotation(torch.zeros(4, 2, 5), positions)), "half between 1 and 4"),
         "wrong table shape": (HeadChanges(rotation=Rotation(torch.zeros(4, 4), positions)), r"\[positions, 2, half\]"),
-        "wrong table dtype": (HeadChanges(rotation=Rotation(table.bfloat16(), positions)), "torch.float32 table"),
-        "float positions": (HeadChanges(rotation=Rotation(table, positions.float())), "int64 positions"),
-        "too few positions": (HeadChanges(rotation=Rotation(table, positions[:2])), r"shape \[3 or more\]"),
+        "wrong table dtype": (
+            HeadChanges(rotation=Rotation(table.bfloat16(), positions)),
+            "rotary table must be contiguous torch.float32",
+        ),
+        "float positions": (
+            HeadChanges(rotation=Rotation(table, positions.float())),
+            "positions must be contiguous int64",
+        ),
+        "too few positions": (
+            HeadChanges(rotation=Rotation(table, positions[:2])),
+            "positions must have 3 or more entries",
+        ),
     }
 
 

@@ -148,7 +148,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
     "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
-    "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "need int32 ends"),
+    "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "ends must be int32"),
     "slots": (lambda p, r, w, n: (p, r, w._replace(slots=w.slots[:0]), n), "slots"),
 }
 

@@ -271,12 +271,12 @@ def test_causal_conv_accepts_views_as_inputs_and_state_pool(op: Op, device: str)
 
 BAD_CALLS = {
     "weight": (lambda x, w, b, p, r: (x, w[1:], b, p, r), "conv_dim 37"),
-    "transposed weight": (lambda x, w, b, p, r: (x, w.mT.contiguous().mT, b, p, r), "contiguous weight"),
-    "bias": (lambda x, w, b, p, r: (x, w, b[1:], p, r), "contiguous bias"),
+    "transposed weight": (lambda x, w, b, p, r: (x, w.mT.contiguous().mT, b, p, r), "weight must be contiguous"),
+    "bias": (lambda x, w, b, p, r: (x, w, b[1:], p, r), "bias must be contiguous"),
     "pool": (lambda x, w, b, p, r: (x, w, b, p[:, :2], r), "window of at least 3"),
     "dimensions": (lambda x, w, b, p, r: (x, w, b, p[0], r), "conv_pool"),
-    "device": (lambda x, w, b, p, r: (x, w, b, p.to("meta"), r), "conv_pool on cpu"),
-    "channels": (lambda x, w, b, p, r: (x.mT.contiguous().mT, w, b, p, r), "contiguous channels"),
+    "device": (lambda x, w, b, p, r: (x, w, b, p.to("meta"), r), "conv_pool must be on cpu"),
+    "channels": (lambda x, w, b, p, r: (x.mT.contiguous().mT, w, b, p, r), "must be contiguous"),
     "rows": (lambda x, w, b, p, r: (x, w, b, p, replace(r, initial_slots=r.initial_slots[1:])), "initial_slots"),
     "chunks": (lambda x, w, b, p, r: (x, w, b, p, replace(r, cu_chunks=r.cu_chunks[1:])), "cu_chunks"),
     "dtype": (lambda x, w, b, p, r: (x, w, b, p, replace(r, chunk_slots=r.chunk_slots.long())), "chunk_slots"),

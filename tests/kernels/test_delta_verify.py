@@ -237,14 +237,14 @@ def test_delta_verify_of_padding_only_gives_zeros(num_tokens: int, device: str) 
 
 BAD_CALLS = {
     "heads": (lambda t, g, p, r: (replace(t, q=t.q[:, :0], k=t.k[:, :0]), g, p, r), "number of key heads must divide"),
-    "b": (lambda t, g, p, r: (replace(t, b=t.b[:, :1]), g, p, r), "need b"),
-    "k": (lambda t, g, p, r: (replace(t, k=t.k[:, :, :1]), g, p, r), "need k"),
+    "b": (lambda t, g, p, r: (replace(t, b=t.b[:, :1]), g, p, r), "b must have"),
+    "k": (lambda t, g, p, r: (replace(t, k=t.k[:, :, :1]), g, p, r), "k must have"),
     "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "one dtype"),
-    "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "need A_log"),
+    "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "A_log must have"),
     "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within"),
-    "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "need a pool"),
-    "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "contiguous states"),
-    "pool's device": (lambda t, g, p, r: (t, g, p.to("meta"), r), "need a pool"),
+    "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "the pool must have"),
+    "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "must be contiguous"),
+    "pool's device": (lambda t, g, p, r: (t, g, p.to("meta"), r), "the pool must have"),
     "accepted": (lambda t, g, p, r: (t, g, p, replace(r, accepted=r.accepted.long())), "accepted"),
 }
 

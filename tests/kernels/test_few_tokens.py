@@ -139,7 +139,7 @@ def test_expert_sum_refuses_weights_that_do_not_match_the_experts() -> None:
     layer = Layer(5, 72, 40, "none", torch.float32)
     rows, ids = torch.zeros(6, 40), choice(3, 2, 5, "random")
     for weights in (torch.zeros(3, 4), torch.zeros(3, 1), torch.zeros(2, 2), torch.zeros(3, 4)[:, :2]):
-        with pytest.raises(ValueError, match=r"contiguous weights \[3, 2\]"):
+        with pytest.raises(ValueError, match=r"weights must be contiguous \[3, 2\]"):
             summed_gemm(rows, layer.second, ids, weights)
 
 

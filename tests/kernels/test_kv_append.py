@@ -124,9 +124,12 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
     return {
         "heads": ({"key": torch.zeros(3, 4, 8), "value": torch.zeros(3, 4, 8)}, "kv_heads"),
         "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "equal shapes, strides"),
-        "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "contiguous channels"),
-        "float block ids": ({"token_block": torch.zeros(3)}, "int32 or int64 token_block"),
-        "number of offsets": ({"token_offset": torch.zeros(4, dtype=torch.int32)}, r"token_offset of shape \[3\]"),
+        "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "must be contiguous"),
+        "float block ids": ({"token_block": torch.zeros(3)}, "token_block must be int32 or int64"),
+        "number of offsets": (
+            {"token_offset": torch.zeros(4, dtype=torch.int32)},
+            r"token_offset must be contiguous with shape \[3\]",
+        ),
         "wrong number of heads": ({"query": torch.zeros(3, 3, 4, 8)}, "queries, dim"),
         "too few queries": ({"query": torch.zeros(2, 2, 4, 8)}, "3 or more tokens"),
         "strided queries": ({"query": torch.zeros(3, 2, 8, 8)[:, :, ::2]}, "contiguous for each KV head"),

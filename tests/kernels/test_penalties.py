@@ -67,7 +67,7 @@ def test_penalties_match_their_definitions(device: str) -> None:
 
 def test_penalty_kernel_refuses_mismatched_arguments(device: str) -> None:
     rows = rows_of(9, device)
-    with pytest.raises(ValueError, match="one vocabulary size, found 9 and 10"):
+    with pytest.raises(ValueError, match="the same vocabulary size, found 9 and 10"):
         penalise(torch.zeros(7, 10, device=device), rows)
-    with pytest.raises(ValueError, match="need float32 logits"):
+    with pytest.raises(ValueError, match="logits must be float32"):
         penalise(torch.zeros(7, 9, device=device, dtype=torch.bfloat16), rows)

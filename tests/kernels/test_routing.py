@@ -272,7 +272,7 @@ def test_expert_routing_accepts_zero_tokens(device: str) -> None:
     ("changes", "reason"),
     [
         ({"logits": torch.zeros(3, 8)}, r"\[parts, tokens, experts\]"),
-        ({"logits": torch.zeros(1, 3, 16)[..., ::2]}, "contiguous experts"),
+        ({"logits": torch.zeros(1, 3, 16)[..., ::2]}, "experts must be contiguous"),
         ({"bias": torch.zeros(7)}, r"bias \[experts\]"),
         ({"bias": torch.zeros(8, device="meta")}, "one device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),

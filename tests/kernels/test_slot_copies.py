@@ -189,7 +189,10 @@ def test_slot_copy_casts_states_of_another_dtype(device: str) -> None:
 def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
     """Return invalid calls, each with an excerpt of the error message."""
     return {
-        "lengths": (lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]), "src and dst of one length"),
+        "lengths": (
+            lambda pools, slots: copy_slots(pools, pools, slots, slots[:1]),
+            "src and dst must have the same length",
+        ),
         "dtype": (lambda pools, slots: copy_slots(pools, pools, slots.long(), slots), "src"),
         "strided numbers": (lambda pools, slots: copy_slots(pools, pools, slots[::2], slots[::2]), "contiguous"),
         "device": (lambda pools, slots: copy_slots(*[[pools[0].to("meta")]] * 2, slots, slots), "one device"),

@@ -427,8 +427,8 @@ def test_ssd_scan_names_the_mismatched_argument_it_refuses(device: str) -> None:
     tokens, weights = steps.tokens, steps.weights
     cases = [
         (replace(tokens, dt=tokens.dt[:, :3]), weights, pool, "dt"),
-        (replace(tokens, C=tokens.C[:, :1]), weights, pool, "need C"),
-        (tokens, replace(weights, D=weights.D[:2]), pool, r"need D of shape \(4,\)"),
+        (replace(tokens, C=tokens.C[:, :1]), weights, pool, "C must have"),
+        (tokens, replace(weights, D=weights.D[:2]), pool, r"D must have shape \(4,\)"),
         (tokens, weights, pool.transpose(2, 3), "ssm_pool"),
         (tokens, weights, pool[:, :, :, :8], "ssm_pool"),
         (replace(tokens, x=tokens.x.double()), weights, pool, "one dtype"),

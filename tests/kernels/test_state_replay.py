@@ -295,14 +295,14 @@ def test_state_replay_accepts_input_views_and_strided_pools_and_rings(op: Op, de
 
 
 BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
-    "C": (lambda t, p, r, w, n: (replace(t, C=t.C[:, :, :1]), p, r, w, n), "need C"),
+    "C": (lambda t, p, r, w, n: (replace(t, C=t.C[:, :, :1]), p, r, w, n), "C must have"),
     "pool": (lambda t, p, r, w, n: (t, p[:, :, 1:], r, w, n), "ssm_pool"),
     "ring_len": (lambda t, p, r, w, n: (t, p, r, w, 6), "power of two"),
     "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "at least 13 positions"),
     "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x[:, :, 1:]), w, n), "need x of the ring"),
     "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
     "steps": (lambda t, p, r, w, n: (t, p, replace(r, steps=r.steps.mT.contiguous().mT), w, n), "contiguous within"),
-    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need int32 slots"),
+    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "slots must be int32"),
     "computed": (lambda t, p, r, w, n: (t, p, r, replace(w, computed=w.computed[:0]), n), "computed"),
     "max_tokens": (lambda t, p, r, w, n: (t, p, r, replace(w, max_tokens=0), n), "max_tokens"),
 }

@@ -283,12 +283,12 @@ def test_state_verify_of_padding_only_gives_zeros(num_tokens: int, device: str) 
 
 BAD_CALLS = {
     "heads": (lambda t, w, p, r: (replace(t, B=t.B[:, :0], C=t.C[:, :0]), w, p, r), "number of groups must divide"),
-    "dt": (lambda t, w, p, r: (replace(t, dt=t.dt[:, :1]), w, p, r), "need dt"),
-    "C": (lambda t, w, p, r: (replace(t, C=t.C[:, :, :1]), w, p, r), "need C"),
-    "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "need D"),
+    "dt": (lambda t, w, p, r: (replace(t, dt=t.dt[:, :1]), w, p, r), "dt must have"),
+    "C": (lambda t, w, p, r: (replace(t, C=t.C[:, :, :1]), w, p, r), "C must have"),
+    "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "D must have"),
     "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "x must be contiguous within"),
     "pool": (lambda t, w, p, r: (t, w, p[:, :, 1:], r), "ssm_pool"),
-    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "contiguous states"),
+    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "must be contiguous"),
     "pool's device": (lambda t, w, p, r: (t, w, p.to("meta"), r), "ssm_pool"),
     "accepted": (lambda t, w, p, r: (t, w, p, replace(r, accepted=r.accepted.long())), "accepted"),
     "cu_tokens": (lambda t, w, p, r: (t, w, p, replace(r, cu_tokens=r.cu_tokens[1:])), "cu_tokens"),

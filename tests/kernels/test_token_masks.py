@@ -36,7 +36,7 @@ def test_token_mask_refuses_mismatched_arguments(device: str) -> None:
     masks = torch.zeros(1, 2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="1 words cover 32 of 64 tokens; need 2 words"):
         mask_tokens(logits, masks[:, :1].contiguous(), rows)
-    with pytest.raises(ValueError, match="need contiguous int32 masks"):
+    with pytest.raises(ValueError, match="masks must be contiguous int32"):
         mask_tokens(logits, masks.long(), rows)
-    with pytest.raises(ValueError, match=r"need logits \[n, vocab\]"):
+    with pytest.raises(ValueError, match=r"shapes must be logits \[n, vocab\]"):
         mask_tokens(logits, masks, rows[:0])

@@ -252,7 +252,7 @@ def test_engine_built_without_a_model_raises_type_error(model: Any, found: str) 
 
 
 def test_engine_built_with_a_dict_of_settings_raises_type_error() -> None:
-    with pytest.raises(TypeError, match=r"needs a CacheConfig or None, found \{'max_tokens': 5\}"):
+    with pytest.raises(TypeError, match=r"config must be a CacheConfig or None, found \{'max_tokens': 5\}"):
         build_engine(tiny_hybrid().model, {"max_tokens": 5})
 
 

@@ -118,7 +118,7 @@ def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, s
 
 def test_error_for_sections_of_wrong_length_names_the_tensor() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
-    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* into parts \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* of its parts \[4, 4\]"):
         filler.fill("given", torch.zeros(9))
 
 

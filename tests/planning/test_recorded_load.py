@@ -55,8 +55,8 @@ def test_start_times_are_spread_evenly_over_the_sessions_that_are_read(tmp_path:
     ("line", "named"),
     [
         ("{", "line 2: Expecting"),
-        ("[]", "line 2: need a JSON object, found list"),
-        ({"prompt": "x"}, "line 2: need the fields of a session"),
+        ("[]", "line 2: each line must be a JSON object, found list"),
+        ({"prompt": "x"}, "line 2: a line must have the fields of a session"),
         ({"requests": []}, "line 2: no field 'block_size'"),
         (session({"t": 0, "in": 5, "out": 1}), "line 2: no field 'hash_ids'"),
         (session({"t": 0, "in": "5", "out": 1, "hash_ids": []}), "line 2: in must be an integer of at least 1"),
@@ -66,8 +66,14 @@ def test_start_times_are_spread_evenly_over_the_sessions_that_are_read(tmp_path:
         (session({"t": 0, "in": 64, "out": 1, "hash_ids": [None]}), "line 2: hash_ids must be a list of integers"),
         (session({"t": 0, "in": 64, "out": 2**24, "hash_ids": [0]}), "line 2: out must be an integer of at least 0"),
         ("[" * 100_000, "line 2: nested too deeply"),
-        (session(request(0, 640, 1, range(9))), "line 2: 640 prompt tokens need 10 hashes for 64 tokens each, found 9"),
-        (session(request(0, 640, 1, range(10)), block_size=32), "line 2: 640 prompt tokens need 20 hashes for 32"),
+        (
+            session(request(0, 640, 1, range(9))),
+            "line 2: 640 prompt tokens must have 10 hashes, one for 64 tokens each, found 9",
+        ),
+        (
+            session(request(0, 640, 1, range(10)), block_size=32),
+            "line 2: 640 prompt tokens must have 20 hashes, one for 32",
+        ),
         (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes for \\[32, 64\\] tokens"),
     ],
 )

@@ -15,7 +15,9 @@ class SplitSpace:
             ValueError: If a number is negative.
         """
         if num_blocks < 0 or num_slots < 0:
-            raise ValueError(f"need num_blocks >= 0 and num_slots >= 0, found {num_blocks} and {num_slots}")
+            raise ValueError(
+                f"num_blocks must be at least 0 and num_slots at least 0, found {num_blocks} and {num_slots}"
+            )
         self.blocks = FixedIndexPool(num_blocks)
         self.slots = FixedIndexPool(num_slots)
 

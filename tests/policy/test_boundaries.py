@@ -144,11 +144,11 @@ def test_block_size_or_stride_below_1_is_refused(block_size: int, stride: int | 
     ("start", "end", "match"), [(5, 4, 0), (-1, 4, 0), (0, 11, 0), (0, 4, 3), (0, 4, 12), (0, 4, -4)]
 )
 def test_chunk_or_match_positions_outside_the_prompt_are_refused(start: int, end: int, match: int) -> None:
-    with pytest.raises(ValueError, match="got"):
+    with pytest.raises(ValueError, match="found"):
         select_boundaries(BoundaryRule(4), prompt_len=10, start=start, end=end, kv_match_end=match)
 
 
 @pytest.mark.parametrize(("start", "budget", "block_size"), [(10, 5, 4), (-1, 5, 4), (0, 0, 4), (0, 5, 0)])
 def test_chunk_end_refuses_a_position_or_budget_without_progress(start: int, budget: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="got"):
+    with pytest.raises(ValueError, match="found"):
         prefill_chunk_end(start=start, prompt_len=10, budget=budget, block_size=block_size, align=True)

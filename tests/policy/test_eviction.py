@@ -93,7 +93,7 @@ def test_first_eviction_candidate_of_a_kind_ignores_other_kinds() -> None:
     for entry_id in range(4):
         order.push(entry_id, entry_id, 1, Weight(entry_id // 2))
     assert [order.first(NOW, equally, kinds) for kinds in (None, {0}, {1}, {0, 1})] == [0, 0, 2, 0]
-    with pytest.raises(CacheIntegrityError, match="found none"):
+    with pytest.raises(CacheIntegrityError, match="no entry to evict"):
         order.first(NOW, equally, {2})
 
 
@@ -151,7 +151,7 @@ def test_first_eviction_candidate_of_an_empty_order_raises() -> None:
     push_uses(order, 1)
     order.discard(0)
     order.discard(0)
-    with pytest.raises(CacheIntegrityError, match="found none"):
+    with pytest.raises(CacheIntegrityError, match="no entry to evict"):
         order.first(NOW, equally)
 
 
@@ -168,7 +168,7 @@ def test_clearing_the_eviction_order_removes_every_entry() -> None:
 def test_nan_or_negative_gain_is_refused(gain: float) -> None:
     order = EvictionOrder()
     push_uses(order, 1)
-    with pytest.raises(ValueError, match="gain of at least 0"):
+    with pytest.raises(ValueError, match="gain must be at least 0"):
         order.push(0, 2, 1, Weight(gain=gain))
     assert order.weight_of(0) == Weight()
     assert take_all(order) == [0]

@@ -48,7 +48,7 @@ def test_blocks_and_slots_with_separate_memory_are_independent() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "num_slots"), [(-1, 1), (1, -1)])
 def test_negative_number_of_blocks_or_slots_is_refused(num_blocks: int, num_slots: int) -> None:
-    with pytest.raises(ValueError, match="need num_blocks >= 0"):
+    with pytest.raises(ValueError, match="num_blocks must be at least 0"):
         SplitSpace(num_blocks, num_slots)
 
 

@@ -144,7 +144,7 @@ def test_router_refuses_invalid_settings_and_calls() -> None:
         PrefixRouter(share_factor=float("nan"))
     with pytest.raises(ValueError, match="max_keys is 0"):
         PrefixRouter(max_keys=0)
-    with pytest.raises(CacheCapacityError, match="no replica is left"):
+    with pytest.raises(CacheCapacityError, match="no replica is running"):
         PrefixRouter().route(0, everywhere(blocks([])))
     subject = router()
     subject.route(0, everywhere(blocks([])))

@@ -101,7 +101,7 @@ def test_memory_without_slabs_has_no_room() -> None:
 
 @pytest.mark.parametrize("numbers", [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_slab_counts_and_sizes_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="need num_slabs >= 0"):
+    with pytest.raises(ValueError, match="num_slabs must be at least 0"):
         SlabSpace(*numbers)
 
 
@@ -119,10 +119,10 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: space._slabs.use.__setitem__(3, -1), "listed as unused"),
         (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
         (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "open slabs"),
-        (_fix_in_unused_slab, "unused slabs"),
+        (_fix_in_unused_slab, "unused, but have fixed"),
         (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed and"),
-        (lambda space: space._slabs.use.__setitem__(0, 1), "of a use that has"),
-        (lambda space: space.blocks._free[2].append(9), "of a use that has"),
+        (lambda space: space._slabs.use.__setitem__(0, 1), "do not belong to this use"),
+        (lambda space: space.blocks._free[2].append(9), "do not belong to this use"),
         (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "lists indices"),
         (lambda space: space.blocks._partly.clear(), "listed as partly used"),
         (lambda space: space.blocks._partly.append(0), "listed as partly used"),

@@ -50,7 +50,7 @@ def test_block_has_at_most_one_state_slot() -> None:
     pool = SlotPool(5)
     (slot,) = cache(pool, 0)
     (second,) = pool.reserve()
-    with pytest.raises(CacheIntegrityError, match="block without a state"):
+    with pytest.raises(CacheIntegrityError, match="already has a state"):
         pool.publish(second, BlockId(0))
     assert pool.slot_of(BlockId(0)) == slot
     assert pool.owner_of(second) is SlotOwner.RESERVED
@@ -100,7 +100,9 @@ def test_reserving_more_slots_than_available_raises_and_changes_nothing() -> Non
     pool = SlotPool(2)
     pool.take_live()
     before = snapshot(pool)
-    with pytest.raises(CacheCapacityError, match=r"need 2 state slots, 1 free and 0 evictable.*caching-mamba-gb"):
+    with pytest.raises(
+        CacheCapacityError, match=r"2 state slots are needed, but 1 are free and 0 evictable.*caching-mamba-gb"
+    ):
         pool.reserve(2)
     assert snapshot(pool) == before
     cache(pool, 0)
@@ -216,7 +218,7 @@ def test_slot_number_out_of_range_is_refused() -> None:
     pool = SlotPool(1)
     pool.take_live()
     for slot in (-1, 1):
-        with pytest.raises(ValueError, match="need a slot"):
+        with pytest.raises(ValueError, match="the slot must be between"):
             pool.release_live(SlotId(slot))
     assert pool.count_by_owner()["live"] == 1
 
@@ -242,7 +244,7 @@ def test_pinned_state_is_never_evicted() -> None:
 def test_pinning_without_a_state_and_unpinning_without_a_pin_raise() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
-    with pytest.raises(CacheIntegrityError, match="none at block 5"):
+    with pytest.raises(CacheIntegrityError, match="block 5 has no cached state"):
         pool.pin(BlockId(5))
     with pytest.raises(CacheIntegrityError, match="not pinned"):
         pool.unpin(BlockId(0))
@@ -263,7 +265,7 @@ def test_dropping_a_pinned_state_raises() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
     pool.pin(BlockId(0))
-    with pytest.raises(CacheIntegrityError, match="1 pins at block 0"):
+    with pytest.raises(CacheIntegrityError, match="the state of block 0 has 1 pins"):
         pool.drop(BlockId(0))
     assert cached_blocks(pool) == [0]
 

@@ -117,7 +117,7 @@ def test_allocating_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own = allocator(max_slots=3)
     slots = own.allocate_slots_batch([0, 9])
     own.register_block_hashes_batch([0, 9], [5, 6])
-    with pytest.raises(CacheCapacityError, match=r"need \d new state slots, but \d of 3 are available"):
+    with pytest.raises(CacheCapacityError, match=r"\d new state slots are needed, but \d of 3 are available"):
         own.allocate_slots_batch(blocks)
     assert [own.get_slot(0), own.get_slot(9)] == slots
     assert not any(own.has_state(block) for block in (1, 2, 3, 4))

@@ -171,7 +171,9 @@ BROKEN = {
     "token -1 for request 1": [Draft((3, -1))],
     r"token 10 for request 1, but token ids must be in \[0, 10\)": [Draft((10,))],
     r"Tensor tensor\(1\) for request 1 as a token, but token ids must be ints": [Draft(torch.tensor([1]))],
-    r"distributions of shape \[2, 10\] for request 1, but need shape \[1, 10\]": [Draft((1,), torch.ones(2, 10))],
+    r"distributions of shape \[2, 10\] for request 1, but the shape must be \[1, 10\]": [
+        Draft((1,), torch.ones(2, 10))
+    ],
     r"distributions of shape \[1, 9\]": [Draft((1,), torch.ones(1, 9))],
     r"distributions of shape \[10\]": [Draft((1,), torch.ones(10))],
     r"distributions of dtype torch.int64": [Draft((1,), torch.ones(1, 10, dtype=torch.int64))],

@@ -322,7 +322,7 @@ def test_prefill_writes_states_at_reserved_positions_to_their_slots(device: str)
 
 def test_reserved_position_that_is_no_chunk_end_raises(device: str) -> None:
     request = running_request(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
-    with pytest.raises(CacheIntegrityError, match="need a chunk that ends at packed position 6"):
+    with pytest.raises(CacheIntegrityError, match="no chunk ends at packed position 6"):
         lay_out([request], device)
 
 

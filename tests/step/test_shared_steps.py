@@ -134,7 +134,7 @@ def test_ranks_with_different_graph_settings_are_refused(field: str, value: int)
 
     with ThreadPoolExecutor(2) as pool:
         for message in pool.map(refused, settings):
-            assert message.startswith(f"{field} is ") and "ranks that share experts" in message
+            assert message.startswith(f"{field} is ") and "on the expert-parallel ranks" in message
 
 
 def test_ranks_use_the_smallest_max_requests() -> None:

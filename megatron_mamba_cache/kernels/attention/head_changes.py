@@ -48,7 +48,7 @@ class HeadChanges:
             for weight in (norms.query, norms.key):
                 if weight.shape != (head_dim,) or not weight.is_contiguous() or weight.device != key.device:
                     raise ValueError(
-                        f"need contiguous norm weights of shape [{head_dim}] on {key.device}, found shape "
+                        f"norm weights must be contiguous with shape [{head_dim}] on {key.device}, found shape "
                         f"{tuple(weight.shape)}, strides {weight.stride()} on {weight.device}"
                     )
         if rotation is not None:
@@ -59,17 +59,19 @@ def _check_rotation(rotation: Rotation, key: Tensor) -> None:
     table, positions = rotation.table, rotation.positions
     if table.dim() != 3 or table.shape[1] != 2 or not 2 <= 2 * table.shape[2] <= key.shape[2]:
         raise ValueError(
-            f"need a table [positions, 2, half] with 2 * half between 2 and {key.shape[2]}, found {tuple(table.shape)}"
+            f"the rotary table must have shape [positions, 2, half] with half between 1 and {key.shape[2] // 2}, "
+            f"found {tuple(table.shape)}"
         )
     if table.dtype != key.dtype or table.device != key.device or not table.is_contiguous():
         raise ValueError(
-            f"need a contiguous {key.dtype} table on {key.device}, found strides {table.stride()}, {table.dtype} on "
+            f"the rotary table must be contiguous {key.dtype} on {key.device}, found strides {table.stride()}, "
+            f"{table.dtype} on "
             f"{table.device}"
         )
     if positions.dtype != torch.int64 or positions.device != key.device or not positions.is_contiguous():
         raise ValueError(
-            f"need contiguous int64 positions on {key.device}, found {positions.dtype} with strides "
+            f"positions must be contiguous int64 on {key.device}, found {positions.dtype} with strides "
             f"{positions.stride()} on {positions.device}"
         )
     if positions.dim() != 1 or len(positions) < len(key):
-        raise ValueError(f"need positions of shape [{len(key)} or more], found {tuple(positions.shape)}")
+        raise ValueError(f"positions must have {len(key)} or more entries, found shape {tuple(positions.shape)}")

@@ -122,12 +122,13 @@ def check_query(query: Tensor, key: Tensor) -> None:
     """Raise `ValueError` if the queries do not match the keys as `append_kv` requires."""
     if query.dim() != 4 or (*query.shape[1:2], *query.shape[3:]) != key.shape[1:] or len(query) < len(key):
         raise ValueError(
-            f"need query [{len(key)} or more tokens, kv_heads, queries, dim] for key {tuple(key.shape)}, "
+            f"query must have shape [{len(key)} or more tokens, kv_heads, queries, dim] for key {tuple(key.shape)}, "
             f"found query {tuple(query.shape)}"
         )
     if query.stride()[2:] != (query.shape[3], 1) or query.dtype != key.dtype or query.device != key.device:
         raise ValueError(
-            f"need {key.dtype} queries on {key.device}, contiguous for each KV head, found strides {query.stride()}, "
+            f"query must be {key.dtype} on {key.device} and contiguous for each KV head, found strides "
+            f"{query.stride()}, "
             f"{query.dtype} on {query.device}"
         )
 
@@ -138,29 +139,30 @@ def check_append(
     """Raise `ValueError` if keys, values, caches and target positions do not match."""
     if key.dim() != 3 or k_cache.dim() != 4 or key.shape != value.shape or key.shape[1:] != k_cache.shape[2:]:
         raise ValueError(
-            "need key and value [tokens, kv_heads, dim] and caches [blocks, block_size, kv_heads, dim], "
+            "key and value must have shape [tokens, kv_heads, dim] and caches [blocks, block_size, kv_heads, dim], "
             f"found key {tuple(key.shape)}, value {tuple(value.shape)} and k_cache {tuple(k_cache.shape)}"
         )
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.dtype != v_cache.dtype:
         raise ValueError(
-            f"need k_cache and v_cache with equal shapes, strides and dtypes, found {tuple(k_cache.shape)} "
+            f"k_cache and v_cache must have equal shapes, strides and dtypes, found {tuple(k_cache.shape)} "
             f"{k_cache.stride()} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.stride()} {v_cache.dtype}"
         )
     has_runs = key.shape[2] == 1 or key.stride(2) == value.stride(2) == 1
     if not has_runs or not k_cache[:1, :1].is_contiguous():
         raise ValueError(
-            "need contiguous channels in key and value and contiguous heads in the caches, "
+            "channels of key and value and heads of the caches must be contiguous, "
             f"found strides key {key.stride()}, value {value.stride()} and k_cache {k_cache.stride()}"
         )
     for name, locations in (("token_block", token_block), ("token_offset", token_offset)):
         if locations.dtype not in (torch.int32, torch.int64) or locations.device != key.device:
             raise ValueError(
-                f"need int32 or int64 {name} on {key.device}, found {locations.dtype} on {locations.device}"
+                f"{name} must be int32 or int64 on {key.device}, found {locations.dtype} on {locations.device}"
             )
         if locations.shape != key.shape[:1] or not locations.is_contiguous():
-            raise ValueError(f"need contiguous {name} of shape [{key.shape[0]}], found {tuple(locations.shape)}")
+            raise ValueError(f"{name} must be contiguous with shape [{key.shape[0]}], found {tuple(locations.shape)}")
     if not key.device == value.device == k_cache.device == v_cache.device:
         raise ValueError(
-            f"need one device, found key on {key.device}, value on {value.device}, k_cache on {k_cache.device}, "
+            f"all tensors must be on one device, found key on {key.device}, value on {value.device}, k_cache on "
+            f"{k_cache.device}, "
             f"v_cache on {v_cache.device}"
         )

@@ -75,12 +75,14 @@ def gate_output_ref(attended: Tensor, gate: Tensor) -> Tensor:
 def _check(attended: Tensor, gate: Tensor) -> None:
     if gate.dim() != 4 or attended.shape != (len(gate), gate.shape[1] * gate.shape[2], gate.shape[3]):
         raise ValueError(
-            "need attended [tokens, kv_heads * queries, dim] and gate [tokens, kv_heads, queries, dim], found "
+            "attended must have shape [tokens, kv_heads * queries, dim] and gate [tokens, kv_heads, queries, dim], "
+            "found "
             f"attended {tuple(attended.shape)} and gate {tuple(gate.shape)}"
         )
     if attended.dtype != gate.dtype or attended.device != gate.device:
         raise ValueError(
-            f"need one dtype and device, found attended {attended.dtype} on {attended.device} and gate {gate.dtype} on "
+            f"attended and gate must have one dtype and device, found attended {attended.dtype} on {attended.device} "
+            f"and gate {gate.dtype} on "
             f"{gate.device}"
         )
     if not attended.is_contiguous() or gate.stride()[2:] != (gate.shape[3], 1):

@@ -188,7 +188,8 @@ def merge_parts(parts: Tensor, lse: Tensor, out: Tensor) -> Tensor:
         )
     if not (parts.is_contiguous() and lse.is_contiguous() and out.is_contiguous()):
         raise ValueError(
-            f"need contiguous tensors, found strides parts {parts.stride()}, lse {lse.stride()}, out {out.stride()}"
+            f"all tensors must be contiguous, found strides parts {parts.stride()}, lse {lse.stride()}, out "
+            f"{out.stride()}"
         )
     if out.numel() == 0 or not launches_kernel(parts) or not is_computed_in_fp32(parts):
         return out.copy_(merge_parts_ref(parts, lse))

@@ -121,7 +121,7 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
     """
     if ids.dim() != 2 or ids.dtype != torch.int32 or not ids.is_contiguous() or num_experts < 1:
         raise ValueError(
-            "need contiguous int32 ids [tokens, top_k] and at least one expert, found ids "
+            "ids must be contiguous int32 [tokens, top_k], with at least one expert, found ids "
             f"{tuple(ids.shape)} {ids.dtype} with strides {ids.stride()}, and {num_experts} experts"
         )
     if not launches_kernel(ids):

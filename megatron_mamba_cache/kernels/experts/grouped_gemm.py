@@ -222,13 +222,16 @@ def _boxes(weight: Tensor, variant: GemmVariant) -> TensorDescriptor:
 def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation) -> None:
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
         raise ValueError(
-            f"need x [rows, inputs] and weight [experts, outputs, inputs], found x {tuple(x.shape)} and weight "
+            f"x must have shape [rows, inputs] and weight [experts, outputs, inputs], found x {tuple(x.shape)} and "
+            "weight "
             f"{tuple(weight.shape)}"
         )
     if activation == "gated_silu" and weight.shape[1] % 2:
-        raise ValueError(f"gated_silu needs weight [experts, 2 * outputs, inputs], found {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must have shape [experts, 2 * outputs, inputs] for gated_silu, found {tuple(weight.shape)}"
+        )
     if order.starts.shape != (weight.shape[0] + 1,):
-        raise ValueError(f"need order.starts of shape [{weight.shape[0] + 1}], found {tuple(order.starts.shape)}")
+        raise ValueError(f"order.starts must have shape [{weight.shape[0] + 1}], found {tuple(order.starts.shape)}")
     if x.dtype != weight.dtype or not x.device == weight.device == order.starts.device:
         raise ValueError(
             f"x and weight must have one dtype, and all inputs one device; found x {x.dtype} on {x.device}, weight "

@@ -43,7 +43,8 @@ def check_few(
     """
     if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
         raise ValueError(
-            f"need weight [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, inputs], "
+            f"shapes must be weight [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, "
+            "inputs], "
             f"found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
         )
     if x.dtype != weight.dtype or ids.dtype != torch.int32 or not x.device == weight.device == ids.device:

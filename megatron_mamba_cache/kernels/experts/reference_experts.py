@@ -176,7 +176,7 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
     """Raise `ValueError` unless each token has `top_k` weights, or one more for the shared expert."""
     if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
         raise ValueError(
-            f"need contiguous weights [{num_tokens}, {top_k}], or [{num_tokens}, {top_k + 1}] with a shared expert, "
+            f"weights must be contiguous [{num_tokens}, {top_k}], or [{num_tokens}, {top_k + 1}] with a shared expert, "
             f"found {tuple(weights.shape)}, strides {weights.stride()}"
         )
 

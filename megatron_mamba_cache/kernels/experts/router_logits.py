@@ -109,7 +109,8 @@ def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
 def _check_products(x: Tensor, gate: Tensor) -> None:
     if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1]:
         raise ValueError(
-            f"need x [tokens, inputs] and gate [experts, inputs], found x {tuple(x.shape)} and gate {tuple(gate.shape)}"
+            f"x must have shape [tokens, inputs] and gate [experts, inputs], found x {tuple(x.shape)} and gate "
+            f"{tuple(gate.shape)}"
         )
     if x.dtype != gate.dtype or x.device != gate.device:
         found = f"x {x.dtype} on {x.device}, gate {gate.dtype} on {gate.device}"

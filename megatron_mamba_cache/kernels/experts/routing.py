@@ -207,12 +207,13 @@ def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
     if logits.dim() != 3 or (bias is not None and bias.shape != logits.shape[2:]):
         found = "none" if bias is None else tuple(bias.shape)
         raise ValueError(
-            f"need logits [parts, tokens, experts] and bias [experts] or None, found logits {tuple(logits.shape)} and "
+            "logits must have shape [parts, tokens, experts] and bias [experts] or be None, found logits "
+            f"{tuple(logits.shape)} and "
             f"bias {found}"
         )
     rule.check(logits.shape[2])
     if logits.shape[2] > 1 and (logits.stride(2) != 1 or (bias is not None and bias.stride(0) != 1)):
-        raise ValueError(f"logits and bias need contiguous experts, found logits strides {logits.stride()}")
+        raise ValueError(f"experts must be contiguous in logits and bias, found logits strides {logits.stride()}")
     if bias is not None and bias.device != logits.device:
         devices = f"logits on {logits.device} and bias on {bias.device}"
         raise ValueError(f"logits and bias must be on one device, found {devices}")

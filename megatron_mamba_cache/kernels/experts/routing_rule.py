@@ -48,7 +48,7 @@ class RoutingRule:
             raise ValueError(f"score must be 'sigmoid' or 'softmax', found {self.score!r}")
         if min(self.top_k, self.num_scoring) < 1 or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                "need top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups, found "
+                "required: top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups; found "
                 f"top_k {self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups}, "
                 f"num_groups {self.num_groups}"
             )

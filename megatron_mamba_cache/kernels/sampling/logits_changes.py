@@ -80,12 +80,12 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
     """
     if logits.dtype != torch.float32 or rows.counts.shape != rows.in_prompt.shape:
         raise ValueError(
-            "need float32 logits and counts and in_prompt of one shape, found logits "
+            "logits must be float32, and counts and in_prompt must have one shape, found logits "
             f"{logits.dtype}, counts {list(rows.counts.shape)}, in_prompt {list(rows.in_prompt.shape)}"
         )
     if rows.counts.shape[1] != logits.shape[1]:
         raise ValueError(
-            f"counts and logits need one vocabulary size, found {rows.counts.shape[1]} and {logits.shape[1]}"
+            f"counts and logits must have the same vocabulary size, found {rows.counts.shape[1]} and {logits.shape[1]}"
         )
     if not launches_kernel(logits) or logits.stride(1) != 1:
         penalise_ref(logits, rows)
@@ -177,12 +177,14 @@ def mask_tokens_ref(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
 def _check(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     if logits.dim() != 2 or masks.dim() != 2 or rows.shape != masks.shape[:1]:
         raise ValueError(
-            f"need logits [n, vocab], masks [m, words] and rows [m], found logits {list(logits.shape)}, masks "
+            f"shapes must be logits [n, vocab], masks [m, words] and rows [m], found logits {list(logits.shape)}, "
+            "masks "
             f"{list(masks.shape)} and rows {list(rows.shape)}"
         )
     if masks.dtype != torch.int32 or rows.dtype != torch.int32 or not masks.is_contiguous():
         raise ValueError(
-            f"need contiguous int32 masks and int32 rows, found masks {masks.dtype} with strides {masks.stride()} and "
+            f"masks must be contiguous int32 and rows int32, found masks {masks.dtype} with strides {masks.stride()} "
+            "and "
             f"rows {rows.dtype}"
         )
     if masks.shape[1] * 32 < logits.shape[1]:

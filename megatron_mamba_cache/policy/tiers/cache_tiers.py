@@ -226,13 +226,20 @@ class HostTier(Tiers):
             held.update((*arrival.known, *arrival.new))
         counted = {block: kv.num_refs(block) for block in held}
         if counted != held or kv.num_referenced != len(held):
-            raise CacheIntegrityError(f"host blocks {held} held by copies, {counted} referenced of {kv.num_referenced}")
+            raise CacheIntegrityError(
+                f"copies hold host blocks {held}, but {counted} of {kv.num_referenced} references are theirs"
+            )
         reserved = [arrival.slot for arrival in arrivals]
         strange = [slot for slot in reserved if slots.owner_of(slot) is not SlotOwner.RESERVED]
         if strange or slots.num_reserved != len(reserved):
-            raise CacheIntegrityError(f"host slots {reserved} reserved by copies, {slots.num_reserved} reserved in all")
+            raise CacheIntegrityError(
+                f"copies have reserved {reserved} host slots, but {slots.num_reserved} are reserved"
+            )
         for lane, found in ((Lane.TO_HOST, self._writes.arrivals), (Lane.TO_DEVICE, self._restores.arrivals)):
             if self._ledger.count(lane) != len(found):
-                raise CacheIntegrityError(f"{self._ledger.count(lane)} copies {lane.value}, {len(found)} arrivals")
+                raise CacheIntegrityError(
+                    f"{self._ledger.count(lane)} copies {lane.value} are running, but {len(found)} arrivals are "
+                    "expected"
+                )
         if disk is not None:
             disk.index.check_integrity()

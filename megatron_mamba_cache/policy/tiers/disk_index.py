@@ -127,7 +127,8 @@ class DiskIndex:
             num_after[name.anchor] = num_after.get(name.anchor, 0) + 1
         if (num_bytes, num_after) != (self.num_bytes, self._num_after):
             raise CacheIntegrityError(
-                f"{self.num_bytes} bytes and {self._num_after} followers counted, {num_bytes} and {num_after} found"
+                f"{self.num_bytes} bytes and {self._num_after} successors are counted, but there are {num_bytes} and "
+                f"{num_after}"
             )
 
     def _first_that_may_leave(self, stay: Container[int]) -> EntryName | None:

@@ -207,25 +207,25 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor
     """Raise a `ValueError` unless the tensors match and the windows in the pool hold at least `window_len` inputs."""
     if x.dim() != 2 or weight.dim() != 2 or conv_pool.dim() != 3 or weight.shape[1] < 1:
         raise ValueError(
-            "need x [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
+            "shapes must be x [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
             f"found x {tuple(x.shape)}, weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     conv_dim = x.shape[1]
     if weight.shape[0] != conv_dim or conv_pool.shape[2] != conv_dim or conv_pool.shape[1] < window_len:
         raise ValueError(
-            f"need weight and conv_pool with conv_dim {conv_dim} and a window of at least {window_len} inputs, "
+            f"weight and conv_pool must have conv_dim {conv_dim} and a window of at least {window_len} inputs, "
             f"found weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     if bias is not None and (tuple(bias.shape) != (conv_dim,) or not bias.is_contiguous()):
         raise ValueError(
-            f"need contiguous bias of shape ({conv_dim},), found {tuple(bias.shape)} with strides {bias.stride()}"
+            f"bias must be contiguous with shape ({conv_dim},), found {tuple(bias.shape)} with strides {bias.stride()}"
         )
     for name, tensor in (("weight", weight), ("bias", x if bias is None else bias), ("conv_pool", conv_pool)):
         if tensor.device != x.device:
-            raise ValueError(f"need {name} on {x.device}, found {tensor.device}")
+            raise ValueError(f"{name} must be on {x.device}, found {tensor.device}")
     if not weight.is_contiguous():
-        raise ValueError(f"need contiguous weight, found strides {weight.stride()}")
+        raise ValueError(f"weight must be contiguous, found strides {weight.stride()}")
     if not x[:1].is_contiguous() or not conv_pool[:1, :1].is_contiguous():
         raise ValueError(
-            f"need x and conv_pool with contiguous channels, found strides {x.stride()} and {conv_pool.stride()}"
+            f"channels of x and conv_pool must be contiguous, found strides {x.stride()} and {conv_pool.stride()}"
         )

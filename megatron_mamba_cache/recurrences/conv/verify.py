@@ -155,7 +155,7 @@ def _check_windows(
     check_draft_inputs(drafts, conv_pool, rows.accepted.shape[0])
     if drafts.inputs.shape[1] < rows.max_len - 1:
         raise ValueError(
-            f"need draft inputs [buffers, drafts, conv_dim] for at least {rows.max_len - 1} drafts, "
+            f"draft inputs must have shape [buffers, drafts, conv_dim] with at least {rows.max_len - 1} drafts, "
             f"found {tuple(drafts.inputs.shape)}"
         )
 

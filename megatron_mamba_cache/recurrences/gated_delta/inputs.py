@@ -65,19 +65,19 @@ def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
     """Raise a `ValueError` unless the shapes of tokens and weights match, and all are on one device."""
     if tokens.q.dim() != 3 or tokens.v.dim() != 3:
         raise ValueError(
-            "need q [tokens, key heads, key_dim] and v [tokens, value heads, value_dim], "
+            "q must have shape [tokens, key heads, key_dim] and v [tokens, value heads, value_dim], "
             f"found q {tuple(tokens.q.shape)} and v {tuple(tokens.v.shape)}"
         )
     num_tokens, key_heads, key_dim = tokens.q.shape
     value_heads, value_dim = tokens.v.shape[1:]
     if key_heads == 0 or value_heads % key_heads:
         raise ValueError(
-            f"the number of key heads must divide that of value heads, found {key_heads} key heads and "
+            f"the number of key heads must divide the number of value heads, found {key_heads} key heads and "
             f"{value_heads} value heads"
         )
     if not tokens.q.dtype == tokens.k.dtype == tokens.v.dtype:
         dtypes = f"q {tokens.q.dtype}, k {tokens.k.dtype}, v {tokens.v.dtype}"
-        raise ValueError(f"need q, k and v in one dtype, found {dtypes}")
+        raise ValueError(f"q, k and v must have one dtype, found {dtypes}")
     shapes = {
         "q": (tokens.q, (num_tokens, key_heads, key_dim)),
         "k": (tokens.k, (num_tokens, key_heads, key_dim)),
@@ -90,7 +90,7 @@ def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != shape or tensor.device != tokens.q.device:
             raise ValueError(
-                f"need {name} of shape {shape} on {tokens.q.device}, found {tuple(tensor.shape)} on {tensor.device}"
+                f"{name} must have shape {shape} on {tokens.q.device}, found {tuple(tensor.shape)} on {tensor.device}"
             )
         if not (tensor if tensor.dim() == 1 else tensor[:1]).is_contiguous():
             raise ValueError(f"{name} must be contiguous within a token, found strides {tensor.stride()}")
@@ -101,11 +101,12 @@ def check_pool(tokens: DeltaTokens, pool: Tensor) -> None:
     state = (tokens.v.shape[1], tokens.k.shape[2], tokens.v.shape[2])
     if pool.dim() != 4 or pool.shape[1:] != state or pool.device != tokens.q.device:
         raise ValueError(
-            f"need a pool [slots, value heads, key_dim, value_dim] with states {state} on {tokens.q.device}, "
+            f"the pool must have shape [slots, value heads, key_dim, value_dim] with states {state} on "
+            f"{tokens.q.device}, "
             f"found {tuple(pool.shape)} on {pool.device}"
         )
     if not pool[:1].is_contiguous():
-        raise ValueError(f"need a pool with contiguous states, found strides {pool.stride()}")
+        raise ValueError(f"states in the pool must be contiguous, found strides {pool.stride()}")
 
 
 class KernelTokens(NamedTuple):

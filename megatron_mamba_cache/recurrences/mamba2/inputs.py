@@ -64,13 +64,15 @@ def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
     """Raise a `ValueError` unless the shapes of tokens and weights match, and all are on one device."""
     if tokens.x.dim() != 3 or tokens.B.dim() != 3:
         raise ValueError(
-            "need x [tokens, heads, head_dim] and B [tokens, groups, d_state], "
+            "x must have shape [tokens, heads, head_dim] and B [tokens, groups, d_state], "
             f"found x {tuple(tokens.x.shape)} and B {tuple(tokens.B.shape)}"
         )
     num_tokens, heads, head_dim = tokens.x.shape
     groups, d_state = tokens.B.shape[1:]
     if groups == 0 or heads % groups:
-        raise ValueError(f"the number of groups must divide that of heads, found {groups} groups and {heads} heads")
+        raise ValueError(
+            f"the number of groups must divide the number of heads, found {groups} groups and {heads} heads"
+        )
     device, keys = tokens.x.device, (num_tokens, groups, d_state)
     _check_tensor("x", tokens.x, (num_tokens, heads, head_dim), (head_dim, 1), device)
     _check_tensor("dt", tokens.dt, (num_tokens, heads), (1,), device)
@@ -88,11 +90,11 @@ def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
     state = (heads, d_state, head_dim)
     if ssm_pool.dim() != 4 or ssm_pool.shape[1:] != state or ssm_pool.device != tokens.x.device:
         raise ValueError(
-            f"need ssm_pool [slots, heads, d_state, head_dim] with states {state} on {tokens.x.device}, "
+            f"ssm_pool must have shape [slots, heads, d_state, head_dim] with states {state} on {tokens.x.device}, "
             f"found {tuple(ssm_pool.shape)} on {ssm_pool.device}"
         )
     if ssm_pool.stride()[1:] != (d_state * head_dim, head_dim, 1) and not ssm_pool[:1].is_contiguous():
-        raise ValueError(f"need ssm_pool with contiguous states, found strides {ssm_pool.stride()}")
+        raise ValueError(f"states in ssm_pool must be contiguous, found strides {ssm_pool.stride()}")
 
 
 def _check_tensor(
@@ -104,9 +106,9 @@ def _check_tensor(
         last_strides: Strides of a contiguous token, checked first; dimensions of size 0 or 1 may have others.
     """
     if tensor.shape != shape:
-        raise ValueError(f"need {name} of shape {shape}, found {tuple(tensor.shape)}")
+        raise ValueError(f"{name} must have shape {shape}, found {tuple(tensor.shape)}")
     if tensor.device != device:
-        raise ValueError(f"need {name} on {device}, found {tensor.device}")
+        raise ValueError(f"{name} must be on {device}, found {tensor.device}")
     if tensor.stride()[-len(last_strides) :] != last_strides:
         of_token = tensor if tensor.dim() == 1 else tensor[:1]
         if not of_token.is_contiguous():
