@@ -182,7 +182,8 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
 
 
 def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """Return the addend in the compute dtype, multiplied by its weight and rounded if `weights` have a column for it."""
+    """Return the addend in the compute dtype, multiplied by its weight and rounded if `weights` have a column for "
+    "it."""
     dtype = compute_dtype(addend)
     if weights.shape[1] == top_k:
         return addend.to(dtype)
