@@ -22,17 +22,17 @@ from .shapes import StepShape, pad_tail
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Inputs of one step for the model and the sampler.
+    """Inputs of one step for the model and the sampler, as device tensors.
 
-    Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. `prefill` counts
-    tokens from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
+    Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. Token indices in
+    `prefill` are relative to the first prefill token. All tensors except the int64 tensors are views of `StepBuffers`.
     """
 
     requests: tuple[RunningRequest, ...]
     request_ids: tuple[int, ...]  # [requests]
     row_indices: Sequence[int]  # [requests] index of each request in the step's tensors; other indices are padding
     num_tokens: int
-    num_exchanged: int  # tokens that each expert-parallel rank exchanges; equal on all ranks, at least num_tokens
+    num_exchanged: int  # tokens that each expert-parallel rank exchanges, padding included
     num_decode_requests: int
     num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64
@@ -41,8 +41,8 @@ class StepBatch:
     token_offsets: Tensor  # [tokens] int32 offset inside that block
     real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not need it
     attention: AttentionRows
-    decode: DecodeBatch | None  # None: no decode request
-    replay: ReplayBatch | None  # states of the decode requests; None without decode requests or without replay
+    decode: DecodeBatch | None  # None without decode requests
+    replay: ReplayBatch | None  # replay rings of the decode requests; None if drafts do not use rings
     prefill: PrefillBatch | None  # None without prefill requests
     logits: StepLogits
     align: AlignBatch | None  # None if no decode request can reach a boundary; `accepted` is set after verification
@@ -55,7 +55,7 @@ class StepBatch:
 
     @torch.inference_mode()
     def forget_boundaries(self, row_indices: Iterable[int]) -> None:
-        """Do not write boundary states for these requests, which have left; their slots have new owners."""
+        """Skip the boundary states of these finished requests, because their slots may have new owners."""
         if self.align is not None:
             for row in row_indices:
                 self.align.targets[row].fill_(PAD_SLOT)
@@ -63,7 +63,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """Sizes that determine the layout of a step."""
+    """Block size, chunk size and dummy block, which determine the layout of every step."""
 
     block_size: int
     grain: int  # number of tokens per prefill chunk; the block size is a multiple
@@ -79,13 +79,14 @@ def lay_out_step(
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
     num_exchanged: int = 0,
 ) -> StepBatch:
-    """Write the requests of a step into the buffers, send them to the device, and return the views.
+    """Write a step's requests into the buffers, copy the buffers to the device, and return the device views.
 
     Args:
         requests: Decoding requests first, then prefilling ones; each with `scheduled` tokens.
-        draws_ratios: True if drafts come with distributions, so that verifying them needs random numbers.
-        purpose: Purpose of the random numbers that sample tokens.
-        num_exchanged: Maximum number of tokens of any expert-parallel rank, if larger than this rank's.
+        draws_ratios: True if drafts were sampled from distributions. Their verification needs random numbers.
+        purpose: Use of the random numbers, e.g. sampling or drafting; part of their seed.
+        num_exchanged: Largest number of tokens on any expert-parallel rank; this rank's own number is used if it is
+            larger.
     """
     num_chunks = _write(requests, buffers, geometry, purpose, draws_ratios=draws_ratios)
     buffers.send(len(requests))
@@ -102,7 +103,7 @@ def send_padded_step(
     draws_ratios: bool = False,
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> None:
-    """Write and send a step that `StepShape.pad` has padded; its views exist already."""
+    """Write a step padded by `StepShape.pad` and send it to the device, where captured views read it."""
     _write(padded, buffers, geometry, purpose, draws_ratios=draws_ratios)
     pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.grain))
     buffers.send(len(padded))
@@ -146,7 +147,7 @@ def _write_requests(requests: Sequence[RunningRequest], buffers: StepBuffers, bl
 def _write_tokens(
     requests: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
 ) -> None:
-    """Write the sections with one entry per token; called after `_write_requests`."""
+    """Write the buffer sections with one entry per token. Call this after `_write_requests`."""
     num_requests, block_size = len(requests), geometry.block_size
     scheduled, starts = buffers.host("scheduled")[:num_requests], buffers.host("cu_query")[: num_requests + 1]
     ids, num_tokens = buffers.host_int64("token_ids"), starts[-1]
@@ -169,7 +170,7 @@ def _write_tokens(
 
 
 def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write the state slots of decode requests, their accepted tokens in the last step, and their boundary slots."""
+    """Write each decode request's state slots, number of tokens accepted in the last step, and boundary slot."""
     num_requests = len(requests)
     buffers.host("num_drafts")[:num_requests] = [len(request.drafts) for request in requests]
     buffers.host("accepted")[:num_requests] = [request.cursor.accepted for request in requests]
@@ -192,9 +193,9 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
 
 
 def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int) -> StepBatch:
-    """Return the views of a sent step; they depend only on its numbers of requests, tokens and drafts.
+    """Return the device views of a sent step, sized by its numbers of requests, tokens and drafts.
 
-    A graph that is captured with these views reads the step that was sent last.
+    The addresses are fixed: a graph captured with these views reads the most recently sent step.
     """
     num_decode = num_decoding(requests)
     num_tokens = sum(request.scheduled for request in requests)

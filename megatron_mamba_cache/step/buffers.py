@@ -1,7 +1,7 @@
-"""All integers of a step in one buffer at a fixed address, sent to the device in one copy.
+"""One fixed-address buffer with all integer inputs of a step, copied to the device at once.
 
-Kernels and captured graphs see views whose addresses never change; the host fills the same layout in (pinned) memory.
-The block table comes last, so that a step sends only the rows it uses.
+Kernels and captured graphs read views with fixed addresses. The host writes a buffer with the same layout, pinned if
+possible. The block table is the last section, so that a step copies only the table rows that it uses.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class HostCopy:
         return lines
 
     def arrived(self) -> Tensor:
-        """Wait for the copy and return it."""
+        """Wait for the copy, and return the host tensor."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy
@@ -45,13 +45,13 @@ def stream_of(tensor: Tensor) -> torch.cuda.Stream:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Upper limits of a step.
+    """Maximum sizes of a step, from which its buffers are allocated.
 
     Args:
         max_chunks: Maximum number of chunks of all prefill requests together.
         max_blocks: Maximum number of KV blocks per request.
         max_drafts: Maximum number of draft tokens per request.
-        max_length: Maximum number of tokens per request; 0: as many as its blocks hold.
+        max_length: Maximum number of tokens per request; 0 if only `max_blocks` limits it.
         marks_real_tokens: True if the model needs to know which tokens are not padding.
         fold_len: Number of tokens after which a draft buffer is folded into the state; 0 without draft buffers.
         restores_states: True if cached states are copied into live slots before a step's forward pass.
@@ -76,7 +76,7 @@ class StepLimits:
 class StepBuffers:
     """Host buffer and device buffer with the same int32 sections, in the order of `SECTIONS`.
 
-    Numbers of 64 bits and floats are stored as their bits. `StepBatch` documents what each section holds.
+    64-bit integers and floats are stored bitwise in int32 words. `StepBatch` documents the sections.
     """
 
     SECTIONS = (
@@ -123,20 +123,20 @@ class StepBuffers:
         return sizes
 
     def host(self, name: str) -> npt.NDArray[np.int32]:
-        """Return the host side of a section, to be written before `send`."""
+        """Return the host view of a section; write it before `send`."""
         section: npt.NDArray[np.int32] = self._host_array[self._spans[name]]
         return section
 
     def device(self, name: str) -> Tensor:
-        """Return the device side of a section: a view whose address never changes."""
+        """Return the device view of a section; its address never changes."""
         return self._device[self._spans[name]]
 
     def host_int64(self, name: str) -> npt.NDArray[np.int64]:
-        """Return the host side of a section of 64-bit integers."""
+        """Return the host view of an int64 section."""
         return self.host(name).view(np.int64)
 
     def device_int64(self, name: str) -> Tensor:
-        """Return the device side of a section of 64-bit integers: a view whose address never changes."""
+        """Return the device view of an int64 section; its address never changes."""
         return self.device(name).view(torch.int64)
 
     def host_block_table(self) -> npt.NDArray[np.int32]:
@@ -156,7 +156,7 @@ class StepBuffers:
         return self.device("block_table").view(self.limits.max_requests, self.limits.max_blocks)
 
     def begin(self) -> None:
-        """Start to write a step; first wait until the previous step has been copied from the host buffer."""
+        """Wait until the previous step has been copied from the host buffer, so that the next can be written."""
         self.num_begun += 1
         if self._copied is not None:
             self._copied.synchronize()
@@ -169,5 +169,5 @@ class StepBuffers:
             self._copied.record(stream_of(self._device))
 
     def feed(self, tokens: Tensor) -> None:
-        """After `send`, replace the first token ids that were sent by [n] tokens on the device."""
+        """Replace the first n token ids on the device by `tokens`, [n]. Call this after `send`."""
         self.device_int64("token_ids")[: tokens.shape[0]].copy_(tokens)

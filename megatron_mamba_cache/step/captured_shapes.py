@@ -12,7 +12,7 @@ from .shapes import StepShape
 def engine_shapes(
     config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool
 ) -> list[StepShape]:
-    """Return the shapes of an engine's steps; `most_launched` and `is_shared` as in `prefill_shapes`."""
+    """Return the shapes to capture for an engine. `most_launched` and `is_shared` are explained in `prefill_shapes`."""
     count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
     shapes = decode_shapes(count, max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_requests)
     most_launched = most_launched or most_tokens
@@ -20,10 +20,11 @@ def engine_shapes(
 
 
 def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | None) -> list[StepShape]:
-    """Return the shapes of a draft model's steps, whose requests all prefill; `most_launched` as in `prefill_shapes`.
+    """Return the shapes to capture for a draft model. Its steps contain only prefill requests.
 
-    A round begins with the tokens that each request got since the last round, usually few, and goes on with one draft
-    of each request at a time. Prompts take the shapes of many requests.
+    A drafting round first computes the tokens that each request gained since the last round, usually a few. Each
+    further step computes one draft token per request. Prompts use the shapes for many requests. `most_launched` is
+    explained in `prefill_shapes`.
     """
     max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
@@ -40,11 +41,12 @@ def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | N
 
 
 def decode_shapes(count: int, max_requests: int, max_drafts: int, max_tokens: int, room: int = 0) -> list[StepShape]:
-    """Return shapes to capture: about `count` numbers of requests, each without drafts and with `max_drafts`.
+    """Return decode shapes for about `count` batch sizes, each with no drafts and with `max_drafts`.
 
     Args:
-        max_requests: The most requests that run.
-        room: Requests that a shape may have, if more. A shape with a slow number of tokens gets one padding request.
+        max_requests: Maximum number of running requests.
+        room: Maximum number of requests in a shape, padding included. A batch with a slow number of tokens gets one
+            padding request if it fits.
     """
     shapes = []
     for width in sorted({1, 1 + max_drafts}):
@@ -62,18 +64,18 @@ def prefill_shapes(
 ) -> list[StepShape]:
     """Return shapes of up to `most_tokens` prompt tokens, with few and with many prefill requests.
 
-    Few prefill requests have shapes without decode requests, with some and with all. They do not use those of many,
-    because the scan spreads few requests over more of the device. Many prefill requests come in bursts: their shapes
-    have fewer sizes, and always have decode requests. A shape may exceed the requests that can run by
-    `most_padding_requests`.
+    Shapes with few prefill requests have zero, some or all decode requests. Few requests get their own shapes, because
+    the scan then uses more thread blocks per request. Many prefill requests come in bursts, so their shapes have fewer
+    sizes, and always decode requests. A shape may have up to `most_padding_requests` more requests than can run.
 
-    An odd number of decode requests is best, see `_is_slow`. "Some" is the largest odd number within an eighth of all.
+    An odd number of decode requests avoids slow GEMM sizes, see `_is_slow`. "Some" decode requests are an odd number,
+    about an eighth of `max_requests`.
 
     Args:
-        most_launched: Tokens of a step up to which the host takes longer to launch it than the GPU to compute it.
-            Beyond, padding costs more than a graph gains: shapes of many requests end there.
-        is_shared: True if ranks that share experts take steps of the same shape, which has the decode requests of one
-            rank and the prompts of another: "all" are then as many as can run, or one more.
+        most_launched: Number of tokens up to which launching a step takes longer than computing it. Above it, padding
+            costs more than a graph saves, so no shape with many requests is larger.
+        is_shared: True if expert-parallel ranks run steps of the same shape. One rank may fill its decode requests and
+            another its prompts, so "all" then means `max_requests`, or one more.
     """
     few, many = _few_and_many(max_requests)
     some = (max_requests // _PART - 1) | 1 if max_requests >= _PART * _FEW_REQUESTS else 0
@@ -89,14 +91,14 @@ def prefill_shapes(
 
 
 def most_padding_requests(max_requests: int, *, is_shared: bool = False) -> int:
-    """Return how many padding requests a shape of `prefill_shapes` may have beyond `max_requests`."""
+    """Return by how many requests a shape from `prefill_shapes` may exceed `max_requests`."""
     few, many = _few_and_many(max_requests)
     return many + 1 if is_shared else max(few - 1, many - few - 1)
 
 
 _FEW_REQUESTS, _MANY_REQUESTS = 4, 32
 _TOKENS_A_ROUND = (1, 4, 8)
-_PART = 8  # "some" decode requests are one in 8 of all
+_PART = 8  # "some" decode requests are about 1 / 8 of all
 _SMALL_SIZES_OF_FEW = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792)
 _SMALL_SIZES_OF_MANY = (256, 512, 768, 1024, 1280, 1536, 1792)
 _SIZE_STEP = 512
@@ -106,7 +108,7 @@ _LEAST_LARGER = 24  # minimum distance between sizes, in prompt tokens
 
 
 def _few_and_many(max_requests: int) -> tuple[int, int]:
-    """Return the numbers of prefill requests of the two kinds of shapes; equal if `max_requests` is small."""
+    """Return the numbers of prefill requests in shapes for few and for many; equal if `max_requests` is small."""
     return min(_FEW_REQUESTS, max_requests), min(_MANY_REQUESTS, max_requests)
 
 
@@ -125,11 +127,11 @@ def _shapes_after(
 
 
 def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
-    """Return sizes in prompt tokens: closely spaced for small steps, then 512 apart, and wider from 4,096 on.
+    """Return prompt-token counts for few requests: dense for small steps, then 512 apart, wider from 4,096 on.
 
-    A small step mostly reads weights, so padding costs little; in a large one each token takes its time. Some sizes
-    give a step one of `_FAST_TOTALS` tokens, decode requests included: GEMMs of 351 tokens take 0.86 of the time of
-    384, 447 of that of 512, 639 and 895 take 0.84 to 0.85 of that of 768 and 1,024 (8B model, H100).
+    Some counts make the step's total, decode requests included, one of `_FAST_TOTALS`. GEMMs over 351 tokens take 0.86
+    of the time for 384, and 447 tokens 0.86 of the time for 512. GEMMs over 639 and 895 tokens take 0.84 to 0.85 of the
+    time for 768 and 1,024 (8B model, H100).
     """
     regular = list(_regular_sizes(_SMALL_SIZES_OF_FEW, most_tokens))
     between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
@@ -140,12 +142,12 @@ def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
 
 
 def _sizes_of_many(most_tokens: int, num_decode: int) -> list[int]:
-    """Return sizes in prompt tokens: 256 apart, 512 apart from 2,048 on, and wider from 4,096 on."""
+    """Return prompt-token counts for many requests: 256 apart, 512 apart from 2,048 on, wider from 4,096 on."""
     return _without_slow_totals(_regular_sizes(_SMALL_SIZES_OF_MANY, most_tokens), most_tokens, num_decode)
 
 
 def _regular_sizes(small: Sequence[int], most_tokens: int) -> Iterator[int]:
-    """Yield small sizes, those between them and whole steps, sizes of whole steps, and the most."""
+    """Yield the small sizes, then multiples of `_SIZE_STEP`, the sizes from `_whole_steps`, and `most_tokens`."""
     sizes = (*small, *range(small[-1] + _SIZE_STEP // 2, _LEAST_WHOLE_STEP, _SIZE_STEP))
     yield from (size for size in sizes if size < most_tokens)
     yield from _whole_steps(most_tokens)
@@ -153,7 +155,7 @@ def _regular_sizes(small: Sequence[int], most_tokens: int) -> Iterator[int]:
 
 
 def _whole_steps(most_tokens: int) -> Iterator[int]:
-    """Yield sizes for steps of long prompts, each at most a quarter larger than the previous."""
+    """Yield sizes from `_LEAST_WHOLE_STEP` on, each at most a quarter larger than the previous."""
     size = _LEAST_WHOLE_STEP
     while size < most_tokens:
         yield size
@@ -161,15 +163,15 @@ def _whole_steps(most_tokens: int) -> Iterator[int]:
 
 
 def _without_slow_totals(sizes: Iterable[int], most_tokens: int, num_decode: int) -> list[int]:
-    """Return sorted sizes; reduce a size by one if its total number of tokens is slow, except for the largest."""
+    """Return sorted sizes; reduce each size except the largest by one if its total number of tokens is slow."""
     return sorted({size - (size < most_tokens and _is_slow(num_decode + size)) for size in sizes})
 
 
 def _is_slow(num_tokens: int) -> bool:
-    """Return whether GEMMs with one token more or less are faster.
+    """Return whether GEMMs over this number of tokens are slower than with one token more or less.
 
-    Those of 448 tokens take 15.1 ms, of 447 9.8 and of 449 10.3; those of 415 take 0.83 of the time of 416 (8B model,
-    H100). From 320 on, all measured multiples of 32 are slow except those of 128.
+    GEMMs over 448 tokens take 15.1 ms, but 9.8 ms over 447 tokens and 10.3 ms over 449; 415 tokens take 0.83 of the
+    time for 416 (8B model, H100). From 320 on, every measured multiple of 32 is slow unless it is a multiple of 128.
     """
     return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0
 
@@ -177,7 +179,7 @@ def _is_slow(num_tokens: int) -> bool:
 def _batch_sizes(count: int, max_requests: int) -> list[int]:
     """Return up to `count` batch sizes that grow by a constant factor and end with `max_requests`.
 
-    From 8 on they are multiples of 8, which costs no time.
+    Sizes from 8 on are rounded to multiples of 8; a step takes the same time with them.
     """
     if not max_requests:
         return []

@@ -1,7 +1,7 @@
-"""Apply a request's changes to its logits: biases, penalties for earlier tokens, and masks.
+"""Apply each request's logit biases, penalties for earlier tokens, and token masks.
 
-Every position of a request, those after its drafts too, is changed by the text before it alone, so that tokens do not
-depend on drafts, on the batch or on what was cached.
+The changes at a position depend only on the text before it, also at positions after drafts. Tokens therefore do not
+depend on drafts, the batch or the cache.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from .grammar_masks import GrammarMasks
 
 @dataclass(slots=True)
 class _Text:
-    """Index of a request in the tables, and how many of its generated tokens have been counted."""
+    """A request's row in the token-count tables, and how many of its generated tokens have been counted."""
 
     row: int
     num_counted: int = 0
 
 
 class SeenTokens:
-    """Token counts over the vocabulary, one row per request; the tables grow with the number of requests."""
+    """Device tables with each request's token counts, [requests, vocab]; they grow with the number of requests."""
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
@@ -40,7 +40,7 @@ class SeenTokens:
         return not self._texts
 
     def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Apply penalties in place to logits, [logits, vocab] float32, of requests given with their first rows."""
+        """Apply penalties in place to logits, [logits, vocab] float32, for requests given with their first rows."""
         self._count(requests, logits)
         rows: list[int] = []
         texts: list[int] = []
@@ -92,7 +92,7 @@ class SeenTokens:
             self._counts.index_put_((rows[0], rows[1]), self._counts.new_ones(()), accumulate=True)
 
     def _begin(self, request: RunningRequest, logits: Tensor) -> _Text:
-        """Clear a table row for a request, and mark the tokens of its prompt."""
+        """Assign a cleared table row to a request, and mark its prompt tokens."""
         if not self._unused:
             self._grow(logits)
         text = self._texts[request.request_id] = _Text(self._unused.pop())
@@ -118,7 +118,7 @@ _Requests = Sequence[tuple[int, RunningRequest]]
 
 
 class LogitsChanges:
-    """Change logits before sampling; keep the token counts of requests with penalties on the device."""
+    """Changes that requests make to logits before sampling, with the token counts for penalties on the device."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks
@@ -128,7 +128,7 @@ class LogitsChanges:
         """Return the changed logits, [logits, vocab], without modifying the arguments.
 
         Args:
-            starts: [requests] where each request's logits begin.
+            starts: [requests] index of each request's first logits row.
         """
         changed = [
             (start, request)

@@ -21,12 +21,12 @@ _COUNTED_BY_REQUEST = ("computed", "kv_lengths", "last_block_lens")
 
 @dataclass(frozen=True, slots=True)
 class RequestEnds:
-    """End tokens and length limits of the requests of a step.
+    """End tokens and length limits of a step's requests.
 
     Args:
-        end_ids: [requests, most end tokens of a request] int64, the last ones of longer stop words among them; -1 for
-            none.
-        max_lens: [requests] int64; prompt and generated tokens together.
+        end_ids: [requests, max end tokens] int64; -1 for padding. Includes the last token of each multi-token stop
+            string.
+        max_lens: [requests] int64 maximum number of prompt and generated tokens.
     """
 
     end_ids: npt.NDArray[np.int64]
@@ -43,20 +43,20 @@ class RequestEnds:
         return RequestEnds(end_ids, np.array([request.spec.max_len for request in requests], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any new token may end its request; a stop word's last token may, but need not."""
+        """Return whether any new token may end its request. The last token of a stop string counts too."""
         return bool((np.array(tokens, np.int64)[:, None] == self.end_ids).any())
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Decode step that was sent to the device.
+    """A decode step that was sent to the device, with the data needed to derive the next step from it.
 
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
-        widths: [requests] each request's tokens: one, and its drafts.
-        ends: What ends the requests of a one-token step; None for another step.
-        draws: How its tokens are sampled.
-        has_new_blocks: True if a request has another KV block than in the step that this one continues.
+        widths: [requests] number of tokens per request: 1 + its drafts.
+        ends: End conditions of the requests if each has one token; otherwise None.
+        draws: Sampling method of the step.
+        has_new_blocks: True if a request's block table differs from the preceding step's.
     """
 
     requests: tuple[RunningRequest, ...]
@@ -68,7 +68,7 @@ class DecodeStep:
 
     @staticmethod
     def sent(requests: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
-        """Return the step whose requests were written to the buffers and sent last, None if any of them prefills."""
+        """Return the step that was sent last, given its requests; None if any request prefills."""
         if requests and requests[-1].is_prefilling:
             return None
         widths = [request.scheduled for request in requests]
@@ -90,10 +90,10 @@ class DecodeStep:
     def can_launch_next(
         self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None, buffers: StepBuffers
     ) -> bool:
-        """Return whether the step after this one, which has not landed, is a one-token step of the same requests.
+        """Return whether the next step can be launched now as a one-token decode step for the same requests.
 
         Args:
-            tokens: [requests] this step's tokens; None while they are unknown: requests that end leave the next step.
+            tokens: [requests] this step's tokens; None while unknown. Requests that end are then computed once more.
         """
         if self.ends is None or not self._is_sent_last(requests, buffers):
             return False
@@ -109,7 +109,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """Decode step that a graph sent, with its batch."""
+    """A decode step that a graph sent to the device, with its batch."""
 
     graph: object
     step: DecodeStep
@@ -117,24 +117,24 @@ class SentStep:
 
 
 class LatestStep:
-    """Last step sent by the graphs of one memory if it was a decode step, which the next step may continue."""
+    """Holder of the last step that the graphs over one memory sent, if it was a decode step."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None
 
     def note(self, sent: SentStep | None) -> None:
-        """Store the step that was sent; None for a step with prefill."""
+        """Store the step that was sent; pass None for a step with prefill."""
         self._sent = sent
 
     def of(self, graph: object) -> SentStep | None:
-        """Return the stored step if this graph sent it."""
+        """Return the stored step if this graph sent it, otherwise None."""
         return self._sent if self._sent is not None and self._sent.graph is graph else None
 
 
 def send_again(
     last: DecodeStep, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int, num_table_rows: int
 ) -> DecodeStep:
-    """Send a step that continues the last one, as `DecodeStep.continues` has checked, and return it.
+    """Send and return a step for which `DecodeStep.continues(last)` holds, by updating the buffers.
 
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
@@ -159,7 +159,7 @@ def send_again(
 
 
 def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table_rows: int) -> DecodeStep:
-    """Send the one-token step that follows one whose tokens are not read, and return it; the device feeds it.
+    """Send and return the next one-token step before the last step's tokens are read; the device feeds the tokens.
 
     Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
@@ -180,10 +180,10 @@ def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table
 
 
 def _write_edges(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write blocks and slots where a next token completes or begins a block, or a last token did.
+    """Update block ids and boundary slots of requests whose last or next token starts or completes a KV block.
 
     Returns:
-        True if a request has another block than before.
+        True if any entry of the block table changed.
     """
     if not ((buffers.host("computed")[: len(requests)] + 1) % block_size < 3).any():
         return False
@@ -194,9 +194,10 @@ def _write_edges(requests: Sequence[RunningRequest], buffers: StepBuffers, block
 
 
 def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the blocks that requests completed two steps ago; return whether any request now holds another one.
+    """Write the ids of blocks completed two steps ago; return whether any id changed by publication.
 
-    If another request published the same tokens first, the request now holds that request's block.
+    If another request published the same tokens first, publication replaced the request's block by that request's
+    block.
     """
     computed, table, is_new = buffers.host("computed")[: len(requests)], buffers.host_block_table(), False
     for row in np.flatnonzero(computed % block_size == 1).tolist():
@@ -207,7 +208,7 @@ def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuf
 
 
 def _write_begun_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the ids of blocks that requests start to fill; return whether there are any."""
+    """Write the ids of the blocks that requests start to fill; return whether any request starts one."""
     computed = buffers.host("computed")[: len(requests)]
     begun = np.flatnonzero(computed % block_size == 0)
     if not len(begun):
@@ -222,7 +223,7 @@ def _write_begun_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers
 
 
 def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
-    """Write the slots that are reserved for the boundaries which requests reach with their next token."""
+    """Write the reserved slots for the boundaries that requests reach with their next token."""
     ends = buffers.host("computed")[: len(requests)] + 1
     slots = buffers.host("align_slots")[: len(requests)]
     slots[:] = PAD_SLOT
@@ -231,7 +232,7 @@ def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, 
 
 
 def _ends_of(requests: Sequence[RunningRequest]) -> RequestEnds | None:
-    """Return the end conditions if the device can continue the step by itself, else None."""
+    """Return the requests' end conditions if each has one token and no drafts; otherwise None."""
     decodes_one_each = all(
         request.scheduled == 1 and request.cursor.accepted == 1  # the next step has the same values
         for request in requests

@@ -1,4 +1,4 @@
-"""The disk tier of a model's ranks: which directory holds its entries, and which of them can be found."""
+"""The disk tier of a model's ranks: its directory, and the entries in it that lookups can find."""
 
 import hashlib
 import threading
@@ -22,16 +22,16 @@ _LOOKS_AFTER_A_CHANGE = 3
 
 
 class DiskBelow:
-    """Open the directory for the model's current weights, and reopen it after each flush.
+    """The disk tier's directory for the model's current weights, reopened after each flush.
 
-    A directory's identity covers the weights of all ranks, the model, dtypes, sizes and the layout of the ranks.
+    The directory's identity hashes the weights of all ranks, the model, dtypes, dimensions and the rank layout.
 
     Args:
-        weights: Returns a digest of this rank's weights.
+        weights: Function that returns a digest of this rank's weights.
 
     Raises:
         CacheError: If the directory cannot be used, on any of the ranks.
-        ValueError: If it is given on some ranks only, or its limit is too low for one entry.
+        ValueError: If the directory is configured on some ranks only, or its size limit is too low for one entry.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class DiskBelow:
         """Open the directory for the current weights; return its generation, which is the same on all ranks.
 
         Args:
-            least: Lower bound of the generation.
-            is_flush: True if earlier entries must never be found again.
+            least: Lower bound for the generation.
+            is_flush: True if entries written before must never be found again.
         """
         form = self._form()
         if self._directory is None or self._directory.form != form:
@@ -94,7 +94,7 @@ class DiskBelow:
         return generation
 
     def note_shared(self) -> None:
-        """Add entries that other servers have written; do nothing if several ranks would have to agree."""
+        """Index entries that other servers have written. With several ranks, do nothing, as ranks could disagree."""
         for name in () if self._watch is None else self._watch.take():
             if name.key not in self.index:
                 self.index.add(name)
@@ -125,7 +125,7 @@ class DiskBelow:
 
 
 class _Watch:
-    """Thread that lists the directory when it changes (checked every second), so that no step waits for it."""
+    """Thread that checks the directory every second and lists it after a change, so that steps need not."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory

@@ -14,7 +14,7 @@ from .batch import StepBatch
 
 
 class ExpertExchange:
-    """Exchanges of all layers between expert-parallel ranks: collectives of fixed shape, for CUDA graphs."""
+    """Fixed-shape all-gather and reduce-scatter between expert-parallel ranks, shared by all layers."""
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks
@@ -24,14 +24,14 @@ class ExpertExchange:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Context manager: count the exchanges of the forward pass in its body; keep the count if the body raises."""
+        """Context manager that counts the exchanges in its body, and keeps the count if the body raises."""
         self._num_made = 0
         yield
         self._num_made = 0
 
     @contextmanager
     def resuming(self) -> Iterator[bool]:
-        """Context manager: skip the exchanges that a failed forward pass has made; yield whether there are any."""
+        """Context manager that skips the exchanges a failed forward pass has made; yields whether there are any."""
         self._num_to_skip = self._num_made
         try:
             yield self._num_made > 0
@@ -54,22 +54,22 @@ class ExpertExchange:
         return everyone
 
     def real_tokens(self, batch: StepBatch | None) -> Tensor | None:
-        """Return which of the gathered tokens are real, [ranks * num_exchanged] int32; None if all are."""
+        """Return a mask of the gathered tokens, [ranks * num_exchanged] int32, 0 for padding; None without padding."""
         if batch is None or batch.real_tokens is None:
             return None
         marked = self._marked
         if marked is not None and (marked[0] is batch or self._is_made()):
-            found = marked[1]  # includes the marks of other ranks that a failed forward pass received
+            found = marked[1]  # includes the masks that a failed forward pass received from other ranks
         else:
             found = self.gather(batch.real_tokens, batch.num_exchanged)
         self._marked = batch, found
         return found
 
     def combine(self, partial: Tensor, num_tokens: int, addend: Tensor | None) -> Tensor:
-        """Return the sum over ranks for this rank's tokens, [tokens, outputs], plus the addend of the same shape.
+        """Reduce-scatter the expert outputs; return this rank's, [tokens, outputs], plus `addend` of that shape.
 
         Args:
-            partial: [ranks * num_exchanged, outputs]: contributions of this rank's experts to the tokens of each rank.
+            partial: [ranks * num_exchanged, outputs]: outputs of this rank's experts for the tokens of all ranks.
         """
         received = torch.empty_like(partial)
         if self._is_made():
@@ -80,7 +80,7 @@ class ExpertExchange:
         return sum_of_ranks(received.view(self._num_ranks, -1, partial.shape[1]), num_tokens, addend)
 
     def _is_made(self) -> bool:
-        """Return whether the failed forward pass has already made the next exchange, and count it."""
+        """Count the next exchange, and return whether the failed forward pass has already made it."""
         skips = self._num_to_skip > 0
         self._num_to_skip -= skips
         return skips

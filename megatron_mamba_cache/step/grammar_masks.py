@@ -1,7 +1,7 @@
 """Compute masks of the tokens that grammars allow, in a host thread while the device runs the forward pass.
 
-A request with drafts has a mask for each of its positions, as the drafts before it would have it. Drafts that the
-grammar refuses are cut beforehand, on every rank alike, so that each mask belongs to a text that the grammar allows.
+A request with drafts has one mask for each position, which assumes that the earlier drafts are accepted. Before that,
+drafts are truncated at the first token that the grammar rejects, on all ranks.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class _MatchedRequest:
         self._num_taken = 0
 
     def catch_up(self, request: RunningRequest) -> "LLMatcher":
-        """Consume the newly generated tokens; return the matcher, which has failed if they do not match."""
+        """Feed newly generated tokens to the matcher and return it; a mismatch puts it in its failed state."""
         new = request.generated_after(self._num_taken)
         self._num_taken += len(new)
         if new:
@@ -39,10 +39,10 @@ class _MatchedRequest:
 
 
 class GrammarMasks:
-    """Matchers of the running requests with a grammar, and the masks of the current step.
+    """Grammar matchers of running requests, and the token masks for the current step.
 
     Args:
-        samples_here: True if this rank samples tokens; other ranks only truncate drafts.
+        samples_here: True if this rank samples tokens. Ranks that do not sample only truncate drafts.
     """
 
     def __init__(self, grammars: Grammars, *, samples_here: bool = True) -> None:
@@ -64,10 +64,10 @@ class GrammarMasks:
         return drafts[: matcher.validate_tokens(list(map(int, drafts)))]
 
     def begin(self, requests: Sequence[RunningRequest], starts: Sequence[int]) -> None:
-        """Start to compute the masks of a step in the background; `apply` waits for them.
+        """Start computing the masks for a step in the background; `apply` waits for them.
 
         Args:
-            starts: [requests] where each request's logits begin.
+            starts: [requests] index of each request's first logits row.
         """
         self._wait()
         if self._samples_here:
@@ -82,7 +82,7 @@ class GrammarMasks:
     def apply(self, logits: Tensor) -> None:
         """Mask the tokens that the grammars reject, in place, in the logits, [logits, vocab].
 
-        If a grammar becomes too complex, nothing is masked for its request, and `Grammars` records the failure.
+        If a request's grammar becomes too complex, its logits are not masked, and `Grammars` records the failure.
         """
         making, self._making = self._making, None
         if making is None:
@@ -100,7 +100,7 @@ class GrammarMasks:
         self._requests.pop(request_id, None)
 
     def _make(self, requests: Sequence[tuple[RunningRequest, int]]) -> int:
-        """Compute the masks of requests, given with the start of their logits; return the number of masks."""
+        """Compute the masks for pairs of a request and its first logits row; return the number of masks."""
         if self._was_sent is not None:
             self._was_sent.synchronize()
         count = sum(1 + len(request.drafts) for request, _ in requests)
@@ -144,7 +144,7 @@ class GrammarMasks:
         return matched
 
     def _wait(self) -> None:
-        """Wait for the masks of a failed step, whose matchers are in use until then."""
+        """Wait for the masks of a failed step, because the background thread still uses its matchers."""
         making, self._making = self._making, None
         if making is not None:
             making.exception()

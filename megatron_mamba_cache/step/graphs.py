@@ -1,10 +1,9 @@
-"""The captured steps of one memory, by shape.
+"""Step graphs captured over one cache memory, keyed by step shape.
 
-A graph is captured over padding requests, which own no slot and write KV to the dummy block, so capturing touches no
-cached state. A graph is dropped together with the memory that it was captured over. It reads the weights at the
-addresses that they had at capture, so graphs record these. The layers' collectives and the outcome of verification are
-captured; transfers between pipeline stages run before and after a replay. All ranks capture the same shapes in the same
-order.
+Capture uses padding requests, which own no slot and write KV to the dummy block, so no cached state changes. A graph is
+freed together with the cache memory that it was captured over. It reads weights at the addresses from capture time,
+which are recorded to detect moved weights. The layers' collectives and the outcome of verification are captured;
+transfers between pipeline stages run before and after a replay. All ranks capture the same shapes in the same order.
 """
 
 import logging
@@ -36,12 +35,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """CUDA graphs of one memory, by shape.
+    """CUDA graphs captured over one cache memory, keyed by step shape.
 
     Args:
         weights: Addresses at which the graphs read the weights.
-        tables: What they read of the model besides its weights, kept from being freed.
-        only_last_logits: As in `StepRunner`.
+        tables: Other model tensors that the graphs read; held here so that they are not freed.
+        only_last_logits: True if the model returns logits only for the tokens in `StepBatch.logits`.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class StepGraphs:
 
     @property
     def shapes(self) -> Collection[StepShape]:
-        """The shapes of the graphs."""
+        """Shapes of the captured graphs."""
         return self._graphs.keys()
 
     def hold(self, step: StepShape) -> bool:
-        """Return whether some graph fits every step that this shape fits."""
+        """Return whether some graph can run every step that fits into this shape."""
         return any(shape.holds(step) for shape in self._graphs)
 
     def launch(
@@ -80,7 +79,7 @@ class StepGraphs:
         return OverlappedStep(graph, batch, None, OverlapState.FORWARD, draft_distributions)
 
     def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
-        """Return the graph of `shape`, or the smallest that fits the requests; None if there is none."""
+        """Return the graph with this `shape`, or by default the smallest that fits the requests; None if none fits."""
         prompts = requests[num_decoding(requests) :]
         if any(request.scores_prompt for request in prompts) or (any_scored(prompts) and not self._only_last_logits):
             return None  # padding would move the hidden states and logits of prompt tokens
@@ -90,7 +89,7 @@ class StepGraphs:
 
 
 def reason_to_capture_again(graphs: GraphsByShape | None, model: StepModel, ranks: Ranks) -> str | None:
-    """Return which weight has moved from its captured address, on the first rank where one has."""
+    """Return a message that names a weight whose address changed since capture, and its rank; None if none did."""
     change = None if graphs is None else graphs.weights.first_change(model.weight_addresses())
     changes = enumerate(ranks.gather(change))
     return next((f"on rank {rank} of the model, {found}" for rank, found in changes if found is not None), None)
@@ -118,11 +117,11 @@ def capture_graphs(
     prepare: Callable[[], None],
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> StepGraphs | None:
-    """Capture the given shapes between two steps; return None if capturing is disabled or impossible.
+    """Capture graphs for the given shapes between two steps; return None if capture is disabled or impossible.
 
     Args:
-        prepare: Called before steps are captured.
-        purpose: The purpose of the sampled tokens; for drafts, only greedy sampling is captured after the forward.
+        prepare: Function called once before the first capture.
+        purpose: Use of the sampled tokens. For draft tokens, only greedy sampling is captured after the forward pass.
     """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)

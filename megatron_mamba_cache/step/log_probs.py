@@ -20,12 +20,13 @@ from .verify import logits_on_all_ranks
 
 @dataclass(frozen=True, slots=True)
 class StepLogProbs:
-    """Log-probabilities that a step returns; None where no request wants any.
+    """Log-probabilities that a step returns; a field is None if no request asked for it.
 
     Args:
-        of_tokens: [requests] log-probs of the tokens that followed those computed; None for a request that wants none.
-        best: By request index, the best log-probs and their alternatives.
-        of_prompts: By request index, the scores of the prompts that the step completes.
+        of_tokens: [requests] log-probabilities of the tokens that follow the computed ones; an entry is None if not
+            requested.
+        best: By request index, (log-probabilities, token ids) of the most likely tokens at each position.
+        of_prompts: By request index, the prompt log-probabilities of requests whose prefill ends in this step.
     """
 
     of_tokens: Sequence[list[float] | None] | None = None
@@ -37,7 +38,7 @@ NO_LOG_PROBS = StepLogProbs()
 
 
 def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tensor, *, only_last: bool) -> StepLogProbs:
-    """Return the log-probabilities that the requests want, except for prompts if `only_last` is true.
+    """Compute the requested log-probabilities; with `only_last`, take those of prompts from the requests.
 
     Args:
         logits: [n, vocab].
@@ -53,11 +54,11 @@ def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tenso
 
 
 class StepScorer:
-    """Compute log-probabilities for the requests of a step that want them.
+    """Computes the log-probabilities that the requests of a step asked for.
 
     Args:
-        vocab_size: Of the model, padding included.
-        only_last: True when logits exist only for the tokens of `StepBatch.logits`, else for every token of a step.
+        vocab_size: Vocabulary size of the model, padding included.
+        only_last: True if logits exist only for the tokens in `StepBatch.logits`, False if for every token.
     """
 
     def __init__(self, ranks: Ranks, vocab_size: int, *, only_last: bool) -> None:
@@ -66,14 +67,14 @@ class StepScorer:
         self._only_last = only_last
 
     def begin(self, step: Step, outcome: Tensor, logits: Tensor) -> "SampledTokenScores | None":
-        """Start to compute the log-probabilities of a one-token step before the next step overwrites its logits.
+        """Start computing a one-token step's log-probabilities before the next step overwrites its logits.
 
         Args:
             outcome: [requests, 2 + K] at `StepBatch.row_indices`.
             logits: What the forward returned on this rank.
 
         Returns:
-            None for a step with prompts or drafts, and where no request wants any.
+            The scores; None if the step has prompts or drafts, or if no request asked for log-probabilities.
         """
         if not step.has_one_token_each or not self._scores(step):
             return None
@@ -82,7 +83,7 @@ class StepScorer:
     def log_probs(
         self, step: Step, kept: Sequence[Sequence[int]], logits: Tensor, logits_of: Callable[[Tensor], Tensor]
     ) -> StepLogProbs:
-        """Return the log-probabilities that `begin` did not compute.
+        """Compute a step's log-probabilities if `begin` returned None for it.
 
         Args:
             kept: As in `followed_tokens`.
@@ -105,11 +106,11 @@ class StepScorer:
 
 
 class SampledTokenScores:
-    """Log-probabilities of the tokens of a one-token step, while they are copied to the host.
+    """Log-probabilities of a one-token step's sampled tokens, while they are copied to the host.
 
     Args:
-        outcome: Of the step, [requests, 2 + K] at its `row_indices`.
-        logits: [n, vocab] the model's own; they may be overwritten afterwards.
+        outcome: [requests, 2 + K] outcome of the step, at its `row_indices`.
+        logits: [n, vocab] unmodified logits of the model; they may be overwritten afterwards.
     """
 
     def __init__(self, step: StepBatch, outcome: Tensor, logits: Tensor) -> None:
@@ -126,7 +127,7 @@ class SampledTokenScores:
         }
 
     def arrived(self) -> StepLogProbs:
-        """Wait for the copy; return the log-probabilities that the requests want."""
+        """Wait for the copy; return the requested log-probabilities."""
         of_tokens: list[list[float] | None] = [None] * self._num_requests
         for index, sampled in zip(self._settings, self._sampled.arrived().tolist(), strict=True):
             of_tokens[index] = sampled
@@ -141,7 +142,7 @@ class SampledTokenScores:
 
 
 def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
-    """Return rows of a tensor; if they are the first rows, no index is copied from the host."""
+    """Return the rows with these numbers; leading rows are sliced, which needs no index copy to the device."""
     if numbers == list(range(len(numbers))):
         return table[: len(numbers)]
     return table.index_select(0, torch.tensor(numbers).to(table.device, non_blocking=True))
@@ -149,22 +150,22 @@ def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FollowedTokens:
-    """Consecutive logits rows of one request, with the token that followed each."""
+    """Consecutive logits rows of one request, with the actual next token for each."""
 
     logits: range
     followers: tuple[int, ...]
 
 
 def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool) -> list[FollowedTokens | None]:
-    """Return the logits rows from which each request's log-probabilities come; None if it has none in this step.
+    """Return, for each request, its logits rows to score; an entry is None if it needs no scores in this step.
 
     A prefill request's last computed token is followed by its sampled token, or in mid-prefill by its next prompt
-    token; a decode request's tokens by those that were kept. Where only the last tokens have logits, prompts are scored
-    by `prompt_log_probs`, not here.
+    token. A decode request's tokens are followed by the kept tokens. With `only_last`, `prompt_log_probs` scores
+    prompts.
 
     Args:
         kept: [requests][tokens] newly sampled tokens that are kept; none for a request in mid-prefill.
-        only_last: True when logits exist only for the tokens of `StepBatch.logits`, else for every token of the step.
+        only_last: True if logits exist only for the tokens in `StepBatch.logits`, False if for every token.
     """
     found: list[FollowedTokens | None] = []
     token_start = 0
@@ -186,7 +187,7 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
 
 
 def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
-    """Select each request's log-probabilities of the tokens that followed, from all, [logits, vocab]."""
+    """Gather each request's log-probabilities of the actual next tokens from `log_probs`, [logits, vocab]."""
     logits = [index for one in followed if one for index in one.logits]
     targets = [token for one in followed if one for token in one.followers]
     chosen = iter(log_probs[logits, targets].tolist())
@@ -196,7 +197,7 @@ def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Ten
 def top_n_log_probs(
     step: StepBatch, followed: Sequence[FollowedTokens | None], log_probs: Tensor
 ) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
-    """Return the best log-probabilities and their tokens, by request index; None if none are wanted."""
+    """Return top-n log-probabilities and their tokens by request index; None if no request asked for them."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, (request, one) in enumerate(zip(step.requests, followed, strict=True)):
         settings = request.spec.log_probs

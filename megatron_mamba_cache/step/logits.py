@@ -22,7 +22,7 @@ _Record = TypeVar("_Record", bound=Any)
 
 
 class Draws(IntEnum):
-    """Sampling methods of a step, from special to general; a more general method gives the same tokens."""
+    """Sampling methods for a step, from most specialized to most general; all that apply give the same tokens."""
 
     BEST = 0  # all requests greedy
     ALL_TOKENS = 1  # some requests sample from all tokens
@@ -30,7 +30,7 @@ class Draws(IntEnum):
 
     @staticmethod
     def of(requests: Iterable[RunningRequest]) -> "Draws":
-        """Return the most special method that fits all requests."""
+        """Return the most specialized method that can sample for all requests."""
         return max((_draws_of(request.spec.sampling) for request in requests), default=Draws.BEST)
 
 
@@ -44,7 +44,7 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 class StepLogits:
     """Tokens whose logits are needed (each request's last token, and tokens before drafts), and how to sample them.
 
-    Device tensors, but for `starts`, `draws` and what any of the requests asks for.
+    Everything except `starts`, `draws` and the `any_*` flags is a device tensor.
     """
 
     tokens: Tensor  # [logits] int32 packed index
@@ -54,7 +54,7 @@ class StepLogits:
     top_k: Tensor  # [logits] int32
     top_p: Tensor  # [logits] float32
     uniforms: Tensor  # [logits] float64 in [0, 1)
-    accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
+    accept_uniforms: Tensor  # [logits] float64, filled if drafts were sampled from distributions
     residual_uniforms: Tensor  # likewise
     draws: Draws
     any_changed: bool  # whether a request changes its logits, other than by a grammar mask
@@ -71,7 +71,7 @@ class StepLogits:
 
 
 def with_own_tensors(record: _Record) -> _Record:
-    """Return a dataclass with copies of its tensors."""
+    """Return a copy of the dataclass with cloned tensors."""
     found = {field.name: getattr(record, field.name) for field in fields(record)}
     return replace(record, **{name: value.clone() for name, value in found.items() if isinstance(value, Tensor)})
 
@@ -79,13 +79,13 @@ def with_own_tensors(record: _Record) -> _Record:
 def write_logits(
     requests: Sequence[RunningRequest], buffers: StepBuffers, purpose: DrawPurpose, *, draws_ratios: bool
 ) -> None:
-    """Write the sections of the buffers that `view_logits` reads; their `cu_query` is written before."""
+    """Write the buffer sections that `view_logits` reads. The section `cu_query` must be written before."""
     starts, num_requests = logits_starts(requests), len(requests)
     cu_logits = buffers.host("cu_logits")[: num_requests + 1]
     cu_logits[:] = starts
     of_request = np.repeat(np.arange(num_requests, dtype=np.int32), np.diff(cu_logits))
     buffers.host("logit_requests")[: starts[-1]] = of_request
-    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # tokens without logits, cumulated
+    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative counts
     buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_request]
     _write_sampling(requests, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
@@ -98,7 +98,7 @@ def _write_sampling(
     *,
     draws_ratios: bool,
 ) -> None:
-    """Write the sampling settings and random numbers of each request; faster if all requests are greedy."""
+    """Write each request's sampling settings and random numbers, with a fast path if all requests are greedy."""
     num_requests = len(requests)
     names = ["uniforms", "accept_uniforms", "residual_uniforms"][: 3 if draws_ratios else 1]
     temperature, top_p = (buffers.host(name).view(np.float32)[:num_requests] for name in ("temperature", "top_p"))
@@ -117,7 +117,7 @@ def _write_sampling(
 
 
 def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
-    """Return the device views of what `write_logits` wrote, per logits row; `token_ids` [tokens] are the step's."""
+    """Return device views of what `write_logits` wrote; `token_ids`, [tokens], are the step's input tokens."""
     starts, num_requests = logits_starts(requests), len(requests)
     num_logits, max_drafts = starts[-1], max((len(request.drafts) for request in requests), default=0)
     device = buffers.device
@@ -151,27 +151,27 @@ def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: 
 
 
 def any_changed(requests: Sequence[RunningRequest]) -> bool:
-    """Return whether a request changes the model's logits before sampling; a grammar only masks tokens."""
+    """Return whether any request changes logits before sampling, other than by a grammar mask."""
     return any(request.spec.sampling.logits is not PLAIN_LOGITS for request in requests)
 
 
 def any_masked(requests: Sequence[RunningRequest]) -> bool:
-    """Return whether a request follows a grammar."""
+    """Return whether any request has a grammar."""
     return any([request.spec.sampling.grammar for request in requests])  # called twice per step; a generator is slower
 
 
 def any_scored(requests: Sequence[RunningRequest]) -> bool:
-    """Return whether a request wants log-probs."""
+    """Return whether any request asked for log-probabilities."""
     return any(request.spec.log_probs.wanted for request in requests)
 
 
 def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:
-    """Return where the logits of each request start, [requests + 1]."""
+    """Return the first logits row of each request and the total number of rows, [requests + 1]."""
     return (0, *accumulate(1 + len(request.drafts) if request.scheduled else 0 for request in requests))
 
 
 def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write the random numbers of one-token decode requests, from the token counts in the buffers."""
+    """Write random numbers for one-token decode requests, with positions from the token counts in the buffers."""
     uniforms = buffers.host("uniforms").view(np.float64)
     for index, (request, computed) in enumerate(
         zip(requests, buffers.host("computed")[: len(requests)].tolist(), strict=True)
@@ -183,7 +183,7 @@ def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers
 def write_uniforms(
     section: str, purpose: DrawPurpose, requests: Sequence[RunningRequest], buffers: StepBuffers
 ) -> None:
-    """Write each sampled token's random number, a function of its request's seed, its position and the purpose."""
+    """Write a random number for each sampled token, computed from the request's seed, the position and `purpose`."""
     uniforms = buffers.host(section).view(np.float64)
     at = 0
     for request in requests:

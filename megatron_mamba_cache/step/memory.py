@@ -1,4 +1,4 @@
-"""Device memory of a context, which suspending frees: KV buffer, state pool, step buffers and their bookkeeping."""
+"""Device memory of a context: KV buffer, state pool, step buffers and their bookkeeping. Freed while suspended."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,18 +39,18 @@ from .overlapped_step import Capture
 
 
 class CacheMemory:
-    """Device memory of one context and its bookkeeping, created and freed as a whole.
+    """Cache and step memory on the device with its bookkeeping, created and freed as a whole.
 
     Args:
         capacity: Sizes of the pools.
         max_blocks: Number of KV blocks of the longest request.
         counters: Counters that the prefix cache updates.
         weights_version: Version of the weights that will fill the cache.
-        below: Lower tiers, which outlive this memory.
+        below: Owner of the lower tiers, which outlive this memory.
         shares_steps: True if expert-parallel ranks run steps of the same shape.
 
     Raises:
-        CacheCapacityError: If there is not enough memory, on any of the ranks.
+        CacheCapacityError: If any rank has too little memory.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CacheMemory:
         )
 
     def snapshot(self, counters: CacheCounters, captured: Capture) -> CacheSnapshot:
-        """Return counters, including evictions from this memory, and the use of slots and blocks."""
+        """Return the counters, including evictions from this memory, and the current use of slots and blocks."""
         compiled = WATCH.total
         evictions: dict[str, Any] = {
             "states_evicted": counters.states_evicted + self.slots.num_evicted,
@@ -119,14 +119,14 @@ class CacheMemory:
         )
 
     def _usage(self) -> dict[str, dict[str, int]]:
-        """Return slots by owner, blocks by kind and bytes by use, named as in `CacheSnapshot`."""
+        """Return slots by owner, blocks by kind and bytes by use, keyed by `CacheSnapshot` field."""
         slots, blocks = self.slots.count_by_owner(), self.blocks.count_by_kind()
         num_bytes = self._sizes.by_use(slots, blocks, self._space.count_slabs())
         used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": num_bytes}
         return used | self.below.usage()
 
     def prepare(self, prefilling: Sequence[RunningRequest]) -> None:
-        """Prepare memory for the forward of the laid out step: clear stale blocks and restore quantized states."""
+        """Prepare memory for the laid-out step's forward pass: clear stale blocks and dequantize cached states."""
         self.clear_stale_blocks()
         if any(request.source_block is not None for request in prefilling):
             self.restore_states(len(prefilling))
@@ -135,7 +135,8 @@ class CacheMemory:
         """Dequantize the cached states from which the step starts into live slots.
 
         Args:
-            num_requests: The step's first prefill requests, among which are all that start from a cached state.
+            num_requests: Number of leading prefill requests to consider; they must include all that start from a cached
+                state.
         """
         if not self.state_pool.cached.is_live:
             names = "source_slots", "final_slots"
@@ -149,7 +150,7 @@ class CacheMemory:
         self.below.close()
 
     def clear_stale_blocks(self) -> None:
-        """Clear KV blocks whose memory held states; call it before the first step or copy that may use the blocks."""
+        """Zero KV blocks whose memory held states. Call this before the first step or copy that may use the blocks."""
         for blocks in self._space.take_stale_blocks():
             self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 
@@ -173,7 +174,7 @@ class CacheMemory:
 
 @contextmanager
 def step_memory(config: CacheConfig) -> Iterator[None]:
-    """Turn a failed allocation that depends on step sizes into a `CacheCapacityError` that names the settings."""
+    """Context manager that turns a failed step-buffer allocation into a `CacheCapacityError` with a remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -193,7 +194,7 @@ def _draft_states(config: CacheConfig, shape: HybridModelShape, slots: SlotPool)
 def _allocated(
     shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
 ) -> tuple[StatePool, Tensor]:
-    """Return the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
+    """Allocate the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
     live, states, unit = shape.state_layout(config), shape.cached_layout(config), shape.unit_bytes(config)
     block_shape = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
     blocks = BlockLayout(shape.num_attention_layers, block_shape, shape.params_dtype)

@@ -1,4 +1,4 @@
-"""Lower tiers of a context. They outlive its device memory, which a suspended engine frees."""
+"""Lower tiers of a context: host memory and disk. They outlive the device memory that suspending frees."""
 
 import weakref
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from .disk_below import DiskBelow
 
 
 class MemoryBelow:
-    """Host memory for prefixes, if configured, and the number of flushes.
+    """Owner of the host memory and the disk directory, if configured, and of the number of flushes.
 
     Args:
         capacity: Sizes of the pools, including host memory.
-        weights: Returns a digest of this rank's weights; needed for a disk tier.
+        weights: Function that returns a digest of this rank's weights; needed for a disk tier.
 
     Raises:
-        CacheError: If the directory of the disk tier cannot be used, on any of the ranks.
-        ValueError: If its limit is too low.
+        CacheError: If any rank cannot use the disk tier's directory.
+        ValueError: If the disk tier's size limit is too low.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class MemoryBelow:
             self.epoch = self._disk.open()
 
     def flush(self, *, is_attached: bool) -> CacheError | None:
-        """Make everything cached unreachable, durably on disk; return the error of the disk, if any.
+        """Make everything cached unreachable, on disk too; return the disk error, or None if there was none.
 
         Args:
-            is_attached: True if device memory is attached, which clears the tiers in memory itself.
+            is_attached: True if device memory is attached; its own flush then clears host memory.
         """
         self.epoch += 1
         if self._host is not None and not is_attached:
@@ -77,9 +77,9 @@ class MemoryBelow:
         """Attach the tiers to new device memory; return them.
 
         Args:
-            pools: Pools of that memory.
+            pools: Pools of the new device memory.
             memory: [bytes] uint8, cut into slabs.
-            prepare: As in `HostTier`.
+            prepare: Function that clears stale device memory; called before copies start.
 
         Raises:
             CacheCapacityError: If any rank has too little host memory.
@@ -128,7 +128,7 @@ def _disk_below(
 
 
 class AttachedTiers:
-    """Tiers attached to one device memory; without arguments, no tiers."""
+    """Lower tiers attached to one device memory; with the default arguments, there are none."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class AttachedTiers:
         return self._tier or Tiers()
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """Return bytes by use and running copies, named as in `CacheSnapshot`; empty without tiers."""
+        """Return bytes by use and running copies, keyed by `CacheSnapshot` field; empty without tiers."""
         if self._tier is None or self._host is None:
             return {}
         num_copies = {"device": len(self._tier.slots_reserved()), "host": self._host.pools.slots.num_reserved}
@@ -171,18 +171,18 @@ class AttachedTiers:
             self._tier.start()
 
     def land(self, *, wait: bool) -> int:
-        """Complete the copies that have ended; see `HostTier.land`."""
+        """Complete the copies that have ended on all ranks; see `HostTier.land`."""
         if self._disk is not None:
             self._disk.note_shared()
         return 0 if self._tier is None else self._tier.land(wait=wait)
 
     def drain(self) -> None:
-        """Wait for all copies; called by all ranks of the model."""
+        """Wait for all copies. Collective: all ranks of the model call it."""
         if self._tier is not None:
             self._tier.drain()
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the time of a step that only computed prompt tokens."""
+        """Record the duration of a step with prompt tokens only, to estimate the time of a prefill."""
         if self._host is not None:
             self._host.times.note_prefill(num_tokens, seconds)
 

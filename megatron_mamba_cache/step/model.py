@@ -1,4 +1,4 @@
-"""Interface of the model for engine steps."""
+"""Interface through which engine steps call the model."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Address and layout of a tensor in a captured graph."""
+    """Address and layout of a tensor that a captured graph reads."""
 
     address: int
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class WeightAddresses:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Read the addresses from the model, without waiting for the device."""
+        """Return the model's current weight addresses, without waiting for the device."""
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         return cls(
             {
@@ -38,7 +38,7 @@ class WeightAddresses:
         )
 
     def first_change(self, now: Self) -> str | None:
-        """Return the name of the first weight whose address or layout has changed; None if none has."""
+        """Return the name of the first weight whose address or layout differs in `now`; None if all are equal."""
         before, after = self.addresses, now.addresses
         for name in [*before, *(name for name in after if name not in before)]:
             if name not in after:
@@ -52,28 +52,28 @@ class WeightAddresses:
 
 
 class StepModel(Protocol):
-    """Model, or one pipeline stage, that computes the step which the runner exposes through its context."""
+    """Model or pipeline stage that computes the runner's current step, which it reads through its context."""
 
     def compute_step(self) -> Tensor:
-        """Return the last stage's logits, [1, n, vocab]; on another, the hidden states [tokens, 1, hidden] it sent."""
+        """Run the forward pass; return logits, [1, n, vocab], or the hidden states sent on, [tokens, 1, hidden]."""
 
     def compute_part(self) -> Tensor:
-        """Compute as `compute_step`, without transfers between stages, which `receive` and `send` make."""
+        """Run `compute_step` without the transfers between stages; `receive` and `send` make these."""
 
     def receive(self, num_tokens: int) -> None:
-        """Receive the previous stage's hidden states as input of `compute_part`; do nothing on the first stage."""
+        """Receive the previous stage's hidden states as input for `compute_part`; do nothing on the first stage."""
 
     def send(self, output: Tensor) -> None:
         """Send the output of `compute_part` to the next stage; do nothing on the last stage."""
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Return the logits, [n, vocab], of last-layer outputs, [n, hidden]; only on the last stage."""
+        """Return the logits, [n, vocab], for last-layer outputs, [n, hidden]. Call this only on the last stage."""
 
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
-        """Context manager: skip expert exchanges that a failed forward pass has made; yield whether there are any."""
+        """Context manager that skips exchanges made by a failed forward pass; yields whether there were any."""
 
     def weight_addresses(self) -> WeightAddresses:
         """Return the current addresses of the weights, without waiting for the device."""
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:
-        """Context manager: collect the tensors other than weights that forward passes in its body read."""
+        """Context manager that collects the non-weight tensors read by forward passes in its body."""

@@ -1,6 +1,6 @@
 """Launch the next step before the host has processed this one, so that the GPU computes while the host works.
 
-There are two times to launch it, with rules in `docs/overlapped-steps.md`:
+It can be launched at two points, with rules in `docs/overlapped-steps.md`:
 
 - `may_overlap`: before or after this step's tokens are read. The GPU feeds the tokens to itself. Every request decodes
   one more token without drafts, and no request can join. Where the host masks or changes a request's logits, only the
@@ -34,14 +34,14 @@ def may_overlap(
     *,
     is_wanted: bool,
 ) -> bool:
-    """Return whether the step after this one may be launched now; changes nothing.
+    """Return whether the next step may be launched now, without drafts; changes nothing.
 
     Args:
-        graph: The step's, if its outcome can feed the next one; see `Step.feeding_graph`.
-        num_running: Running requests, paused ones included.
-        is_wanted: True if the settings ask for it.
-        tokens: [requests] the step's tokens; None until they are read. Until then, a request that waits for memory
-            prevents the launch, because it would be admitted a step later.
+        graph: The step's graph if its outcome can feed the next step, otherwise None; see `Step.feeding_graph`.
+        num_running: Number of running requests, including paused requests.
+        is_wanted: True if the configuration enables overlapped steps.
+        tokens: [requests] the step's tokens; None until they are read. With None, a request that waits for memory
+            prevents the launch, because it would be admitted one step later.
     """
     return (
         is_wanted
@@ -56,9 +56,9 @@ def may_overlap(
 
 
 def _may_cross(requests: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
-    """Return whether all requests that begin or complete a block in the next step may get it early.
+    """Return whether blocks that requests start or complete in the next step may be assigned before this step lands.
 
-    They may not while a request waits, which may fit once the block is published, nor if each token is a block.
+    This is False while a request waits, because a published block could make room for it, and if the block size is 1.
     """
     edges = cache.at_edges(requests)
     return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
@@ -73,14 +73,14 @@ def may_launch_drafts(
     *,
     is_wanted: bool,
 ) -> bool:
-    """Return whether the step after this one, which has landed, may be launched with its drafts; changes nothing.
+    """Return whether the next step may be launched with drafts after this step has landed; changes nothing.
 
     While a request waits, no request may reach a boundary in this step or the next: what is published there may make
     room for the waiting request, which comes first.
 
     Args:
-        running: Requests that run now, paused ones included.
-        is_wanted: As in `may_overlap`.
+        running: Running requests, including paused requests.
+        is_wanted: True if the configuration enables overlapped steps.
     """
     most = 1 + planner.max_drafts
 
@@ -100,7 +100,7 @@ def may_launch_drafts(
 
 
 class OverlappedSteps:
-    """Launches the next step early, if the settings ask for it and rules allow it, and holds it until it lands."""
+    """Launches the next step early if the configuration and the rules allow it, and holds it until it lands."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class OverlappedSteps:
         """The overlapped step that has not landed, if there is one."""
 
     def launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after a captured one, unless it is launched already or `may_overlap` forbids it.
+        """Launch the step after this captured step if `may_overlap` allows it and it is not launched yet.
 
         Args:
             tokens: [requests] new tokens of the step; None until they are read.
@@ -135,7 +135,7 @@ class OverlappedSteps:
             self.launch(graph, step.requests)
 
     def may_launch_drafts(self, step: Step, graphs: GraphsByShape | None) -> bool:
-        """Return whether `launch_drafts` may follow a step that has landed; see `may_launch_drafts`."""
+        """Return whether `launch_drafts` may be called after this step; see the function `may_launch_drafts`."""
         running, planner, block_size = self._requests.oldest_first, self._planner, self._requests.cache.block_size
         is_wanted = self._is_wanted and self.launched is None and not self._sharing.is_shared
         if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
@@ -143,25 +143,25 @@ class OverlappedSteps:
         return graphs is not None and graphs.hold(StepShape(len(running), 1 + planner.max_drafts))
 
     def launch(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
-        """Launch the step after a captured one, with the blocks and slots that it needs."""
+        """Reserve blocks and slots for the next step of these requests, and launch it with the same graph."""
         self._requests.cache.reserve_ahead(requests)
         self.launched = graph.launch_next(requests)
 
     def launch_drafts(
         self, graphs: GraphsByShape, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
-        """Launch a step of scheduled requests, see `GraphsByShape`; `OverlappedStep.schedule` schedules them again."""
+        """Launch a step with drafts for scheduled requests; `OverlappedStep.schedule` schedules them again."""
         self.launched = graphs.launch(requests, draft_distributions)
         for request in requests:
             request.schedule(0)
 
     def take(self) -> OverlappedStep | None:
-        """Return the overlapped step, which now lands; None if there is none."""
+        """Remove and return the overlapped step, so that it can land; None if there is none."""
         step, self.launched = self.launched, None
         return step
 
     def refuse_requests(self) -> None:
-        """Raise `RuntimeError` if a step is launched: no request can join it."""
+        """Raise `RuntimeError` if a step has been launched, because no request can join it any more."""
         if self.launched is not None:
             raise RuntimeError(
                 "the next step is already running, and no request can join it; admit requests through the engine, or "
@@ -169,16 +169,16 @@ class OverlappedSteps:
             )
 
     def leave_graph(self) -> None:
-        """Copy the overlapped step's results before the graph that computes it is freed."""
+        """Copy the overlapped step's results, so that its graph can be freed."""
         if self.launched is not None:
             self.launched.leave_graph()
 
     def wait(self) -> None:
-        """Wait once for the overlapped step, before its buffers or memory are reused."""
+        """Wait for the overlapped step, so that its buffers or memory can be reused."""
         if self.launched is not None:
             self.launched.wait()
 
     def drop(self) -> None:
-        """Wait for the overlapped step and forget it: none of its requests is left."""
+        """Wait for the overlapped step and discard it, because all its requests have left."""
         self.wait()
         self.launched = None

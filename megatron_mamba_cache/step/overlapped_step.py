@@ -27,9 +27,9 @@ class CapturedStep(Protocol):
     outcome: Tensor
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the requests of a step that fits the shape, and begin to compute it; return it as its readers see it.
+        """Send a step that fits the shape to the device, start computing it, and return its batch without padding.
 
-        States may be written from now on: compute the step next, or drop its requests.
+        The device may write states from now on. If the step is not completed, its requests must be dropped.
         """
 
     def forward(self) -> Tensor:
@@ -37,31 +37,32 @@ class CapturedStep(Protocol):
 
     @property
     def can_verify(self) -> bool:
-        """False if the graph has been freed, so the caller must compute the outcome from the logits."""
+        """True until the graph is freed; then the caller must compute the outcome from the logits."""
 
     def verify(self, draws: Draws) -> Tensor:
-        """After `forward`, sample tokens, verify, and copy reached boundary states; return [requests, 2 + K].
+        """Sample tokens, verify drafts, and copy reached boundary states after `forward`; return [requests, 2 + K].
 
-        The caller may mask tokens in the logits before.
+        The caller may mask tokens in `logits` before this call.
 
         Args:
-            draws: A way that draws for all requests.
+            draws: Sampling method that can sample for all requests.
         """
 
     def adopt(self, outcome: Tensor) -> None:
-        """Store an outcome, [requests, 2 + K], that `verify` did not compute."""
+        """Store an outcome, [requests, 2 + K], that was computed without `verify`."""
 
     def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """Return whether the next step depends only on the tokens of the step that was laid out last.
+        """Return whether the device alone can derive the next step from this step's sampled tokens.
 
-        False if requests of that one have drafts.
+        This is False if the current step has drafts.
 
         Args:
-            tokens: [requests] the new tokens; None while they are unknown, so that requests which end are computed too.
+            tokens: [requests] the new tokens; None while they are unknown. Requests that end are then computed once
+                more.
         """
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
-        """Launch the next step, with the tokens fed on the device; return it. It must land."""
+        """Launch the next step with tokens fed on the device; return it. The caller must let it land."""
 
 
 class OverlapState(Enum):
@@ -75,15 +76,15 @@ class OverlapState(Enum):
 
 
 class OverlappedStep:
-    """Step that is launched before its requests are updated; used in place of the captured step that computes it.
+    """A step launched before its requests are updated; replaces the captured step that computes it.
 
-    It lands like any other step: `schedule` and `lay_out` receive the requests that remain.
+    It lands like any other step. `schedule` and `lay_out` then get only the requests that have not ended.
 
     Args:
-        batch: The step as its readers see it, with all the requests that were launched, which have its drafts now.
-        ends: What ends each of them; None if the host already knew the tokens that the requests were fed.
-        state: FORWARD or OUTCOME. A FORWARD step's outcome is launched when it lands, after tokens are masked; where
-            logits are changed otherwise, the runner computes it.
+        batch: Batch of the step, with all launched requests, which still have its drafts scheduled.
+        ends: End conditions of the requests; None if the host already knew the input tokens at the launch.
+        state: FORWARD if only the forward pass is launched: when the step lands, the graph computes the outcome from
+            masked logits, or the runner from otherwise changed logits. OUTCOME if both are launched.
         draft_distributions: As in `Step`.
     """
 
@@ -109,22 +110,22 @@ class OverlappedStep:
     # Before it lands.
 
     def note_fed(self, tokens: Sequence[int]) -> None:
-        """Store the tokens, [requests], that were fed on the device, after they have been read."""
+        """Store the input tokens, [requests], which the device fed and the host has now read."""
         self._fed = tokens
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any fed token, [requests], may end its request."""
+        """Return whether any input token, [requests], may have ended its request."""
         return self._ends is not None and self._ends.any_ends(tokens)
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless the requests keep the tokens that were fed."""
+        """Raise `CacheIntegrityError` unless these input tokens equal the tokens fed on the device."""
         if [*tokens] != [*self._fed]:
             raise CacheIntegrityError("the running step was fed other tokens than its requests kept")
 
     def wait(self) -> None:
-        """Wait for the device before buffers or memory are reused; only once, since a capture must not wait.
+        """Wait for the device, so that buffers or memory can be reused; later calls do not wait again.
 
-        The graph would read the buffers to verify; from now on the runner verifies from copies.
+        The graph reads the step buffers to verify. After this call, the runner verifies with copies instead.
         """
         if self.state is OverlapState.FORWARD:
             torch.cuda.synchronize()
@@ -136,7 +137,7 @@ class OverlappedStep:
             self.state = OverlapState.COMPLETE
 
     def leave_graph(self) -> None:
-        """Wait, and copy the results before the graph is freed."""
+        """Wait for the step, and copy its results so that the graph can be freed."""
         self.wait()
         if self.state is OverlapState.COMPLETE:
             self._copy_results()
@@ -150,7 +151,7 @@ class OverlappedStep:
     # The interface of `CapturedStep`, used while the step lands.
 
     def schedule(self, requests: Sequence[RunningRequest]) -> list[Tensor | None]:
-        """Schedule the launched tokens for each remaining request; return the draft distributions."""
+        """Schedule the launched tokens for the remaining requests; return the draft distributions."""
         launched, left = self._batch.requests, set(map(id, requests))
         for request, drafts in zip(launched, self._drafts, strict=True):
             if id(request) in left:
@@ -162,7 +163,7 @@ class OverlappedStep:
         ]
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Return the batch of the remaining requests; raise `CacheIntegrityError` if another request joined."""
+        """Return the batch for the remaining requests; raise `CacheIntegrityError` if one was not launched."""
         batch = self._batch
         if tuple(requests) == batch.requests:
             return batch
@@ -189,7 +190,7 @@ class OverlappedStep:
         )
 
     def forward(self) -> Tensor:
-        """Return the logits, which may still be pending; the current stream waits if it is not the launching stream."""
+        """Return the logits, which may still be computing; a stream other than the launching stream waits for them."""
         self._wait_for_launch()
         return self.logits
 
@@ -198,7 +199,7 @@ class OverlappedStep:
         return self.state is not OverlapState.COPIED_LOGITS
 
     def verify(self, draws: Draws) -> Tensor:
-        """Return the outcome, which may still be pending."""
+        """Return the outcome, which may still be computing."""
         if self.state is OverlapState.COPIED_LOGITS:
             raise CacheIntegrityError("the graph that computed this step was freed; check can_verify")
         if self.state is OverlapState.FORWARD and self._graph is not None:
@@ -211,7 +212,7 @@ class OverlappedStep:
             self._graph.adopt(outcome)
 
     def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """Return True if the graph can launch the next step; False once it is freed."""
+        """Return whether the graph can launch the next step; False after the graph is freed."""
         return self._graph is not None and self._graph.can_launch_next(requests, tokens)
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
@@ -234,26 +235,26 @@ class Capture:
 
 
 class GraphsByShape(Protocol):
-    """The captured steps over one memory and one set of weight addresses."""
+    """Interface of the captured graphs over one cache memory and one set of weight addresses."""
 
     capture: Capture
     weights: WeightAddresses
 
     @property
     def shapes(self) -> Collection[StepShape]:
-        """The shapes of the captured steps."""
+        """Shapes of the captured graphs."""
 
     def hold(self, step: StepShape) -> bool:
-        """Return whether some captured step fits every step that this shape fits."""
+        """Return whether some graph can run every step that fits into this shape."""
 
     def launch(
         self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> OverlappedStep:
-        """Send the scheduled requests and launch the forward pass; return the step, which must land.
+        """Send the scheduled requests to a graph and launch its forward pass; return the step, which must land.
 
         Args:
             draft_distributions: As in `Step`.
         """
 
     def fitting(self, requests: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
-        """Return the captured step of `shape`, or the smallest that fits the requests; None if there is none."""
+        """Return the graph with this `shape`, or by default the smallest that fits the requests; None if none fits."""

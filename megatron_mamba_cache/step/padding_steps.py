@@ -1,4 +1,4 @@
-"""Steps of expert-parallel ranks without requests, which compute padding to take part in the exchanges."""
+"""Padding steps that expert-parallel ranks without requests run to take part in the collectives."""
 
 import torch
 
@@ -11,11 +11,11 @@ from .shared_steps import NO_REQUESTS, Part, SharedSteps
 
 @torch.inference_mode()
 def take_part(model: StepModel, runner: StepRunner) -> None:
-    """Compute this rank's part of a step unless it is launched; launch its part of the next step if it is owed."""
+    """Compute this rank's part of a shared step, and launch its part of the next step if other ranks may have."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         _compute_padding(StepShape(1), model, runner)
-        torch.cuda.synchronize()  # before the next step's integers overwrite this one's
+        torch.cuda.synchronize()  # before the next step overwrites the step buffers
         return
     shape = sharing.next_shape()
     _launch_padding(shape, model, runner, sharing)
@@ -28,7 +28,7 @@ def take_part(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
-    """Finish this rank's part of a step that failed and was dropped, with padding instead of its requests."""
+    """Finish this rank's part of a failed step with padding, after its requests were dropped."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
@@ -43,7 +43,7 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def end_shared_steps(runner: StepRunner) -> None:
-    """Compute the part that this rank owes of a shared step; all ranks call it at the same point."""
+    """Compute this rank's outstanding part of a shared step. Collective: all expert-parallel ranks call it."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return

@@ -1,4 +1,4 @@
-"""The metadata of a step's prefill requests: chunks by absolute position, and the slot each boundary is written to."""
+"""Chunks of a step's prefill requests, cut by absolute position, and the slots for states at block boundaries."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from .buffers import StepBuffers
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """The chunks of a packed batch, in packed order.
+    """Division of a packed prefill batch into chunks for the scan, in packed order.
 
     Args:
-        cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
-        chunk_requests: [num_chunks] request that each chunk belongs to.
-        cu_request_chunks: [num_requests + 1] first chunk of each request, and the number of chunks.
+        cu_chunks: [num_chunks + 1] packed start position of each chunk, and the end of the last chunk.
+        chunk_requests: [num_chunks] index of each chunk's request.
+        cu_request_chunks: [num_requests + 1] index of each request's first chunk, and the number of chunks.
     """
 
     cu_chunks: tuple[int, ...]
@@ -28,11 +28,11 @@ class ChunkPlan:
 
     @property
     def last_chunk_indices(self) -> tuple[int, ...]:
-        """The last chunk of each request; -1 for a request without new tokens."""
+        """Index of each request's last chunk; -1 for a request without new tokens."""
         return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_request_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:
-        """Return the chunk that ends at this packed position; raise `CacheIntegrityError` if none does."""
+        """Return the index of the chunk that ends at a packed position; raise `CacheIntegrityError` if none does."""
         index = bisect_left(self.cu_chunks, packed_end)
         if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
             raise CacheIntegrityError(
@@ -43,11 +43,12 @@ class ChunkPlan:
 
 
 def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain: int) -> ChunkPlan:
-    """Cut each request of a packed batch into chunks at absolute positions that are multiples of `grain`.
+    """Cut each packed request into chunks at absolute token positions that are multiples of `grain`.
 
     Args:
-        num_computed: [num_requests] tokens of each request computed before this batch.
-        query_starts: [num_requests + 1] packed position where each request's new tokens begin, from 0, and their end.
+        num_computed: [num_requests] number of each request's tokens computed before this batch.
+        query_starts: [num_requests + 1] packed start position of each request's new tokens, and the total; starts with
+            0.
 
     Raises:
         ValueError: If the lengths disagree, a value is negative, or `query_starts` descends or is not from 0.
@@ -83,8 +84,8 @@ def _check_demands(num_computed: Sequence[int], query_starts: Sequence[int], gra
 def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:
     """Write the `PrefillBatch` sections of the buffers; return the number of chunks.
 
-    A request that starts at a cached boundary reads the cached slot and writes its live slot, so a restore costs no
-    copy. One in mid-prefill, or with a restored quantized state, reads and writes its live slot.
+    A request that starts at a cached boundary reads the cached slot and writes its live slot, so no state is copied. A
+    request in mid-prefill, or with a dequantized state, reads and writes its live slot.
     """
     starts = [0]
     for request in requests:

@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens in an engine that materializes the logits of each request's last token only.
 
-A step has the hidden states of all its tokens. The logits of those that score a prompt are computed from them, a
-bounded number at a time, and a few numbers of each are kept with its request. A request gets its scores with its first
-token, so a prompt that is interrupted is scored again as a whole.
+A step has the hidden states of all its tokens. For prompt tokens to score, logits are computed from the hidden states
+in batches of bounded size, and only the log-probabilities are stored with the request. They are returned with the
+request's first generated token, so an interrupted prompt is scored again from its start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ _MOST_LOGITS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """Consecutive tokens of a request, each of which scores the token after it.
+    """Consecutive prompt tokens of a request, whose logits score the tokens that follow.
 
     Args:
-        tokens: Packed indices of the step.
-        followers: The prompt tokens that follow.
+        tokens: Packed indices of the tokens in the step.
+        followers: Ids of the prompt tokens that follow each of them.
     """
 
     request: RunningRequest
@@ -37,7 +37,7 @@ class ScoredSpan:
 
 
 def scored_spans(requests: Sequence[RunningRequest]) -> list[ScoredSpan]:
-    """Return the prompt tokens that each request of a step scores; empty if it scores none."""
+    """Return, for each request, the span of prompt tokens to score in this step; empty if there are none."""
     found = []
     token_start = 0
     for request in requests:
@@ -51,12 +51,12 @@ def scored_spans(requests: Sequence[RunningRequest]) -> list[ScoredSpan]:
 
 
 def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-    """Add the log-probs of the prompt tokens that follow this step's tokens to each request that wants them.
+    """Score the prompt tokens that follow this step's tokens, and store the results in their requests.
 
-    Collective: the ranks of a model call it in the same steps.
+    Collective: all ranks of the model call it in the same steps.
 
     Args:
-        logits_of: Returns the logits [n, vocab] of hidden states [n, hidden]; called on the last stage only.
+        logits_of: Function from hidden states [n, hidden] to logits [n, vocab]; called only on the last stage.
     """
     spans = [span for span in scored_spans(step.requests) if span.followers]
     if not spans:
@@ -69,7 +69,7 @@ def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor
 
 
 def whole_scores(requests: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:
-    """Return, by request index, the scores of the prompts that this step completes."""
+    """Return the prompt scores by request index, for requests whose prefill ends in this step."""
     return {
         index: request.scored
         for index, request in enumerate(requests)
@@ -80,7 +80,7 @@ def whole_scores(requests: Sequence[RunningRequest]) -> dict[int, list[ScoredTok
 def named_alternatives(
     scored: Sequence[ScoredToken], top_n: int, text_of: Callable[[int], str]
 ) -> list[dict[str, float]]:
-    """Return the `top_n` best alternatives of each token by text; see `alternatives_by_text`."""
+    """Return each token's `top_n` most likely alternatives, keyed by text; see `alternatives_by_text`."""
     known = cache(text_of)
     return [alternatives_by_text(token.best_ids[:top_n], token.best_log_probs[:top_n], known) for token in scored]
 
@@ -88,7 +88,7 @@ def named_alternatives(
 def alternatives_by_text(
     token_ids: Sequence[int], log_probs: Sequence[float], text_of: Callable[[int], str]
 ) -> dict[str, float]:
-    """Return the log-probs of tokens by text, in their order; one whose text is taken is named by id: `token_id:5`."""
+    """Return log-probabilities keyed by token text; a token with a repeated text gets a key such as `token_id:5`."""
     found: dict[str, float] = {}
     for token_id, value in zip(token_ids, log_probs, strict=True):
         text = text_of(token_id)
@@ -104,7 +104,7 @@ def _scores(
     logits_of: Callable[[Tensor], Tensor],
     most_at_once: int,
 ) -> Iterator[ScoredToken]:
-    """Return the scores of all followers, in order, each with the `top_n` best alternatives."""
+    """Return the scores of all spans' followers, in order, each with its `top_n` most likely alternatives."""
     tokens = [token for span in spans for token in span.tokens]
     followers = [token for span in spans for token in span.followers]
     device = step.batch.token_ids.device

@@ -19,11 +19,11 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Replay of a recording, which computes it again in place.
+    """Callable that repeats a recorded computation in place.
 
     Args:
-        begin: Launches what the computation does before `split`; nothing if it does not split.
-        finish: Called next: runs the host's preparation and launches the rest.
+        begin: Launches the part of the computation before `split`; does nothing if there was no `split`.
+        finish: Runs the host's preparation and launches the rest; called after `begin`.
     """
 
     begin: Callable[[], None]
@@ -36,26 +36,26 @@ class Replay:
 
 
 class Recorder(Protocol):
-    """Record computations that are replayed one after another."""
+    """Interface that records computations, to replay them one after another."""
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
-        """Run a computation once; return its results and a replay that computes them again, in place.
+        """Run a computation once; return its results and a `Replay` that recomputes them in place.
 
         Args:
-            prepare: Host work of each replay, before the part of `compute` after `split`, or before all of it.
+            prepare: Host work in each replay; runs at `split`, or before the whole computation without a `split`.
         """
 
     def split(self) -> None:
-        """Mark, once per computation, where the part starts that depends on the host's preparation."""
+        """Mark the point from which the computation depends on `prepare`; called at most once per computation."""
 
     def num_bytes(self) -> int:
-        """Return the device memory that all recordings hold."""
+        """Return the device memory of all recordings, in bytes."""
 
 
 class CudaRecorder:
-    """Record CUDA graphs that share one memory pool.
+    """`Recorder` that captures CUDA graphs in one shared memory pool.
 
-    The device computes a recording's first graph while the host prepares for the second one, and launches that.
+    A computation with a `split` becomes two graphs: the device runs the first while the host prepares the second.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class CudaRecorder:
         self._parts: list[torch.cuda.CUDAGraph] = []  # graphs of the current recording
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
-        """Compute once, which compiles and allocates workspaces, then capture on the same stream."""
+        """Run the computation once, to compile kernels and allocate workspaces, then capture it on the same stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             compute()
@@ -109,7 +109,7 @@ class CudaRecorder:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect garbage now and not during the body, where freeing an earlier graph would abort the capture."""
+    """Context manager that collects garbage first, not in its body, where freeing an old graph aborts the capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

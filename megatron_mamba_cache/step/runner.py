@@ -1,4 +1,4 @@
-"""The life of a step. `StepRunner.run` is all of it; `drop_failed_step` replaces the rest if any of it raises:
+"""The life of a step. `StepRunner.run` runs all stages; if one raises, `drop_failed_step` cleans up:
 
 plan → forward → publish prompts → sample → launch the next step, if it may overlap, or decide its drafts → read →
 land → launch drafts.
@@ -43,15 +43,15 @@ from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
 class StepRunner:
-    """Run steps one after another over one memory, and own everything that is freed with that memory.
+    """Runs steps one after another over one cache memory, and owns all objects that are freed with this memory.
 
     Args:
-        digest: Compares the decisions of ranks.
-        counters: Counters, which outlive the runner.
+        digest: Checks that all ranks make the same decisions.
+        counters: Counters to update; they outlive the runner.
         vocab_size: Vocabulary size of the model, padding included.
-        only_last_logits: True when a forward returns logits only for the tokens of `StepBatch.logits`.
-        peers: Ranks that share experts with this rank.
-        grammars: Grammars that replies may have to follow.
+        only_last_logits: True if the model returns logits only for the tokens in `StepBatch.logits`.
+        peers: Expert-parallel ranks that serve other requests.
+        grammars: Compiler and cache of the requests' grammars.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepRunner:
         if self.peers.num_ranks > 1:
             self.sharing = SharedSteps(self.peers, self.requests, planner, self._shapes, lambda: self._capture())
         self.queue = QueueState()
-        # Nothing is launched early that depends on more than these requests, or whose every step is compared.
+        # No step is launched early if it depends on more than these requests, or if ranks compare every step.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         is_wanted = config.run_ahead and by_itself
         self.overlapped_steps = OverlappedSteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
@@ -108,16 +108,16 @@ class StepRunner:
     # The life of a step.
 
     async def run(self, model: StepModel, *, lands: bool = True) -> StepOutcome:
-        """Run the step that the scheduler has filled. If this raises, call `drop_failed_step`.
+        """Run the step that the scheduler has filled, and return its outcome. If this raises, call `drop_failed_step`.
 
         Args:
-            lands: False if the caller decides what requests keep and calls `land` itself.
+            lands: False if the caller chooses the tokens that requests keep, and calls `land` itself.
         """
         step = self.plan()
         logits = model.compute_step() if step.graph is None else step.graph.forward()
         self.sharing.note_launched()
         self.publish_prompts()
-        if not self.sharing.is_shared:  # otherwise agree first
+        if not self.sharing.is_shared:  # expert-parallel ranks first agree
             await asyncio.sleep(0)  # let other tasks use the host while the forward pass runs
         if self._step is not step:
             raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
@@ -128,7 +128,7 @@ class StepRunner:
         self.overlapped_steps.launch_next(step)
         if self.overlapped_steps.launched is None and not step.num_prefill_requests:
             self.planner.decide_next(step.requests)  # overlaps with the device
-        kept = self._keep(step, copy.wait())  # the only wait of a step
+        kept = self._keep(step, copy.wait())  # the step's only wait for the device
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
         held_back = self.land(kept) if lands else GrowthOutcome()
@@ -136,7 +136,7 @@ class StepRunner:
         return StepOutcome(step, kept, num_drafts, log_probs, held_back)
 
     def plan(self) -> Step:
-        """Schedule the decode requests and their drafts, and lay out the step."""
+        """Schedule the decode requests and their drafts, and lay out the step on the device."""
         shape = self.sharing.next_shape()
         graph: CapturedStep | None = (early := self.overlapped_steps.take())
         if early is not None:
@@ -159,13 +159,13 @@ class StepRunner:
         return step
 
     def publish_prompts(self) -> None:
-        """Publish the prompt blocks and states that the launched forward pass writes."""
+        """Make the prompt blocks and states that the launched forward pass writes findable."""
         batch = self.step.batch
         for request in batch.requests[batch.num_decode_requests :]:
             self.cache.publish(request, request.scheduled)
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return the reserved boundaries of each prefill request in the next step, relative to its first new token."""
+        """Return each prefill request's reserved boundaries in the next step, counted from its first new token."""
         requests = [request for request in self.requests.prefilling if request.scheduled]
         return [[state.position - request.computed for state in request.reserved] for request in requests]
 
@@ -173,7 +173,7 @@ class StepRunner:
         """Append and publish the kept tokens; remove requests that end; pause or evict requests if needed."""
         step, overlapped_step = self.step, self.overlapped_steps.launched
         ended = [step.requests[index] for index in kept.ended]
-        if overlapped_step is not None:  # the overlapped step runs with these tokens and has its blocks already
+        if overlapped_step is not None:  # the overlapped step has these tokens and its own blocks
             overlapped_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
@@ -188,7 +188,7 @@ class StepRunner:
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
-        if ended or overlapped_step is None:  # otherwise every request decodes again
+        if ended or overlapped_step is None:  # otherwise the overlapped step decodes every request again
             self.step_requests.count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.requests, kept)
@@ -197,15 +197,15 @@ class StepRunner:
     def drop_failed_step(self) -> None:
         """Release the reservations of a failed step and drop its requests, whose live states may be corrupt.
 
-        A request that is admitted again continues with the tokens that it has. If the failed step had landed, the
-        requests of the overlapped step stay, and the next step lands it.
+        A dropped request that is admitted again keeps its tokens. If the failed step had landed, the overlapped step
+        and its requests stay, and the next call to `run` lands that step.
         """
         try:
             self.step_requests.drop(
                 [request for request in self.requests if request in self._at_work or request.scheduled]
             )
-            if not self.sharing.is_shared:  # with shared experts, another rank may have to launch first
-                torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
+            if not self.sharing.is_shared:  # otherwise the device may wait for a launch on another expert-parallel rank
+                torch.cuda.synchronize()  # the next step may overwrite the host buffer while the device copies it
         finally:
             self._step, self._at_work = None, []
             self.counters.steps_aborted += 1
@@ -248,14 +248,14 @@ class StepRunner:
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
         shape: StepShape | None = None,
     ) -> Step:
-        """Pack every integer of scheduled requests, send them, and prepare memory; return the step that runs eagerly.
+        """Copy the scheduled requests' integer inputs to the device, and prepare memory; return an eager step.
 
-        The results of the previous step must have been read back.
+        The previous step's results must have been read, because its buffers are overwritten.
 
         Args:
-            draft_distributions: As in `Step`.
-            purpose: The purpose of the sampled tokens.
-            shape: Shape on which expert-parallel ranks agreed; None without such ranks.
+            draft_distributions: For each decode request, the distributions of its drafts; see `Step`.
+            purpose: Use of the random numbers, e.g. sampling or drafting.
+            shape: Step shape on which the expert-parallel ranks agreed; None without expert parallelism.
         """
         memory, draws_ratios = self.memory, any_sampled(draft_distributions)
         batch = lay_out_step(
@@ -270,20 +270,20 @@ class StepRunner:
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
     def begin(self, step: Step) -> Step:
-        """Count a laid-out step, make it current, and return it."""
+        """Update the counts for a laid-out step, make it the current step, and return it."""
         self.show(step)
         self.counters.steps += 1
         self.counters.graph_steps += step.graph is not None
         return step
 
     def show(self, step: Step) -> None:
-        """Make a step the current step of the model and the sampler."""
+        """Make a step the one that the model and the sampler read."""
         self._step = step
         self.step_requests.count_step(step)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context manager: run padding steps in its body; afterwards restore the current step."""
+        """Context manager for padding steps in its body; restores the current step and the counts afterwards."""
         self.overlapped_steps.wait()
         step, counts = self._step, self.step_requests.counts
         try:
@@ -293,27 +293,28 @@ class StepRunner:
             self.step_requests.restore_counts(counts)
 
     def wanted_logits(self, step: Step, logits: Tensor) -> Tensor:
-        """Return the logits, [logits, vocab], that a step draws from, from the computed ones, [1, n, vocab]."""
+        """Select the logits that the step samples from, [logits, vocab], out of the computed logits, [1, n, vocab]."""
         wanted = logits.squeeze(0) if self.only_last_logits else step.select_outputs(logits)
         return self._changes.apply(step.requests, step.batch.logits.starts, wanted)
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
-        """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
+        """Return logits, [n, vocab], bit-equal on all ranks, given each rank's output of the forward pass."""
         return self._scorer.logits_on_all_ranks(step, output)
 
     # Captured graphs.
 
     def drop_graphs(self) -> None:
-        """Free all graphs, after copying the results of an overlapped step."""
+        """Copy the results of an overlapped step, then free all graphs."""
         self.overlapped_steps.leave_graph()
         self.graphs = None
 
     def capture_by(self, capture: Callable[[], None], *, now: bool) -> None:
-        """Capture graphs.
+        """Capture graphs now, or at the next step whose shape expert-parallel ranks agree on.
 
         Args:
-            capture: Captures the graphs; expert-parallel ranks call it together whenever one of them wants to.
-            now: False waits for the next step whose shape they agree on; no graph is replayed before.
+            capture: Function that captures the graphs. Expert-parallel ranks call it together if any of them needs
+                graphs.
+            now: False to wait for that step with expert parallelism; until then, steps run without graphs.
         """
         self._capture = capture
         if now or not isinstance(self.sharing, SharedSteps):
@@ -322,22 +323,22 @@ class StepRunner:
             self.sharing.wants_capture, self.graphs = True, None  # an overlapped step keeps its graph
 
     def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
-        """Use these graphs, which were captured over this memory; None: run steps without graphs."""
+        """Use graphs captured over this memory for later steps; with None, run steps without graphs."""
         self.graphs = graphs
 
     def snapshot(self) -> CacheSnapshot:
-        """Return counters and the use of slots and blocks."""
+        """Return the counters and the current use of slots and blocks."""
         return self.memory.snapshot(self.counters, Capture() if self.graphs is None else self.graphs.capture)
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
-        """Sample, verify, and copy the states of reached boundaries.
+        """Sample tokens, verify drafts, and copy the states at reached boundaries.
 
         Returns:
-            [requests, 2 + K] at `StepBatch.row_indices`: how many tokens each request accepts, then these tokens.
+            [requests, 2 + K] at `StepBatch.row_indices`: each request's number of accepted tokens, then the tokens.
         """
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
-            self._changes.masks.apply(logits.squeeze(0))  # in place, in the logits of the graph
+            self._changes.masks.apply(logits.squeeze(0))  # in place in the graph's logits
             return graph.verify(step.batch.logits.draws)
         requests = step.batch.logits
         outcome = outcome_on_all_ranks(
@@ -351,17 +352,17 @@ class StepRunner:
         return outcome
 
     def _launch_drafts(self, step: Step) -> None:
-        """Launch the step after this one, which has landed, with its drafts, if that is allowed."""
+        """Launch the next step with drafts if it is allowed; called after this step has landed."""
         graphs = self.graphs
         if self.overlapped_steps.may_launch_drafts(step, graphs) and graphs is not None:
             distributions = self.step_requests.schedule_decode(step.requests, self.requests.budget)
             self.overlapped_steps.launch_drafts(graphs, step.requests, distributions)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
-        """Return what each request keeps of its outcome; launch the next step if it may overlap.
+        """Return the tokens that each request keeps; launch the next step if it may overlap.
 
         Args:
-            found: The outcome, [requests, 2 + K] at `StepBatch.row_indices`.
+            found: Outcome of the step, [requests, 2 + K] at `StepBatch.row_indices`.
         """
         if not any_sampled(step.draft_distributions):
             tokens = [found[row][1] for row in step.batch.row_indices]

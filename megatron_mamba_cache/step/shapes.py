@@ -16,7 +16,7 @@ _GREEDY = SamplingSettings(top_k=1)
 
 
 def prefill_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a request that prefills `num_tokens` tokens, 0 or more; its prompt has at least one."""
+    """Return a padding request that prefills `num_tokens` >= 0 tokens; its prompt has at least one token."""
     request = _padding_request(
         RequestSpec(-1, np.zeros(max(1, num_tokens), np.int64), 2 + num_tokens, _GREEDY), dummy_block
     )
@@ -25,7 +25,7 @@ def prefill_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningReq
 
 
 def decode_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a padding request of one token and `num_tokens` - 1 drafts, a state reserved; 0: no tokens."""
+    """Return a padding request with one token, `num_tokens` - 1 drafts and a reserved state; 0 for no tokens."""
     request = _padding_request(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
     if num_tokens:
         request.append([0])
@@ -49,9 +49,10 @@ def _padding_request(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Shape of a step: decode requests of up to `width` tokens each, then prefill requests with a total of tokens.
+    """Numbers of requests and tokens in a step that a graph is captured for: decode requests, then prefill requests.
 
-    With prefill requests, `width` is 1: prefill tokens begin after one token for each decode request.
+    Decode requests have up to `width` tokens each. With prefill requests, `width` is 1, so that prefill tokens start
+    after one token per decode request.
     """
 
     num_decode_requests: int = 0
@@ -76,25 +77,25 @@ class StepShape:
 
     @property
     def most_queries(self) -> tuple[int, ...]:
-        """Largest query lengths that fit together: the first prefill request has all prefill tokens."""
+        """Query length of each request in the most uneven batch: the first prefill request has all prefill tokens."""
         others = (0,) * (self.num_prefill_requests - 1)
         prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_requests else ()
         return (self.width,) * self.num_decode_requests + prefilling
 
     def num_chunks(self, grain: int) -> int:
-        """Return the maximum number of chunks of the prefill requests, of which each can have two short ones."""
+        """Return the maximum number of prefill chunks; each request can have two partial chunks."""
         return self.num_prefill_tokens // grain + 2 * self.num_prefill_requests
 
     @staticmethod
     def of(requests: Sequence[RunningRequest]) -> "StepShape":
-        """Return the smallest shape that fits the requests."""
+        """Return the smallest shape into which the requests fit."""
         num_decode = num_decoding(requests)
         width = max((request.scheduled for request in requests[:num_decode]), default=1)
         prefilling = requests[num_decode:]
         return StepShape(num_decode, width, len(prefilling), sum(request.scheduled for request in prefilling))
 
     def holds(self, step: "StepShape") -> bool:
-        """Return whether a step of another shape fits; steps with and without prefill have separate shapes."""
+        """Return whether a step fits; shapes with prefill hold only steps with prefill, and vice versa."""
         return (
             step.num_decode_requests <= self.num_decode_requests
             and step.width <= self.width
@@ -104,7 +105,7 @@ class StepShape:
         )
 
     def fullest_requests(self, dummy_block: BlockId) -> list[RunningRequest]:
-        """Return padding that fills the shape, at least one token a request; captured views are made for it."""
+        """Return padding requests that fill the shape, with one or more tokens each; graphs are captured with them."""
         decoding = [decode_padding_request(self.width, dummy_block) for _ in range(self.num_decode_requests)]
         lengths = [1] * self.num_prefill_requests
         if lengths:
@@ -112,7 +113,7 @@ class StepShape:
         return decoding + [prefill_padding_request(length, dummy_block) for length in lengths]
 
     def pad(self, requests: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
-        """Return the requests with padding requests between and after them, at the positions of `row_indices`."""
+        """Return the requests with padding requests added, so that each request is at its index in `row_indices`."""
         num_decode = num_decoding(requests)
         num_between = self.num_decode_requests - num_decode
         num_after = self.num_prefill_requests - (len(requests) - num_decode)
@@ -128,7 +129,7 @@ class StepShape:
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the smallest shape that fits a step, ordered by width, prefill requests and tokens; None if none fits."""
+    """Return the smallest shape into which a step fits, by width, prefill requests, then tokens; None if none fits."""
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_requests, shape.num_tokens), default=None)
 
@@ -136,7 +137,7 @@ def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape 
 def pad_tail(
     padded: Sequence[RunningRequest], buffers: StepBuffers, dummy_block: int, shape: StepShape, num_chunks: int
 ) -> None:
-    """Fill the tail of a packed step with padding: tokens, logits and the shape's `num_chunks` chunks."""
+    """Fill the buffers after a packed step's entries with padding tokens, logits and, up to `num_chunks`, chunks."""
     num_requests = len(padded)
     tokens = slice(int(buffers.host("cu_query")[num_requests]), shape.num_tokens)
     for name in ("token_ids", "token_positions"):

@@ -1,15 +1,15 @@
-"""Agreement of ranks that share experts on a step: its shape, and whether it is overlapped.
+"""Agreement of expert-parallel ranks on each step's shape, and on overlapping it.
 
-Their layers exchange the same number of tokens on every rank, so all compute each step in one shape: the smallest that
-holds each rank's requests. A rank without requests computes padding. There are two rounds, which never wait for the
+MoE layers exchange the same number of tokens on every rank, so all ranks compute a step in one shape: the smallest that
+holds each rank's requests. A rank without requests computes padding. Ranks agree in two rounds, without waiting for the
 device:
 
-- While the device computes a step, ranks agree on the next. A rank that is sure to decode only reports its number of
-  requests. If all do, the next shape is fixed. If it is the present one, ranks that can launch the next step do so, and
-  every rank owes it: it computes the next step before it waits.
-- Otherwise ranks agree on the shape of the next step when each knows its requests.
+- While the device computes a step, each rank that is sure to decode only in the next step reports its number of
+requests. If all ranks report one, the next shape is fixed. If it equals the current shape, ranks that can launch the
+next step do so. Each of the other ranks then owes this step: it must compute it before it waits. - Otherwise, ranks
+agree on the next shape when each rank knows its requests for that step.
 
-A rank whose step fails still does what is left of its part (`Part`), or the others would wait for it.
+A rank whose step fails still completes its part (`Part`), because other ranks wait for it.
 """
 
 from collections.abc import Callable, Collection
@@ -26,7 +26,7 @@ NO_REQUESTS = StepShape(0)
 
 
 class Part(Enum):
-    """Progress of a rank in a step that expert-parallel ranks compute together."""
+    """Progress of this rank in a step that expert-parallel ranks compute together."""
 
     COMPLETE = "it has looked ahead"
     BEGUN = "nothing is agreed"
@@ -35,7 +35,7 @@ class Part(Enum):
 
 
 class StepSharing:
-    """Agreement of ranks on the next step. In this base class the rank has all experts and decides alone."""
+    """Agreement of ranks on the next step. This base class is for one rank with all experts, which decides alone."""
 
     is_shared = False
     """True if ranks share experts."""
@@ -44,33 +44,33 @@ class StepSharing:
 
     @property
     def is_fixed(self) -> bool:
-        """True when the shape of the next step is agreed already: no request can join this rank's requests."""
+        """True if the next step's shape is agreed, so that no request can join."""
         return False
 
     def begin(self) -> None:
-        """Note that this rank starts a step and owes its part to the other ranks."""
+        """Record that this rank starts a step, which it must complete because other ranks wait for it."""
 
     def next_shape(self) -> StepShape | None:
-        """Return the shape in which all ranks compute the next step, None if there are no others; graphs may change."""
+        """Return the next step's agreed shape, None for a single rank; graphs may be captured again."""
         return None
 
     def note_launched(self) -> None:
-        """Note that this rank has launched its forward pass."""
+        """Record that this rank has launched its forward pass."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return whether this rank launches the step after this one; `wants` is what it would do alone."""
+        """Return whether this rank launches the next step; `wants` is the decision that it would make alone."""
         return wants
 
     def forget(self) -> None:
-        """Forget the next step, because all ranks have computed it or none will."""
+        """Discard the agreement on the next step, because all ranks have computed it or none will."""
 
 
 class SharedSteps(StepSharing):
-    """`StepSharing` of expert-parallel ranks.
+    """`StepSharing` for expert-parallel ranks, which exchange tokens in every step.
 
     Args:
-        shapes: Returns those of this rank's graphs, which are the other ranks' too.
-        capture: Captures graphs, which all ranks do together.
+        shapes: Function that returns the shapes of this rank's graphs, which are equal on all ranks.
+        capture: Function that captures graphs; all ranks call it together.
 
     Attributes:
         padding_is_launched: True if this rank, which has no requests, has launched its part of the next step.
@@ -108,7 +108,7 @@ class SharedSteps(StepSharing):
         self.part = Part.BEGUN
 
     def next_shape(self) -> StepShape:
-        """Agree on the next shape, which becomes the current shape."""
+        """Agree with the other ranks on the next shape; make it the current shape and return it."""
         fixed, self._fixed, self.is_owed = self._fixed, None, False
         self.present = computed_shape(fixed or self._agreed(), self._shapes())
         self.part = Part.AGREED
@@ -118,7 +118,7 @@ class SharedSteps(StepSharing):
         self.part = Part.LAUNCHED
 
     def _agreed(self) -> StepShape:
-        """Return a shape that fits the requests of all ranks; capture graphs first if any rank wants to."""
+        """Return a shape into which each rank's requests fit; capture graphs first if any rank needs them."""
         decoding = self._requests.decoding
         prompt_tokens = [request.scheduled for request in self._requests.prefilling if request.scheduled]
         width = 1 if self._planner.stays_paused(decoding) else 1 + self._planner.max_drafts
@@ -130,7 +130,7 @@ class SharedSteps(StepSharing):
         return StepShape(num_requests, 1 if prefill[0] else width, *prefill)
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return True if all ranks launch the next step, on which they agree before tokens are read."""
+        """Agree with the other ranks, before tokens are read; return whether this rank launches the next step."""
         if knows_tokens:
             return False
         stays_paused = (
@@ -142,11 +142,11 @@ class SharedSteps(StepSharing):
         return self.agree_on_next(next_requests, queue, wants_overlap=wants) and wants
 
     def agree_on_next(self, next_requests: StepShape, queue: QueueState, *, wants_overlap: bool) -> bool:
-        """Agree on the next step as far as possible; return whether it is owed.
+        """Try to agree on the next step's shape; return whether every rank now must compute that step.
 
         Args:
-            next_requests: Shape that fits this rank's current requests in its next step.
-            wants_overlap: True if this rank launches the next step if it is owed.
+            next_requests: Shape into which this rank's current requests fit in the next step.
+            wants_overlap: True if this rank can launch the next step early.
         """
         ends_prefill = all(
             request.computed + request.scheduled >= request.spec.prompt_len for request in self._requests.prefilling
@@ -166,5 +166,5 @@ class SharedSteps(StepSharing):
 
 
 def computed_shape(step: StepShape, shapes: Collection[StepShape]) -> StepShape:
-    """Return the smallest graph shape that fits a step, else the step's own shape, but never an empty one."""
+    """Return the smallest graph shape into which a step fits; without one, the step's own shape, made non-empty."""
     return smallest_holding(step, shapes) or (step if step.num_tokens else StepShape(1))

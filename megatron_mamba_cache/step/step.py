@@ -15,12 +15,12 @@ from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
-    """Raise an error, because no layer may run during a graph replay or after the forward pass."""
+    """Raise an error. Used as `attend` where no layer may run: in a graph replay or after the forward pass."""
     raise CacheIntegrityError("a layer requested attention outside its step's forward")
 
 
 def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:
-    """Return whether any drafts were sampled, so that verifying them needs random numbers."""
+    """Return whether any drafts were sampled from distributions. Their verification needs random numbers."""
     return any(sampled is not None for sampled in draft_distributions)
 
 
@@ -29,14 +29,15 @@ class Step:
     """Inputs of one step, and the outputs of its forward pass that sampling needs.
 
     Args:
-        batch: Views of the step's requests on the device.
-        attend: Attention call that was planned for these requests.
+        batch: Device views of the step's inputs.
+        attend: Attention function, planned for these requests.
         graph: Graph that computes the step; None if the step runs eagerly.
-        draft_distributions: For each decode request, the distributions of its drafts, None if they were not sampled;
-            empty where they all are.
-        wanted_outputs: [logits, hidden] outputs of the last layer that logits are computed from, or the logits
-            themselves where the model computes those of every token.
-        scored_hidden_states: [tokens, hidden] hidden states of all tokens if prompt log-probs are wanted, else empty.
+        draft_distributions: For each decode request, the distributions that its drafts were sampled from, or None for
+            other drafts. The sequence may be empty if every entry would be None.
+        wanted_outputs: [logits, hidden] last-layer outputs from which logits are computed, or the selected logits if
+            the model computes logits for every token.
+        scored_hidden_states: [tokens, hidden] hidden states of all tokens if prompt log-probabilities are requested,
+            otherwise empty.
     """
 
     batch: StepBatch
@@ -50,7 +51,7 @@ class Step:
     def of_graph(
         graph: CapturedStep, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> "Step":
-        """Send scheduled requests to a graph; return the step that it computes."""
+        """Send the scheduled requests to a graph; return the step, which the graph will compute."""
         batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
@@ -61,7 +62,7 @@ class Step:
 
     @property
     def num_drafts(self) -> list[int]:
-        """[requests] drafts of each request that are verified."""
+        """[requests] number of drafts that are verified for each request."""
         return [len(request.drafts) for request in self.batch.requests]
 
     @property
@@ -85,10 +86,11 @@ class Step:
         return not self.num_prefill_requests and self.batch.num_tokens == len(self.requests)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
-        """Return the graph if it can verify the step, from logits that may have been masked; else None.
+        """Return the graph if it can verify the step, even after its logits are masked; otherwise None.
 
         Args:
-            only_last_logits: As in `StepRunner`; the logits of other steps are selected inside the graph.
+            only_last_logits: True if the model returns logits only for the tokens in `StepBatch.logits`. Otherwise the
+                graph selects these logits itself, after the point at which a mask could be applied.
         """
         graph = self.feeding_graph
         if graph is None or self.batch.logits.any_changed or not graph.can_verify:
@@ -99,14 +101,14 @@ class Step:
 
     @property
     def feeding_graph(self) -> CapturedStep | None:
-        """Graph whose outcome can be fed to the next step; None if drafts were sampled."""
+        """Graph whose outcome can be fed to the next step; None without a graph or if drafts were sampled."""
         return None if any_sampled(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
-        """Select the wanted outputs, [logits, n], of the last layer's outputs or the logits, [1, tokens, n].
+        """Select and store the rows for `StepBatch.logits`, [logits, n], of hidden states or logits, [1, tokens, n].
 
-        Wanted are each request's last token and the tokens before its drafts. The step keeps them, and if prompts are
-        scored, the hidden states of all tokens.
+        These rows belong to each request's last token and the tokens before its drafts. If prompts are scored, the step
+        also stores the hidden states of all tokens.
         """
         if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)

@@ -1,9 +1,10 @@
-"""CUDA graphs of one step shape: the forward pass, then verification and align copies.
+"""CUDA graphs for one step shape: the forward pass, then verification and align copies.
 
-What follows the forward has a graph for each way to sample. It runs without a graph where a request changes its logits
-or a draft was drawn at random. Before a replay the step's requests replace padding requests; every op skips the rest.
-With prompts, the forward is two graphs, split before the first attention layer, if the host plans attention and no
-other stage or rank waits: the host plans while the first graph runs.
+Verification and align copies have one graph per sampling method. They run without a graph if a request changes its
+logits or a draft was sampled at random. Before a replay, the step's requests replace padding requests in the buffers;
+every op skips the remaining padding. If the host plans attention for prompts, the forward pass is split into two graphs
+before the first attention layer: the host plans while the first graph runs. It is not split if other pipeline stages or
+expert-parallel ranks would wait.
 """
 
 from collections.abc import Sequence
@@ -30,12 +31,13 @@ from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 
 class OutputMemory:
-    """Output of the latest graph's forward: logits, or hidden states on all stages but the last.
+    """Buffer for the output of the latest forward pass: logits, or hidden states on all stages but the last.
 
-    All graphs share it: logits of 259 tokens of 131,072 take 65 MiB, and a copy less than a thousandth of a step.
+    All graphs share it, because logits for 259 tokens and 131,072 vocabulary entries take 65 MiB. Copying them there
+    takes less than 0.1% of a step.
 
     Args:
-        shapes: The shapes of all graphs.
+        shapes: Shapes of all graphs, from which the buffer size is computed.
     """
 
     def __init__(self, shapes: Sequence[StepShape]) -> None:
@@ -44,10 +46,10 @@ class OutputMemory:
         self._most_tokens = max((shape.num_tokens for shape in shapes), default=0)
 
     def keep(self, output: Tensor, shape: StepShape) -> Tensor:
-        """Copy the output of the forward pass to the shared memory; return it, always at the same address.
+        """Copy the output of a forward pass into the buffer; return the copy, whose address never changes.
 
         Args:
-            output: One row for each token whose logits are computed, or for each token. The first has the most tokens.
+            output: One row per token whose logits are computed, or per token. The first call must have the most tokens.
         """
         if self._memory is None:
             has_all = output.numel() // output.shape[-1] != shape.num_logits
@@ -63,14 +65,14 @@ class OutputMemory:
 
 
 class StepGraph:
-    """CUDA graphs of one step shape.
+    """`CapturedStep` that replays the CUDA graphs for one step shape.
 
     Args:
-        model: Model that computes the current step of the runner.
+        model: Model that computes the runner's current step.
         recorder: Captures the computations.
-        outputs: Stores the output of the forward pass until the next forward pass of any graph.
+        outputs: Buffer that keeps the output of the forward pass until any graph runs its next forward pass.
         longest: Maximum number of tokens per request.
-        purpose: The purpose of the sampled tokens; for drafts, only greedy sampling is captured after the forward.
+        purpose: Use of the sampled tokens. For draft tokens, only greedy sampling is captured after the forward pass.
     """
 
     can_verify = True
@@ -95,7 +97,7 @@ class StepGraph:
         padding, num_chunks = shape.fullest_requests(geometry.dummy_block), shape.num_chunks(geometry.grain)
         self._views = view_step(padding, buffers, num_chunks)
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_requests)
-        # Pipeline stages and expert-parallel ranks have different layers or prompts and would wait for one another.
+        # Pipeline stages and expert-parallel ranks split at different times and would wait for one another.
         is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
         self._unplanned: AttentionRows | None = None
@@ -119,7 +121,7 @@ class StepGraph:
         self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
     def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:
-        """Compute the outcome from the logits, and copy reached boundaries: captured after the forward."""
+        """Compute the outcome from the logits, and copy states at reached boundaries; captured after the forward pass."""
         step, requests = Step(self._views), replace(self._views.logits, draws=draws)
         outcome = outcome_on_all_ranks(
             runner.ranks, requests, lambda: verify_step(requests, runner.wanted_logits(step, self.logits), [])
@@ -129,14 +131,14 @@ class StepGraph:
         return ()
 
     def reads_blocks_of(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return whether the captured attention can read the KV blocks of a step's prompts."""
+        """Return whether the captured attention can read as many KV blocks as the step's prompts have."""
         last = self._attention.last_block
         return last is None or all(max(request.block_ids) <= last for request in requests[num_decoding(requests) :])
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the requests of a step that fits the shape; return the batch.
+        """Send a step that fits the shape to the device; return its batch without padding.
 
-        The device starts with the part before attention, while the host plans attention.
+        The device starts the part before the first attention layer while the host plans attention.
         """
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
         if before is not None and not draws_ratios and before.step.continues(requests, buffers, geometry.block_size):
@@ -153,7 +155,7 @@ class StepGraph:
         return batch
 
     def _plan_attention(self) -> None:
-        """Plan attention once for the last laid-out step: before its forward pass, or inside if `_plans_inside`."""
+        """Plan attention once for the last laid-out step: before its forward pass, or within it if `_plans_inside`."""
         if self._unplanned is not None:
             self._attention.plan_again(self._unplanned)
             self._unplanned = None
@@ -174,13 +176,13 @@ class StepGraph:
         buffers.feed(self.outcome[: len(requests), 1])  # decode requests come first
         self.forward()
         state = OverlapState.FORWARD
-        if not (before.batch.logits.any_changed or any_masked(requests)):  # the host needs the tokens first
+        if not (before.batch.logits.any_changed or any_masked(requests)):  # otherwise the host needs the tokens first
             self.verify(before.step.draws)
             state = OverlapState.OUTCOME
         return OverlappedStep(self, batch, before.step.ends, state)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
-        """Store and return a step that continues the previous one; plan attention again if KV blocks changed."""
+        """Store and return a step that continues step `before`; plan attention again if KV blocks changed."""
         kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_requests].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
         self._latest.note(SentStep(self, step, batch))
@@ -189,7 +191,7 @@ class StepGraph:
         return batch
 
     def _batch_of(self, requests: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
-        """Return the batch of the real requests of a padded step."""
+        """Return the batch without the padding requests."""
         results, shape = self._results, self.shape
         num_decode = num_decoding(requests)
         row_indices = shape.row_indices(requests)
@@ -221,23 +223,23 @@ class StepGraph:
         if not self._plans_inside:
             self._plan_attention()
         self._model.receive(self.shape.num_tokens)
-        self._replay_forward.finish()  # steps that `lay_out` did not send have no prompts, so `begin` was not needed
+        self._replay_forward.finish()  # steps sent without `lay_out` have no prompts and no `begin`
         self._model.send(self.logits)
         return self.logits
 
     def verify(self, draws: Draws) -> Tensor:
-        """After `forward`, sample tokens, verify, and copy the states of reached boundaries."""
+        """Sample tokens, verify drafts, and copy states at reached boundaries after `forward`; return the outcome."""
         self._replay_verify[draws]()
         return self.outcome
 
     @torch.inference_mode()
     def adopt(self, outcome: Tensor) -> None:
-        """Store an outcome that `verify` did not compute, to feed the next step."""
+        """Store an outcome that was computed without `verify`, to feed the next step."""
         self.outcome.copy_(outcome)
 
 
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
-    """Return the tensors computed from the step buffers that are read after the forward pass."""
+    """Return the tensors derived from the step buffers that are still read after the forward pass."""
     return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
 
 

@@ -1,4 +1,4 @@
-"""Counts and outcome of a step for Megatron's interface."""
+"""Request counts and outcome of a step, from which Megatron's results are built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .step import Step
 
 
 class StepCounts(NamedTuple):
-    """Counts of the scheduled or laid-out step; see `RequestCounts`.
+    """Request and token counts of the scheduled or laid-out step; see `RequestCounts`.
 
     Args:
         tokens: Number of tokens to compute; includes drafts after the step is laid out.
@@ -28,10 +28,10 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Outcome of a step.
+    """Tokens that a step produced, its draft counts, log-probabilities, and the requests that left or paused.
 
     Args:
-        num_drafts: [requests] drafts that were verified; empty where no drafts are planned.
+        num_drafts: [requests] number of verified drafts; empty if drafting is off.
         held_back: Requests that were paused or evicted when the step landed.
     """
 
@@ -43,7 +43,7 @@ class StepOutcome:
 
 
 class RunnerCount:
-    """A count that Megatron's classes read from a context. Its value is the runner's; what Megatron sets is ignored.
+    """Descriptor for a count that Megatron reads from the context; returns the runner's value and ignores assignment.
 
     Args:
         name: Field of `StepCounts`.
@@ -57,4 +57,4 @@ class RunnerCount:
         return count
 
     def __set__(self, context: Any, value: int) -> None:
-        """Ignore what Megatron sets."""
+        """Ignore an assignment by Megatron's classes."""

@@ -1,4 +1,4 @@
-"""Manage the requests of the next step: admission, drafts, KV blocks and removal."""
+"""Admission, draft counts, KV blocks and removal of the next step's requests."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ from .step_outcome import StepCounts
 
 @dataclass(slots=True, eq=False)
 class StepRequests:
-    """Decide which requests take part in the next step, and how many drafts they have.
+    """Decides which requests take part in the next step, and with how many drafts.
 
     Args:
         running: All requests with a live state.
-        changes: Changes to the logits of requests; requests that leave are removed from it.
-        counts: What the next step consists of.
+        changes: Logit changes of requests; entries of requests that leave are removed.
+        counts: Request and token counts of the next step.
     """
 
     memory: CacheMemory
@@ -46,14 +46,14 @@ class StepRequests:
     counts: StepCounts = field(default_factory=StepCounts)
 
     def admit(self, candidate: Candidate, budget: int) -> RunningRequest | Refusal:
-        """Admit a request to the next step; raise `RuntimeError` if that step runs already."""
+        """Admit a request to the next step; raise `RuntimeError` if that step has been launched."""
         self.overlapped_steps.refuse_requests()
         outcome = self.running.admit(candidate, budget)
         self.count()
         return outcome
 
     def schedule(self, scheduler: StepScheduler, waiting: Iterable[Candidate]) -> ScheduledStep:
-        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
+        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises the same error as `admit`."""
         self.overlapped_steps.refuse_requests()
         scheduled = scheduler.fill_step(self.running, waiting)
         self.memory.below.start()
@@ -67,19 +67,19 @@ class StepRequests:
             self.memory.below.start()
 
     def schedule_decode(self, requests: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
-        """Schedule a token and drafts for each decode request; return the draft distributions, see `Step`."""
+        """Schedule one token plus drafts for each decode request; return the draft distributions, see `Step`."""
         all_hold, allowed = self.ranks.all_hold, self.changes.masks.allowed
         return schedule_decode(requests, self.running.cache, self.planner, budget, all_hold, allowed)
 
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Drop requests between steps; what they published stays cached."""
+        """Drop requests between steps; their published blocks and states stay cached."""
         self.queue.note_change()
         self.leave(requests)
         self.running.resume()
         self.count()
 
     def leave(self, requests: Collection[RunningRequest]) -> None:
-        """Release requests; with the last request, drop the overlapped step too."""
+        """Release requests that leave; if none remains, drop the overlapped step."""
         if not requests:
             return
         self.running.drop(requests)
@@ -88,13 +88,13 @@ class StepRequests:
             self.drop_overlapped_step()
 
     def drop_overlapped_step(self) -> None:
-        """Wait for the overlapped step and forget it, because all its requests have left."""
+        """Wait for the overlapped step and discard it, because all its requests have left."""
         self.queue.note_change()
-        if not self.sharing.is_owed:  # otherwise it stays, without requests, as this rank's part of a shared step
+        if not self.sharing.is_owed:  # otherwise it stays as this rank's part of a shared step
             self.overlapped_steps.drop()
 
     def grow(self) -> GrowthOutcome:
-        """Give requests the KV blocks that they need next; some may be paused, resumed or evicted."""
+        """Give requests the KV blocks for the next step; pause, resume or evict requests if needed."""
         outcome = self.running.grow(self.memory.num_paused_blocks)
         self.forget(outcome.evicted)
         self.memory.pause(outcome.paused)
@@ -128,21 +128,21 @@ class StepRequests:
         )
 
     def restore_counts(self, counts: StepCounts) -> None:
-        """Restore earlier counts, after a rehearsal."""
+        """Restore saved counts after padding steps have changed them."""
         self.counts = counts
 
 
 def draft_budget(
     requests: Sequence[RunningRequest], budget: int, graphs: GraphsByShape | None, shape: StepShape | None
 ) -> int:
-    """Return how many drafts the requests of a step may have in all, before any is scheduled.
+    """Return the maximum total number of drafts in a step, before drafts are scheduled.
 
-    Together with prompts, a captured step has no room for drafts. What they would gain is less than what the step would
-    lose: the host launches it in two to eight times the time of the GPU.
+    It is 0 for a captured step with prompts, which has no room for drafts. With drafts, the step would run without a
+    graph, and the host would take two to eight times as long as the GPU; drafts do not make up for that.
 
     Args:
-        budget: Number of tokens that fit in the step.
-        shape: Shape on which ranks agreed; None without expert-parallel ranks.
+        budget: Maximum number of tokens in the step.
+        shape: Step shape on which the expert-parallel ranks agreed; None without expert parallelism.
     """
     step = StepShape.of(requests)
     has_graph = step.num_prefill_requests > 0 and graphs is not None and graphs.hold(step)

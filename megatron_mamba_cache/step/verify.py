@@ -21,10 +21,11 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
 
     Args:
         logits: [logits, vocab].
-        distributions: For each decode request, the distributions of its drafts; None if its drafts were not sampled.
+        distributions: For each decode request, the distributions that its drafts were sampled from, or None for other
+            drafts.
 
     Returns:
-        [requests, 2 + max drafts] int64: how many tokens each request accepts, and those tokens.
+        [requests, 2 + max drafts] int64: each request's number of accepted tokens, then the tokens.
     """
     sampled = _sampled_distributions(wanted, distributions)
     if sampled is None and wanted.draws is Draws.BEST:
@@ -38,10 +39,10 @@ def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tens
 
 
 def outcome_on_all_ranks(ranks: Ranks, wanted: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
-    """Return the outcome of the first rank of the last stage on all ranks, so that their plans stay equal.
+    """Broadcast the outcome from the last stage's first rank, so that all ranks make equal plans.
 
     Args:
-        compute: Runs `verify_step`; called only on ranks that have the logits.
+        compute: Function that runs `verify_step`; called only on ranks that have the logits.
     """
     if ranks.num_ranks == 1:
         return compute()
@@ -52,10 +53,10 @@ def outcome_on_all_ranks(ranks: Ranks, wanted: StepLogits, compute: Callable[[],
 
 
 def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_size: int) -> Tensor:
-    """Return the last stage's logits, [1, num_logits, vocab], bit-equal on all ranks.
+    """Return logits, [1, num_logits, vocab], bit-equal on all ranks.
 
     Args:
-        output: What the forward returned here: the logits, or another stage's hidden states.
+        output: This rank's output of the forward pass: logits, or hidden states on all stages but the last.
     """
     if ranks.num_ranks == 1:
         return output
@@ -65,7 +66,7 @@ def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_siz
 
 
 def _sampled_distributions(wanted: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
-    """Return the draft distributions and the logits row of each."""
+    """Return the draft distributions that exist, and the logits row of each."""
     if not any_sampled(distributions):
         return None
     index = torch.full(wanted.tokens.shape, -1, dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""Compile all kernels of a model's steps before the first request, without changing anything else.
+"""Compile all kernels that steps launch before the first request arrives, without changing other state.
 
-What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so warmup makes the calls
-of real steps: the model's forward, verification and the align copy, over the context's own pools and step buffers. Its
-requests are padding, which every op skips. Before that, `compile_ahead` makes the same calls without launching Triton's
-kernels, and threads compile them at once.
+Triton compiles one variant per combination of dtypes, strides, constants and pointer alignments. Warmup therefore runs
+real steps with padding requests, which every op skips: the forward pass, verification and the align copy, over the
+context's pools and step buffers. Before warmup, `compile_ahead` makes the same calls without launching Triton kernels,
+and compiles the recorded variants in parallel threads.
 """
 
 import logging
@@ -38,24 +38,24 @@ Rows = list[RunningRequest]
 def compile_ahead(
     model: StepModel, runner: StepRunner, rehearse_steps: Callable[[StepModel, StepRunner], None] | None = None
 ) -> None:
-    """Compile most kernels of a model's steps in parallel, without launching them.
+    """Compile most of the steps' kernels in parallel threads, without launching them.
 
-    Call it between steps only. On a CPU, and in float64, which some ops compute without kernels, it does nothing.
+    Call it only between steps. It does nothing on a CPU, or in float64, for which some ops have no kernels.
 
     Args:
-        rehearse_steps: Runs all kinds of steps; None: `rehearse`.
+        rehearse_steps: Function that runs every kind of step with padding; None uses `rehearse`.
     """
     if not _may_compile_ahead(runner):
         return
     try:
         with progress(_COMPILES), compiling_ahead(runner.memory.state_pool.device):
             (rehearse_steps or rehearse)(model, runner)
-    except Exception as error:  # steps also work without compiling ahead
+    except Exception as error:  # steps compile missing kernels themselves
         _LOG.warning("kernels are compiled one after another, because a dry run without launches raised %r", error)
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:
-    """Launch all kernels of a model and its drafter once on a GPU, to compile the rest; call it between steps."""
+    """Launch each kernel of a model and its drafter once, to compile those still missing; call it between steps."""
     if runner.memory.state_pool.device.type == "cuda":
         with progress(_LAUNCHES):
             rehearse(model, runner)
@@ -63,7 +63,7 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Run `warm_up` for steps without decode requests."""
+    """Do the same as `warm_up` for steps that contain only prefill requests."""
     if runner.memory.state_pool.device.type == "cuda":
         rehearse_prefill(model, runner)
 
@@ -75,7 +75,7 @@ def _may_compile_ahead(runner: StepRunner) -> bool:
 
 @torch.inference_mode()
 def rehearse(model: StepModel, runner: StepRunner) -> None:
-    """Run every kind of step with padding only, on any device."""
+    """Run every kind of step with padding requests, on a CPU or GPU."""
     rehearse_prefill(model, runner)
     memory = runner.memory
     limits = memory.step_buffers.limits
@@ -83,7 +83,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
         for requests in decode_steps(limits, memory.dummy_block):
             runner.show(runner.lay_out(requests))
             logits, step = model.compute_step(), runner.step.batch
-            # What is compiled does not depend on values, but a model's NaN would break the sampler.
+            # Compilation does not depend on values, but NaN logits from padding would make the sampler fail.
             zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
             for draws in Draws:
                 outcome = verify_step(replace(step.logits, draws=draws), zeros, [])
@@ -91,14 +91,14 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
             if zeros.dtype is not torch.float32:  # changed logits are float32
                 for draws in Draws:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
-            torch.cuda.synchronize()  # before the next step's integers overwrite this one's
+            torch.cuda.synchronize()  # before the next step overwrites the step buffers
     accepted = 2 if limits.max_drafts else 1
     memory.state_pool.drafts.resolve([LiveState(PAD_SLOT, PAD_SLOT, accepted, computed=1)])
 
 
 @torch.inference_mode()
 def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Run every kind of prefill step with padding only, on any device."""
+    """Run every kind of step that contains only prefill requests, with padding, on a CPU or GPU."""
     memory = runner.memory
     with runner.rehearsing():
         for requests in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):
@@ -111,12 +111,12 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
 def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield batches of prefill requests that reach every kernel variant of the scan."""
     longest = min(limits.max_blocks * block_size, limits.max_length or limits.max_tokens)
-    for num_requests in batch_sizes(min(limits.max_requests, limits.max_tokens)):  # graphs cover larger batches
+    for num_requests in batch_sizes(min(limits.max_requests, limits.max_tokens)):  # larger batches run in graphs
         yield [prefill_padding_request(1, dummy_block) for _ in range(num_requests)]
     if limits.max_tokens > 1:
         yield [prefill_padding_request(2, dummy_block)]
     if limits.marks_real_tokens:
-        # The variants of expert GEMMs depend on the number of tokens; one request may be too short for all of them.
+        # Expert-GEMM variants depend on the number of tokens, which may exceed the length of one request.
         for num_tokens in batch_sizes(min(limits.max_tokens, limits.max_requests * longest)):
             lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
             yield [prefill_padding_request(length, dummy_block) for length in lengths]
@@ -130,7 +130,7 @@ def batch_sizes(max_requests: int) -> list[int]:
 def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield decode requests with and without drafts, alone and followed by a prefill request."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
-    for width in range(1, widest + 1):  # replay kernels depend on the width
+    for width in range(1, widest + 1):  # replay kernels are specialized for the width
         yield [decode_padding_request(width, dummy_block)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_requests - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):
