@@ -1,4 +1,4 @@
-"""Match a prompt against the cache and other prompts, and plan its admission. Nothing here changes state."""
+"""Match a prompt against the cache and other prompts, and plan its admission, without changing the pools."""
 
 import logging
 from collections import Counter
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HitRateHint:
-    """Log one line with the reason if no prompt can reuse a prefix."""
+    """Logs one line with the reason if no prompt has been able to reuse a prefix."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._block_size = config.block_size_tokens
@@ -36,7 +36,7 @@ class HitRateHint:
             )
 
     def note_prompt(self, prompt_len: int) -> None:
-        """Count a prompt; a prompt longer than one block proves that hits are possible."""
+        """Count a prompt; a prompt longer than one block shows that prefix hits are possible."""
         if self._is_settled:
             return
         if prompt_len > self._block_size:
@@ -55,7 +55,7 @@ class HitRateHint:
 
 
 class Refusal(Enum):
-    """The reason why a request is not admitted in this step."""
+    """Reason why a request is not admitted in this step."""
 
     TOO_MANY_REQUESTS = "max_requests requests are already running"
     NO_TOKENS = "the step's token budget is used up"
@@ -70,7 +70,7 @@ class PrefixMatch:
     """The longest reusable prefix of a prompt.
 
     Args:
-        blocks: Every consecutive cached KV block from the start of the prompt.
+        blocks: All consecutive cached KV blocks from the start of the prompt.
         skip_tokens: Number of tokens to skip, up to the last boundary inside `blocks` with a cached state.
     """
 
@@ -80,13 +80,13 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """Settings that admission planning needs in addition to the request and the pools."""
+    """Settings for admission planning, apart from the request and the pools."""
 
     boundaries: BoundaryRule
     align_prefill_chunks: bool
 
     def chunk_end(self, *, start: int, prompt_len: int, budget: int) -> int:
-        """Return where to end a prefill chunk that starts at `start`, at most `budget` tokens later."""
+        """Return the end position of a prefill chunk that starts at `start` and has at most `budget` tokens."""
         block_size, align = self.boundaries.block_size, self.align_prefill_chunks
         return prefill_chunk_end(start=start, prompt_len=prompt_len, budget=budget, block_size=block_size, align=align)
 
@@ -110,7 +110,7 @@ class PromptView:
 
 
 def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_size: int) -> PrefixMatch:
-    """Return the longest reusable prefix, which ends at a cached state even if more KV is cached; change nothing."""
+    """Return the longest reusable prefix; it ends at the last cached state, even if more KV blocks are cached."""
     blocks = tuple(kv.longest_match(prompt.keys))
     usable = blocks[: (prompt.prompt_len - 1) // block_size] if prompt.may_skip else ()
     return PrefixMatch(blocks, slots.deepest(usable) * block_size)
@@ -119,7 +119,7 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 def plan_admission(
     prompt: PromptView, pools: CachePools, *, budget: int, reserved_keys: Container[BlockKey], rules: AdmissionRules
 ) -> AdmissionPlan | Refusal:
-    """Plan to admit one request within `budget` tokens, or return why it cannot be admitted.
+    """Return a plan to admit a request within `budget` tokens, or the reason why it cannot be admitted.
 
     Args:
         reserved_keys: Keys of the boundaries that other requests have reserved in this step.
@@ -134,7 +134,7 @@ def plan_admission(
     if not has_room(match, 0, pools, block_size):
         if pools.slots.num_reserved or not pools.slots.num_available_to_run:
             return Refusal.NO_SLOT
-        match = PrefixMatch(match.blocks, 0)  # running requests come first: give up the cached state to free its slot
+        match = PrefixMatch(match.blocks, 0)  # drop the match: a running request has priority over the cached state
     if not has_room(match, num_new_blocks, pools, block_size):
         match = PrefixMatch(match.blocks, 0)  # the KV blocks may need the memory of that state too
         if pools.slots.num_live or not has_room(match, num_new_blocks, pools, block_size):
@@ -146,7 +146,7 @@ def plan_admission(
 
 
 def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_size: int) -> bool:
-    """Return whether a live slot and new blocks are available while the matched blocks and state stay."""
+    """Return whether a live slot and the new blocks can be allocated without evicting the matched blocks and state."""
     source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
     slot = None if source is None or pools.slots.is_pinned(source) else pools.slots.slot_of(source)
     kept = pools.kv.unreferenced(match.blocks)
@@ -160,7 +160,7 @@ MOST_BRANCH_POINTS = 4
 
 
 def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: int) -> tuple[int, ...]:
-    """Return the boundaries shared with most other prompts, at most `MOST_BRANCH_POINTS`, in ascending order."""
+    """Return up to `MOST_BRANCH_POINTS` boundaries at which most other prompts diverge, in ascending order."""
     num_sharing: Counter[int] = Counter()
     for other in others:
         num_shared = num_common(prompt.keys, other.keys) if other.may_skip else 0
@@ -171,7 +171,7 @@ def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: 
 
 
 def num_common(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Return how many leading blocks two prompts share; keys are chained, so one equal key means equal prefixes."""
+    """Return how many leading blocks two prompts share. Keys are chained, so equal keys imply equal prefixes."""
     low, high = 0, min(len(keys), len(others))
     while low < high:
         middle = (low + high + 1) // 2

@@ -11,11 +11,11 @@ class AlignCopy:
     """Copy of the state at a block boundary from one of a request's columns.
 
     Args:
-        source_column: column that holds the SSM state at the boundary.
-        shift: accepted drafts before the boundary; the conv window of the request's state column moves left by it.
-        destination_column: block that ends on the boundary.
-        moves_bytes: False when both states are already in place.
-        num_accepted_after: accepted tokens that the next step counts from the request's state column.
+        source_column: Column of the draft window that holds the SSM state at the boundary.
+        shift: Number of accepted drafts before the boundary, by which the conv window is shifted left.
+        destination_column: Index of the request's block that ends at the boundary.
+        moves_bytes: False if the states need not be copied because they are in place.
+        num_accepted_after: Number of accepted tokens that the next step assumes, relative to the state column.
     """
 
     source_column: int
@@ -28,13 +28,13 @@ class AlignCopy:
 def plan_align_copy(
     num_computed: int, num_scheduled: int, num_draft: int, num_accepted: int, state_column: int, block_size: int
 ) -> AlignCopy | None:
-    """Plan the align copy of one request after verification; None when the request reached no boundary.
+    """Return the align copy for a request after verification; None if the request reached no boundary.
 
     Args:
-        num_computed: tokens before the step.
-        num_scheduled: tokens fed in the step, drafts included.
-        num_accepted: tokens kept, the base token included; 0 counts as 1.
-        state_column: column that holds the state after the base token.
+        num_computed: Number of tokens before the step.
+        num_scheduled: Number of input tokens in the step, including drafts.
+        num_accepted: Number of accepted tokens, including the base token; 0 counts as 1.
+        state_column: Column that holds the state after the base token.
 
     The arguments are not checked for consistency.
     """

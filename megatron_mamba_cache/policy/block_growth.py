@@ -12,13 +12,13 @@ from .requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestDemand:
-    """Blocks that one request holds, and whether it needs another for the next step.
+    """KV blocks that one request holds, and its need for another block in the next step.
 
     Args:
-        age: Order of admission; the smallest goes first, ties broken by `index`.
+        age: Sequence number of the admission; the smallest is served first, and ties are broken by `index`.
         needs_block: True if the request cannot continue without one more block; always True for paused requests.
-        blocks: Blocks held. A block that several requests hold becomes available when the last of them leaves.
-        prefilling: True during prefill: the request holds all its blocks already and is never paused.
+        blocks: Blocks that the request holds. A shared block becomes available when its last holder leaves.
+        prefilling: True during prefill, when the request has all its prompt's blocks and is never paused.
     """
 
     index: int
@@ -37,12 +37,12 @@ class RequestDemand:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """Which of the requests that need a block get one, pause or leave; all other requests continue.
+    """Plan for requests that need a block: each gets one, is paused or is evicted. All other requests continue.
 
     Args:
-        grants: requests that get one new block, oldest first; a paused request among them resumes.
-        paused: requests that are paused from now on, oldest first.
-        evicted: requests that leave, in the order they leave: youngest first.
+        grants: Requests that get one new block, oldest first. A paused request that gets a block resumes.
+        paused: Requests that become paused, oldest first.
+        evicted: Requests to evict, in this order: youngest first.
     """
 
     grants: tuple[int, ...]
@@ -53,11 +53,11 @@ class PreemptionPlan:
 def plan_preemption(requests: Sequence[RequestDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
     """Give the available blocks to the oldest requests, pause the rest, and evict the youngest if too many are paused.
 
-    A paused request may not stay while the paused requests together hold more than `paused_capacity` blocks, or while
-    no request would be active.
+    Requests are evicted, youngest first, while paused requests hold more than `paused_capacity` blocks in total, or
+    while no request would be active.
 
     Args:
-        num_available: blocks available now, evictable cached ones included.
+        num_available: Number of blocks available now, including evictable cached blocks.
 
     Raises:
         ValueError: If a request occurs twice or a number of blocks is negative.
@@ -109,7 +109,7 @@ def _no_room(request: RequestDemand) -> CacheCapacityError:
 
 @dataclass(frozen=True, slots=True)
 class GrowthOutcome:
-    """Requests that were paused, which now wait for a block, and requests that were evicted, youngest first."""
+    """Requests that were paused until a block is available, and requests that were evicted, youngest first."""
 
     paused: tuple[RunningRequest, ...] = ()
     evicted: tuple[RunningRequest, ...] = ()
@@ -125,8 +125,8 @@ def grow_requests(
 
     Args:
         requests: All admitted requests that have not finished.
-        paused_capacity: Blocks that paused requests may keep.
-        release: Called to release everything that an evicted request holds; None means `cache.release`.
+        paused_capacity: Maximum number of blocks that paused requests may keep.
+        release: Function that releases everything an evicted request holds; None uses `cache.release`.
 
     Raises:
         CacheCapacityError: If a single request cannot continue even with the whole pool.
@@ -139,7 +139,7 @@ def grow_requests(
     if not cache.kv.num_available and len(needing) < len(requests) and _may_stay_paused(needing, paused_capacity):
         return GrowthOutcome()
     left, evicted = list(requests), []
-    # Evict one request at a time: with shared memory, the states that it frees may make room for blocks too.
+    # Evict one request at a time: if states and blocks share memory, its freed states may make room for blocks.
     while (plan := _plan(left, cache, paused_capacity)).evicted:
         leaving = left.pop(plan.evicted[0])
         evicted.append(leaving)
@@ -153,7 +153,7 @@ def grow_requests(
 
 
 def resume_requests(requests: Sequence[RunningRequest], cache: PrefixCache) -> None:
-    """Give paused requests the block that each waits for, in order, until blocks run out."""
+    """Give each paused request the block that it waits for, in order, until no block is available."""
     for request in requests:
         if request.is_paused and cache.kv.num_available:
             cache.grow(request)

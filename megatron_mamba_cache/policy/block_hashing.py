@@ -1,4 +1,4 @@
-"""Chained keys of KV blocks: a key identifies a block's tokens, all tokens before them, and their salt."""
+"""Chained hash keys for KV blocks; each key covers a block's tokens, all tokens before them, and a salt."""
 
 import sys
 from array import array
@@ -21,7 +21,7 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class CacheSalt:
-    """Values, besides the tokens, that must match before a request may reuse another request's cache.
+    """Values, in addition to the tokens, that must be equal for two requests to share cached blocks.
 
     `epoch` is the number of flushes; `tenant` separates users that must not observe each other's cache hits.
     """
@@ -42,7 +42,7 @@ class CacheSalt:
 
 
 class KeyChain(Protocol):
-    """Keys of the complete blocks of a growing token sequence, in order."""
+    """Interface for the keys of the complete blocks of a growing token sequence, in order."""
 
     keys: list[BlockKey]
     num_tokens: int
@@ -52,10 +52,10 @@ class KeyChain(Protocol):
 
 
 class BlockKeyChain:
-    """Keys of a growing token sequence, one per complete block.
+    """`KeyChain` with one SHA-256 key per complete block.
 
     key(i) = SHA-256(key(i-1) ‖ tokens of block i as little-endian int32), with `root` as key(-1); a key is the whole
-    digest as a big-endian integer. The tokens of an incomplete last block are stored until the block is complete.
+    digest as a big-endian integer. Tokens in an incomplete last block are buffered until the block is complete.
 
     Raises:
         ValueError: If `root` is not 32 bytes or `block_size` is not positive.
@@ -85,7 +85,7 @@ class BlockKeyChain:
         self._tail = bytearray(data[self._hash_blocks(data) :])
 
     def _hash_blocks(self, data: memoryview) -> int:
-        """Hash the complete blocks in `data`; return how many bytes were hashed."""
+        """Append the keys of the complete blocks in `data`; return the number of bytes hashed."""
         size = self._block_bytes
         num_bytes = len(data) // size * size
         digest = self._digest

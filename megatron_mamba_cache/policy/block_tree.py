@@ -1,4 +1,4 @@
-"""Trees of KV blocks that share prefixes: each registered block has a key and a parent, the block before it."""
+"""Prefix trees of KV blocks: each registered block has a key and, as its parent, the preceding block."""
 
 from collections.abc import Container, Sequence
 
@@ -20,13 +20,13 @@ class BlockTree:
         self._depths = [0] * num_blocks
 
     def __contains__(self, block: BlockId) -> bool:
-        return self._depths[block] > 0  # the key is a big integer, seldom in the CPU's cache
+        return self._depths[block] > 0  # faster than reading the key, a big integer that is rarely in the CPU cache
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def find(self, key: BlockKey) -> BlockId | None:
-        """Return the block that is registered under the key, if any."""
+        """Return the block that is registered under the key; None if there is none."""
         return self._block_of.get(key)
 
     def longest_match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
@@ -41,7 +41,7 @@ class BlockTree:
         return matched
 
     def key_of(self, block: BlockId) -> BlockKey | None:
-        """Return the key under which the block is registered."""
+        """Return the key of a registered block."""
         return self._keys[block] or None
 
     def parent_of(self, block: BlockId) -> BlockId | None:
@@ -61,11 +61,11 @@ class BlockTree:
         return not self._num_children[block]
 
     def tail(self, block: BlockId, refs: Sequence[int], states: Container[BlockId]) -> list[BlockId]:
-        """Return the block and its ancestors, up to the first with another child, a reference or a state.
+        """Return a block and its ancestors, ending before the first that has another child, a reference or a state.
 
         Args:
-            block: Start of the tail; an unregistered block has none.
-            refs: Number of references on each block.
+            block: First block of the tail; the tail of an unregistered block is empty.
+            refs: Reference count of each block.
             states: Blocks that have a state.
         """
         parents, num_children, depth, num_after = self._parents, self._num_children, self._depths[block], 0
@@ -78,7 +78,7 @@ class BlockTree:
         return tail
 
     def unregistered(self, blocks: Sequence[BlockId], refs: Sequence[int]) -> list[BlockId]:
-        """Return which of the blocks have neither a key nor a reference."""
+        """Return the blocks that have neither a key nor a reference."""
         depths, found = self._depths, []
         for block in blocks:
             if not depths[block] and not refs[block]:
@@ -86,7 +86,7 @@ class BlockTree:
         return found
 
     def leaves(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Return which of the blocks are registered and have no registered child."""
+        """Return the blocks that are registered and have no registered child."""
         depths, num_children, found = self._depths, self._num_children, []
         for block in blocks:
             if depths[block] and not num_children[block]:
@@ -98,7 +98,7 @@ class BlockTree:
         return sorted(self._block_of.values())
 
     def require_addable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
-        """Raise an error unless the key is positive, the block has no other key, and the key has no other parent."""
+        """Raise an error if the key is not positive, the block has another key, or the key has another parent."""
         if key <= 0:
             raise ValueError(f"the key of block {block} must be positive, found {key}")
         if block in self and self._keys[block] != key:
@@ -119,7 +119,7 @@ class BlockTree:
             self._depths[block] += self._depths[parent]
 
     def remove_tail(self, tail: Sequence[BlockId]) -> BlockId | None:
-        """Unregister the blocks that `tail` returned; return the block before them."""
+        """Unregister the blocks that `tail` returned; return the block before them, or None if there is none."""
         block_of, keys, depths, num_children = self._block_of, self._keys, self._depths, self._num_children
         first = tail[-1]
         parent = self._parents[first] if depths[first] > 1 else None

@@ -1,4 +1,4 @@
-"""Choose at which positions of a prompt states are cached, and where a prefill chunk ends.
+"""Choose the prompt positions at which states are cached, and the end of each prefill chunk.
 
 All positions are absolute token positions, counted from the start of the request.
 """
@@ -12,8 +12,8 @@ class BoundaryRule:
     """Rule for the boundaries at which prefill caches a state.
 
     Args:
-        block_size: tokens in a block; every boundary is a multiple of it.
-        stride: also cache a state every `stride` blocks; None caches only at boundaries derived from the prompt.
+        block_size: Number of tokens per KV block; every boundary is a multiple of it.
+        stride: Distance in blocks between additional boundaries; None for none.
     """
 
     block_size: int
@@ -29,11 +29,11 @@ class BoundaryRule:
 def select_boundaries(
     rule: BoundaryRule, *, prompt_len: int, start: int, end: int, kv_match_end: int, branches: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the boundaries that the prefill chunk of tokens [start, end) reserves, in ascending order.
+    """Return the boundaries within the prefill chunk [start, end) at which to cache a state, in ascending order.
 
     Args:
-        kv_match_end: where the KV match of the prompt ends, a boundary; 0 when nothing matched.
-        branches: boundaries at which other texts diverge from the prompt.
+        kv_match_end: Position at which the prompt's run of cached KV blocks ends; 0 without cached blocks.
+        branches: Boundaries at which other texts diverge from the prompt.
 
     Raises:
         ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.
@@ -43,7 +43,7 @@ def select_boundaries(
     last = prompt_len // block * block
     candidates = {kv_match_end, last, *branches}
     if last == prompt_len:
-        # A repeat of the same prompt must compute at least one token, so it restores one block earlier.
+        # A repeated prompt must compute at least one token, so it starts from the boundary one block earlier.
         candidates.add(prompt_len - block)
     if end < prompt_len:
         candidates.add(end)
@@ -57,11 +57,11 @@ def prefill_chunk_end(*, start: int, prompt_len: int, budget: int, block_size: i
     """Return the position where a prefill chunk that starts at `start` ends.
 
     Args:
-        budget: number of tokens that this step may still compute.
-        align: end on the last boundary inside the budget, so that the chunk's end state can be cached.
+        budget: Number of tokens that this step may still compute.
+        align: True to end at the last boundary within the budget, so that the chunk's end state can be cached.
 
     Raises:
-        ValueError: If there is nothing left to compute, or no budget to compute it with.
+        ValueError: If no prompt tokens remain to be computed, or the budget is below 1.
     """
     if not 0 <= start < prompt_len:
         raise ValueError(f"start must be between 0 and {prompt_len - 1}, found {start}")

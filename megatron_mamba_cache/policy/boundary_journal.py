@@ -1,4 +1,4 @@
-"""Record which boundaries prompts can start from, and how they change, for the router between replicas."""
+"""Journal of the boundaries that prompts can start from, which the router between replicas reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from .identifiers import BlockId, BlockKey
 
 
 class CachedTexts(Protocol):
-    """KV blocks that can be reused only together with a state."""
+    """Interface of the KV blocks, which can be reused only together with a state, for the slot pool."""
 
     def is_end(self, block: BlockId) -> bool:
         """Return whether no block is cached after this one."""
 
     def prune(self, block: BlockId) -> int:
-        """Free the block and its ancestors that no state or request needs; return how many became free."""
+        """Free the block and each ancestor that no state or request needs; return how many became free."""
 
 
 class NoTexts:
@@ -28,12 +28,13 @@ class NoTexts:
 
 
 class StateSaver:
-    """Save states to a lower tier before they are evicted. This base class saves none."""
+    """Saves states to a lower tier before they are evicted. This base class saves nothing."""
 
     def saves(self, block: BlockId) -> bool:
-        """Start to save the state of the block that is evicted next; return whether to evict other states first.
+        """Start saving the state to be evicted next; return whether to evict other states before it.
 
-        If so, it is not asked again until `SlotPool.stop_saving`: a state that comes up again leaves, and is lost.
+        After True, it is not called again for this block until `SlotPool.stop_saving`. If the block is chosen for
+        eviction again before that, its state is evicted without being saved.
         """
         return False
 
@@ -45,13 +46,13 @@ class StateSaver:
 
 
 class StateObserver:
-    """Observer of the blocks that get or lose a cached state. This base class does nothing.
+    """Observer that is notified when blocks get or lose a cached state. This base class does nothing.
 
     A subclass must neither raise nor change the pool.
     """
 
     def published(self, block: BlockId) -> None:
-        """Note that the state at the end of the block can now be found."""
+        """Handle the publication of the state at the end of the block."""
 
     def dropped(self, block: BlockId) -> None:
         """Note that the block's state is gone."""
@@ -62,10 +63,10 @@ class StateObserver:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryChanges:
-    """Net changes of the resumable boundaries, given by the keys of the blocks that end there; all keys share one salt.
+    """Net changes of the resumable boundaries, as keys of the blocks that end there; all keys have one salt.
 
     Args:
-        were_flushed: True if everything reported earlier is cancelled; `dropped` is then empty.
+        were_flushed: True if all boundaries reported earlier are gone; `dropped` is then empty.
     """
 
     published: tuple[BlockKey, ...] = ()
@@ -77,10 +78,10 @@ class BoundaryChanges:
 
 
 class BoundaryJournal(StateObserver):
-    """Collect a slot pool's changes until they are taken; a boundary that came and went is not reported.
+    """Collects a slot pool's changes until they are taken; a boundary added and dropped meanwhile is omitted.
 
-    Hits can happen exactly at blocks with a state, because no block leaves before its children. The journal holds one
-    entry for each state of the pool and one for each boundary still to be reported as dropped.
+    Prompts can resume exactly at blocks with a state, because a block is never evicted before its children. The journal
+    holds one entry per state in the pool, and one per dropped boundary that is not reported yet.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class BoundaryJournal(StateObserver):
         self._were_flushed = True
 
     def take(self, key_of: Callable[[BlockId], BlockKey | None]) -> BoundaryChanges:
-        """Return the changes since the last call and forget them; `key_of` returns the current key of a block."""
+        """Return and clear the changes since the last call; `key_of` returns a block's current key."""
         published = []
         for block in self._new:
             key = key_of(block)

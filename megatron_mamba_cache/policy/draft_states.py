@@ -1,7 +1,7 @@
-"""Where to keep the states after a request's drafts: in slots of the shared pool, or in one buffer per request.
+"""Storage policies for the states after a request's drafts: slots of the shared pool, or a buffer per request.
 
-The setting `draft_states` chooses. `WindowStates` are the policy of `recurrences.window`, and serve every recurrence;
-`ReplayStates` are that of a recurrence's own replay.
+The setting `draft_states` selects the policy. `WindowStates` goes with `recurrences.window`, which works for every
+recurrence. `ReplayStates` goes with a recurrence's own replay of draft inputs.
 """
 
 from abc import ABC, abstractmethod
@@ -15,40 +15,40 @@ from .slot_pool import SlotPool
 
 
 class DraftStates(ABC):
-    """Give requests the slots or buffers that their drafts need; nothing else changes a `StateCursor`."""
+    """Allocator of draft slots or buffers for requests; the only code that changes a `StateCursor`."""
 
     @abstractmethod
     def begin(self, live_slot: SlotId) -> StateCursor:
         """Return the cursor of an admitted request; raise `CacheIntegrityError` if there is no room for it."""
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Return how many drafts, at most `limit`, may follow the token at position `computed`."""
+        """Return the maximum number of drafts, up to `limit`, after the token at position `computed`."""
         return limit
 
     def widen(self, cursor: StateCursor, num_drafts: int) -> int:
-        """Make room for the states after up to `num_drafts` drafts; return how many drafts fit."""
+        """Allocate storage for the states after up to `num_drafts` drafts; return the number of drafts that fit."""
         return num_drafts
 
     def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Move to the state after `num_tokens` tokens of the last step; release what the next step does not read."""
+        """Advance to the state after the last step's first `num_tokens` tokens; release unneeded storage."""
         cursor.accept(num_tokens)
         self.trim(cursor)
 
     @abstractmethod
     def trim(self, cursor: StateCursor) -> None:
-        """Release the room for drafts that no step computed."""
+        """Release draft storage that no step has used."""
 
     @abstractmethod
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Release all room for drafts; the live slot holds the state after all `num_tokens` computed tokens."""
+        """Release all draft storage. The live slot must hold the state after all `num_tokens` computed tokens."""
 
     @abstractmethod
     def end(self, cursor: StateCursor) -> None:
-        """Release everything except the live slot, because the request leaves."""
+        """Release all draft storage of a request that leaves; keep its live slot."""
 
     @abstractmethod
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
-        """Raise `CacheIntegrityError` unless cursors and free room agree."""
+        """Raise `CacheIntegrityError` unless the cursors agree with the free slots or buffers."""
 
 
 class WindowStates(DraftStates):
@@ -57,8 +57,8 @@ class WindowStates(DraftStates):
     Slots needed to admit further requests or to checkpoint running requests are never used for drafts.
 
     Args:
-        max_requests: The most requests with a live slot at once.
-        keeps_checkpoints: True if each running request keeps a checkpoint, in the same slots.
+        max_requests: Maximum number of requests with a live slot.
+        keeps_checkpoints: True if each running request also keeps a decode checkpoint in these slots.
     """
 
     def __init__(self, slots: SlotPool, max_requests: int, *, keeps_checkpoints: bool = True) -> None:
@@ -97,11 +97,11 @@ class WindowStates(DraftStates):
 
 
 class ReplayStates(DraftStates):
-    """`DraftStates` that store the inputs of tokens in one buffer per request, with room for all drafts.
+    """`DraftStates` that store token inputs, from which states are replayed, in one buffer per request.
 
     Args:
-        max_requests: The most requests that run at once, and the number of buffers.
-        rounding_len: Number of positions between two roundings of the stored states; None if states are not rounded.
+        max_requests: Maximum number of running requests; also the number of buffers.
+        rounding_len: Number of positions between two quantizations of the stored states; None without quantization.
     """
 
     def __init__(self, max_requests: int, rounding_len: int | None = None) -> None:
@@ -115,10 +115,10 @@ class ReplayStates(DraftStates):
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Limit drafts to the tokens before the next rounding.
+        """Limit drafts to the positions before the next quantization of the state.
 
-        A step rounds a state before its first token. Tokens after the next rounding would read the unrounded state, and
-        then their bits would depend on the number of drafts.
+        A step quantizes a state only before its first token. Drafts past the next quantization position would read the
+        unquantized state, so that their results would depend on the number of drafts.
         """
         if self._rounding_len is None:
             return limit
@@ -144,10 +144,10 @@ class ReplayStates(DraftStates):
 
 
 def num_folded(request: RunningRequest, fold_len: int) -> int:
-    """Return how many tokens the state in the live slot includes, for a request with a draft buffer.
+    """Return the number of tokens folded into the state in the live slot, for a request with a draft buffer.
 
-    Prefill leaves the prompt's state there. Then each step folds the tokens that are in the buffer, up to a multiple of
-    `fold_len`.
+    After prefill, the live slot holds the prompt's state. Each later step adds the buffered tokens to that state up to
+    the last multiple of `fold_len`.
     """
     cursor = request.cursor
     start_of_last_step = request.computed - cursor.accepted

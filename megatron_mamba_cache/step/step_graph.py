@@ -121,7 +121,7 @@ class StepGraph:
         self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
     def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:
-        """Compute the outcome from the logits, and copy states at reached boundaries; captured after the forward pass."""
+        """Compute the outcome from the logits, and copy states at reached boundaries; captured separately."""
         step, requests = Step(self._views), replace(self._views.logits, draws=draws)
         outcome = outcome_on_all_ranks(
             runner.ranks, requests, lambda: verify_step(requests, runner.wanted_logits(step, self.logits), [])
