@@ -24,8 +24,8 @@ _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 class Entrance:
     """Outermost ASGI middleware; records each request as an `Exchange` in `scope["exchange"]`.
 
-    A request ends when the kernel has the last byte of its response, or when the client has disconnected.
-    `on_end` is then called with the exchange, for health probes too.
+    A request ends when the last byte of its response is in the kernel's send buffer, or when the client disconnects.
+    `on_end` is then called with the exchange; this includes health probes.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog, on_end: Callable[[Exchange], None]) -> None:
@@ -61,14 +61,14 @@ class Entrance:
         return sum(not exchange.is_probe for exchange in self._open.values())
 
     async def open_requests_end(self) -> None:
-        """Wait until every request that is open now has ended, excluding probes."""
+        """Wait until all currently open requests have ended; ignore probes and requests that arrive later."""
         waiting = [exchange for exchange in self._open.values() if not exchange.is_probe]
         while any(exchange.ended is None for exchange in waiting):
             self._some_ended.clear()
             await self._some_ended.wait()
 
     def summary(self) -> str:
-        """Return the server's uptime and the number of requests with each outcome."""
+        """Return a log message with the server's uptime and the number of requests with each outcome."""
         others = ", ".join(f"{self._counts[kind]} {kind}" for kind in _NOT_SERVED)
         seconds = time.monotonic() - self._began
         return f"stopped after {seconds:.1f} s: {self._counts['served']} requests served, {others}"
@@ -84,9 +84,10 @@ class Entrance:
 
 
 class _Response:
-    """A response that is being sent; updates the status of its exchange.
+    """Sender of one request's response; records the response status and delivery failures in the exchange.
 
-    Without a `connection` (another server runs the application), each complete response counts as delivered.
+    `connection` is None if the application runs in a server other than `DrainingServer`. Each complete response
+    then counts as delivered.
     """
 
     def __init__(self, exchange: Exchange, connection: Connection | None, send: Send) -> None:
@@ -111,18 +112,18 @@ class _Response:
                 self._delivery = self._connection.delivery()
 
     async def end(self) -> None:
-        """Wait until the response is delivered; record in the exchange if it is incomplete or undelivered."""
+        """Wait until the response is delivered; if it is incomplete or undelivered, record that in the exchange."""
         if self._is_complete and (self._delivery is None or await self._delivery):
             return
         if self._connection is None or self._connection.is_broken:
             self._exchange.note_undelivered()
-        else:  # the application failed
+        else:  # the application raised an error before the response was complete
             self._exchange.note_error(unexpected())
             self._exchange.status = 500
 
 
 def _kind(exchange: Exchange) -> str:
-    """Return the outcome of a request, under its name in the summary."""
+    """Return the outcome of a request, as named in `Entrance.summary`."""
     if exchange.is_cut_off:
         return "cut off"
     if exchange.status == CLIENT_CLOSED_REQUEST:
@@ -145,7 +146,7 @@ _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class AccessControl:
-    """ASGI middleware that checks the API key and readiness, reads the body, and refuses requests while draining."""
+    """ASGI middleware that checks the API key, reads the body, and returns 503 unless the server is ready."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class AccessControl:
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or answer it with an error."""
+        """Pass a permitted request to the application; send an error response to any other request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -186,7 +187,7 @@ class AccessControl:
         path, headers = scope["path"], Headers(scope=scope)
         header = headers.get("authorization", "")
         if not header and (key := headers.get("x-api-key")):
-            header = f"Bearer {key}"  # the header that Anthropic's clients send
+            header = f"Bearer {key}"  # Anthropic's clients send the key in X-Api-Key
         owner = self._keys.owner_of(header)
         if owner is None:
             raise ApiError(401, "the API key is missing or unknown; send Authorization: Bearer KEY", "invalid_api_key")
@@ -211,9 +212,10 @@ class AccessControl:
 
 
 class CrossOrigin:
-    """ASGI middleware for CORS. It runs before the API key check because preflight requests carry no key.
+    """ASGI middleware for CORS; runs before the API key check because preflight requests carry no key.
 
-    Admin paths are never open to other origins. `origins` has entries like "https://chat.example"; "*" allows all.
+    Pages from other origins can never use admin paths. `origins` has entries like "https://chat.example"; the entry
+    "*" allows every origin.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
@@ -230,12 +232,12 @@ class CrossOrigin:
 
 
 def is_for_admins(path: str) -> bool:
-    """Return True if only administrators may use a path."""
+    """Return True if a path requires an administrator's API key."""
     return _is_below(path, _ADMIN_PATHS)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body, then calls the original."""
+    """Return an ASGI `receive` that first returns the whole body, then calls the original `receive`."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

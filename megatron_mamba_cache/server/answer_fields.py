@@ -15,7 +15,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def _schema(found: Any) -> Any:
-    """Return a JSON schema; parse it first if it is text."""
+    """Return a JSON schema as an object; parse it if the client sent it as text."""
     if isinstance(found, str):
         try:
             found = strict_value(found)
@@ -32,7 +32,7 @@ Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema and its name; the schema is enforced even if `strict` is false."""
+    """JSON schema in `response_format`; answers always follow the schema, even if `strict` is false."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -61,7 +61,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(PartlySupported):
-    """The field `structured_outputs` in vLLM's API; at most one of its own fields may be set."""
+    """The field `structured_outputs` in vLLM's API; at most one constraint may be set."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported = STRUCTURED_OUTPUTS
@@ -73,7 +73,7 @@ class StructuredOutputs(PartlySupported):
     json_object: Flag | None = None
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return the grammar for each field that is set."""
+        """Return the grammars of the constraints that are set, by field name."""
         found = {}
         if self.json_schema is not None and not isinstance(self.json_schema, str):
             found["json"] = json_grammar(self.json_schema)
@@ -100,7 +100,7 @@ class AnswerFields(PartlySupported):
 
     @cached_property
     def answer(self) -> tuple[str, Grammar] | None:
-        """Name of the field that constrains the answer, with its grammar; None if any text is allowed."""
+        """Pair (name of the field that constrains the answer, grammar); None if any text is allowed."""
         return next(iter(self._answers.items()), None)
 
     @cached_property

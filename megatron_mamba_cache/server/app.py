@@ -45,30 +45,30 @@ _UNREADABLE = bad_request(
     "the body is not valid JSON: it is not UTF-8, is nested too deeply or has a number that is too long",
     code="invalid_json",
 )
-_NUM_TOKENIZING = 2  # number of threads; few enough to leave a CPU core for the engine
+_NUM_TOKENIZING = 2  # number of tokenizer threads; a small number leaves CPU time for the engine
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Settings of a server, excluding those of its engines."""
+    """Settings for the HTTP server; the engines have separate settings."""
 
     model_name: str  # the model's name in the API
     tokenizer: Any
-    end_ids: frozenset[int]  # ids of the tokens that end a reply
+    end_ids: frozenset[int]  # ids of the model's end-of-sequence tokens
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
     access_log: AccessLog = field(default_factory=AccessLog)
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser
-    versions: Mapping[str, str] = field(default_factory=dict)  # versions that `/version` reports, by name
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions that `/version` reports, by package name
     syntax: ReplySyntax = field(default_factory=ReplySyntax)  # how the model writes reasoning and tool calls
     load_record: LoadRecord = field(default_factory=LoadRecord)
-    describes_tokenizer: bool = False  # True if `/tokenizer_info` is served
+    describes_tokenizer: bool = False  # True enables the route `/tokenizer_info`
     traces: Traces = field(default_factory=Traces)
-    other_names: tuple[str, ...] = ()  # further names that clients may use for the model
+    other_names: tuple[str, ...] = ()  # other model names that requests may use
 
 
 class Server:
-    """One server: its backend, its metrics and its ASGI application `app`."""
+    """HTTP server for one model; connects the ASGI application `app` to a backend and records metrics."""
 
     def __init__(self, backend: Backend, settings: ServerSettings) -> None:
         limits = settings.limits
@@ -94,12 +94,12 @@ class Server:
         self.app = Entrance(app, settings.access_log, self._note_exchange)
 
     def drain(self) -> None:
-        """Refuse new requests, and requests whose body is still incomplete."""
+        """Refuse new requests and requests with an incomplete body; accepted requests continue."""
         self.rules.is_draining = True
         self.bodies.stop()
 
     def end(self, reason: str) -> None:
-        """End every request with an error."""
+        """End every unfinished request with an error that states `reason`; start no more requests."""
         self.app.cut_off()
         self.rules.is_over = True
         self.backend.fail_all(reason)
@@ -113,11 +113,11 @@ class Server:
         self.settings.load_record.note(job)
 
     async def _remember(self, job: Job, choice: Choice) -> None:
-        """Store the exact tokens of a complete reply for the next turn of its conversation."""
+        """Store the token ids of a prompt and its reply, so that the conversation's next turn reuses them."""
         prompt, reply = job.prompts[choice.prompt_index], choice.reply
         text, token_ids = reply.exact()
         self._reader.remember(job.tenant, prompt, text, token_ids)
-        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # templates may strip it
+        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # the template may rewrite it
             await self.rules.threads.run(job.tenant.owner, partial(self._remember_rewritten, job.tenant, prompt, reply))
 
     def _remember_rewritten(self, tenant: Tenant, prompt: Prompt, reply: Reply) -> None:
@@ -218,7 +218,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         exchange_of(request.scope).note_error(error)
         return error_response(error, request.scope)
 
-    @app.exception_handler(ValidationError)  # raised if a request that was translated to a chat request is invalid
+    @app.exception_handler(ValidationError)  # raised when a request translated to a chat completion is invalid
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return await api_error(request, schema_error(error.errors(), request.headers.get("content-type")))

@@ -16,23 +16,23 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress that one reply made in one step."""
+    """New tokens of one reply from one step, and the request's counters so far."""
 
     tokens: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()  # one for each new token, if requested
-    alternatives: tuple[Mapping[int, float], ...] = ()  # for each new token: log-probs of the best tokens, by id
-    prompt_log_probs: tuple[float, ...] = ()  # for each prompt token but the first; sent with the first new token
+    log_probs: tuple[float, ...] = ()  # log-prob of each new token; empty unless requested
+    alternatives: tuple[Mapping[int, float], ...] = ()  # for each new token: top-n log-probs, by token id
+    prompt_log_probs: tuple[float, ...] = ()  # of all prompt tokens except the first; sent with the first new token
     prompt_alternatives: tuple[Mapping[int, float], ...] = ()
-    prompt_scores: tuple[ScoredToken, ...] = ()  # the prompt's log-probs with ranks and token ids
-    cached_tokens: int = 0  # prompt tokens skipped at the request's first admission
+    prompt_scores: tuple[ScoredToken, ...] = ()  # log-probs of the prompt with ranks and token ids
+    cached_tokens: int = 0  # prompt tokens that needed no prefill at the first admission
     cached_tokens_from_host: int = 0  # number of cached tokens restored from host memory
     cached_tokens_from_disk: int = 0  # number of cached tokens restored from disk
-    written_tokens: int = 0  # prompt tokens that the request added to the cache
-    draft_tokens: int = 0  # draft tokens verified so far
-    accepted_tokens: int = 0  # draft tokens accepted so far
+    written_tokens: int = 0  # number of prompt tokens that the request added to the cache
+    draft_tokens: int = 0  # number of draft tokens verified so far
+    accepted_tokens: int = 0  # number of draft tokens accepted so far
     running_s: float = 0.0  # seconds since the request's first step started
-    end: EndReason | None = None  # why the reply ends here; None while it continues
-    error: str | None = None  # what went wrong, if `end` is "error"
+    end: EndReason | None = None  # why the reply has ended; None while it continues
+    error: str | None = None  # error message; set only if `end` is "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class BackendState:
     """Snapshot of the engines' state."""
 
     is_ready: bool = False  # True after warmup
-    failure: str | None = None  # why the engines no longer serve requests; None while they serve them
-    cache: CacheSnapshot | None = None  # counters and memory use, summed over all engines; None before the first report
+    failure: str | None = None  # why the engines have stopped serving requests; None while they serve
+    cache: CacheSnapshot | None = None  # sum over all engines; None before the first report
     num_running: int = 0
     num_waiting: int = 0
     generated_tokens: int = 0
@@ -49,7 +49,7 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """Interface to the engines. Call every method in the event loop; only `flush` and `stop` may wait for a step."""
+    """Interface to the engines. Call all methods in the event loop; only `flush` and `stop` may wait for a step."""
 
     max_sequence_length: int
     """Maximum number of prompt and generated tokens in a request."""
@@ -57,19 +57,19 @@ class Backend(Protocol):
     """Grammar compiler, usable from any thread."""
 
     async def start(self) -> None:
-        """Start the engines' warmup; deliver later progress in the running event loop."""
+        """Start the engines; `deliver` callbacks will run in the current event loop. Do not wait for the warmup."""
 
     @property
     def state(self) -> BackendState:
         """Latest snapshot of the engines."""
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return the reason why a request can never run; None if it can."""
+        """Return the reason why a request can never run; return None if it can run."""
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
-        """Queue a request and return its ticket.
+        """Queue a request; return a ticket that identifies it.
 
-        `deliver` is called in the event loop with the progress of each step. The last progress has an `end`.
+        `deliver` is called in the event loop after each step that adds tokens. Only the last progress has an `end`.
         """
 
     def cancel(self, ticket: Ticket) -> None:
@@ -87,7 +87,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Listener:
-    """Receiver of one request's progress."""
+    """Callback for one request's progress, with the number of tokens already delivered."""
 
     deliver: Callable[[Progress], None]
     end_ids: frozenset[int]  # tokens that end the reply before its length limit
@@ -101,12 +101,12 @@ class Listener:
 
 
 def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
-    """Return log-prob mappings with their keys converted from decimal strings to token ids."""
+    """Convert the keys of log-prob mappings from decimal strings to token ids."""
     return tuple({int(token): value for token, value in best.items()} for best in named)
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
-    """Return the last progress of a reply with the reason why the reply ended."""
+    """Return a reply's last progress with `end` set to the reason why the reply ended."""
     error = failure_reason(newest)
     if error is not None:
         return replace(progress, end="error", error=error)

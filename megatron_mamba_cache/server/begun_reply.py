@@ -1,4 +1,4 @@
-"""Beginning of a reply that the template and the client write at the end of a prompt."""
+"""Find the beginning of a reply that a prompt already contains, such as an opening reasoning tag."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ _MARK = "\u2400"
 
 @dataclass(frozen=True, slots=True)
 class BegunReply:
-    """Text at the end of a prompt, after the last complete message; the model continues it."""
+    """Text after the last complete message of a prompt; the model continues this text."""
 
-    text: str  # text written by the template, including the reasoning of a continued message
-    prefill: str  # content of a continued message
+    text: str  # text from the template; includes the reasoning of a message to continue
+    prefill: str  # content of the message to continue; "" if none
     token_ids: Sequence[int]  # token ids of the whole prompt
 
     def reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> PromptReasoning:
-        """Return the state of the reasoning at the end of the prompt.
+        """Return the state of reasoning at the end of the prompt: open, done or still allowed.
 
         Args:
             tag_ids: Token ids of the reasoning tags that are single tokens.
@@ -40,7 +40,7 @@ class BegunReply:
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Find the beginning of the reply in a rendered conversation."""
+    """Find the beginning of the reply in `text`, the rendered conversation; `rendered` renders test conversations."""
     end = _after_last_message(conversation, text, rendered)
     prefill = conversation.messages[-1].get("content") if conversation.continues else None
     prefill = prefill.strip() if isinstance(prefill, str) else ""
@@ -49,7 +49,7 @@ def begun_reply(
 
 
 def _after_last_message(conversation: Conversation, text: str, rendered: Callable[[Conversation], str]) -> str:
-    """Return the text after the last complete message; return all text if the message's end is not found."""
+    """Return the text after the last complete message; return all of `text` if that message cannot be located."""
     last = len(conversation.messages) - 1 - conversation.continues
     content = (conversation.messages[last].get("content") or "") if last >= 0 else None
     if not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Request bodies, with a size limit for each body and for all bodies of one API key."""
+"""Read request bodies, with a size limit for each body and a total limit for each API key."""
 
 import asyncio
 from collections import Counter
@@ -13,14 +13,13 @@ from .limits import ServerLimits
 
 
 class ClientLeftError(Exception):
-    """The client disconnected before its request was complete."""
+    """Error raised when the client disconnects before its request body is complete."""
 
 
 class Bodies:
-    """Reader of request bodies; a body counts against its owner's share until the request is answered.
+    """Reader that limits the memory for request bodies; a body counts until its request is answered.
 
-    `max_buffered_bytes` is divided equally between the owners, but a share is at least `max_body_bytes`. An owner
-    cannot use the share of another owner.
+    Each owner may use an equal share of `max_buffered_bytes`, but at least `max_body_bytes`.
     """
 
     def __init__(self, limits: ServerLimits, num_owners: int) -> None:

@@ -1,4 +1,4 @@
-"""Client connections that detect every disconnect and are closed when a client stalls."""
+"""uvicorn connections that detect disconnects promptly and close when a client stalls."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,17 +16,17 @@ _LEAST_READ = 256 * 2**10
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP protocol that also reads while it sends a response, so that it detects disconnects.
+    """uvicorn HTTP protocol that keeps reading while it sends a response, and thereby detects disconnects.
 
     uvicorn stops reading when more bytes follow a request, and then does not notice that the client disconnects.
     This class also closes the connection if the client
 
-    - sends more than 64 KiB of further requests before a response is complete,
+    - sends more than 64 KiB of further requests before the current response is complete,
     - reads neither 256 KiB nor all of the pending output within `send_timeout_s`,
     - sends nothing after it connects, or takes longer than `body_timeout_s` to send the head of a request.
 
-    When a connection closes, its open request ends as if the client had disconnected. Requests find their
-    connection in `scope["state"]["connection"]`.
+    When a connection closes, its open request ends as if the client had disconnected. The application finds a
+    request's connection in `scope["state"]["connection"]`.
 
     Attributes:
         is_broken: True if the connection closed before a response was sent completely.
@@ -50,13 +50,13 @@ class Connection(H11Protocol):
         self.is_broken = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Apply the keep-alive timeout to the first request too."""
+        """Start the keep-alive timeout on connect, so that it also covers the wait for the first request."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # any unread output then calls `pause_writing`
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the open request."""
+        """Stop the timers and report a disconnect to the open request."""
         self._head_timer.stop()
         self._read_timer.stop()
         self.is_broken |= exc is not None or self._is_responding
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Mark the connection as broken if a response is in progress."""
+        """Mark the connection as broken if the client closes it while a response is in progress."""
         self.is_broken |= self._is_responding
 
     def abort(self) -> None:
@@ -73,7 +73,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def delivery(self) -> "asyncio.Future[bool]":
-        """Return a future that becomes True once the kernel has all output, or False if the connection breaks."""
+        """Return a future that is True once all output is in the kernel's buffer, False if the connection breaks."""
         future: asyncio.Future[bool] = self.loop.create_future()
         self._deliveries.append(future)
         is_written = not self.transport.is_closing() and not self.transport.get_write_buffer_size()
@@ -82,7 +82,7 @@ class Connection(H11Protocol):
         return future
 
     def handle_events(self) -> None:
-        """Handle received events and keep reading."""
+        """Handle received HTTP events as uvicorn does, then resume reading."""
         super().handle_events()
         num_ahead = len(self.conn.trailing_data[0])
         if self.conn.their_state is not h11.IDLE:
