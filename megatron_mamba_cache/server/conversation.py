@@ -1,4 +1,4 @@
-"""Conversations that chat templates render."""
+"""Chat conversations: the input that chat templates render to a prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """Position in a conversation; other conversations may share the text before it."""
+    """Cache breakpoint: position up to which other conversations may share the prompt."""
 
-    message: int | None = None  # index of the message that contains it; None: it follows the tools
-    end: int = 0  # offset in the message's content, in characters
+    message: int | None = None  # index of the message with the breakpoint; None: after the tools
+    end: int = 0  # offset in the message's text, in characters
     keep_s: int = 0  # seconds during which the cached prefix has a higher priority
-    call: int | None = None  # index of the tool call that it follows; None: it is in the content
+    call: int | None = None  # index of the tool call before the breakpoint; None: inside the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Conversation:
 
     messages: Sequence[dict[str, Any]]  # in OpenAI's format, oldest first; tool-call arguments are objects
     tools: Sequence[Mapping[str, Any]] = ()  # function definitions in OpenAI's format
-    values: Mapping[str, Any] = field(default_factory=dict)  # further template variables
-    adds_prompt: bool = True  # True if the text ends where the assistant's reply begins
+    values: Mapping[str, Any] = field(default_factory=dict)  # other template variables
+    adds_prompt: bool = True  # True if the prompt ends with the header of the assistant's reply
     continues: bool = False  # True if the reply continues the last message
     breakpoints: tuple[Breakpoint, ...] = ()  # in order of position
 
@@ -42,9 +42,10 @@ class Conversation:
 
     @property
     def marked_head(self) -> tuple[Breakpoint, ...]:
-        """Breakpoints after the tools and after the instructions if either is marked, otherwise none.
+        """Breakpoints after the tools and after the instructions if either position is a breakpoint, otherwise ().
 
-        The template decides which of the two comes first in the prompt, so a mark after one counts for both.
+        Templates differ in which of the two they render first. A client's breakpoint after either one is therefore
+        treated as a breakpoint after both.
         """
         roles = [message["role"] for message in self.messages]
         count = next((at for at, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
@@ -63,7 +64,7 @@ class Conversation:
         )
 
     def marked(self, mark: Breakpoint) -> Self:
-        """Return a conversation that equals this one up to a breakpoint and differs after it."""
+        """Return a conversation with a marker inserted at a breakpoint; everything before it is unchanged."""
         if mark.message is None:
             return replace(self, tools=(*self.tools, MARKING_TOOL))
         message = self.messages[mark.message]
@@ -74,7 +75,7 @@ class Conversation:
         else:
             calls = message["tool_calls"][: mark.call + 1]
             is_last = len(calls) == len(message["tool_calls"])
-            # A real call at this position begins the same way; some templates require ids of nine characters.
+            # The marker is a call, so that the text before it is unchanged; some templates require nine-character ids.
             marking = [called(_MARK, "{}", _MARK * 9)] if is_last else []
             messages[mark.message] = {**message, "tool_calls": [*calls, *marking]}
         return replace(self, messages=messages)
@@ -91,13 +92,13 @@ class Conversation:
 
 
 def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, Any]:
-    """Return a tool call in the format that templates read."""
+    """Return a tool call in the format that chat templates read; omit the id if `call_id` is None."""
     identified = {} if call_id is None else {"id": call_id}
     return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments: empty text gives {}; text that is not a JSON object becomes `malformed_input`."""
+    """Parse a call's arguments; return {} for blank text and {"malformed_input": text} unless it is a JSON object."""
     if not arguments.strip():
         return {}
     try:

@@ -42,15 +42,15 @@ _COUNTS = (
 
 
 class CoordinatorBackend:
-    """A `Backend` that sends requests to the replicas of a coordinator.
+    """`Backend` client of a coordinator that distributes requests over engine replicas.
 
-    If a replica dies, another replica generates its requests again. A listener still gets each token once.
+    If a replica dies, another replica restarts its requests. Each listener still receives each token only once.
 
     Args:
         address: Address of the coordinator, such as "tcp://host:5555".
         rules: Rules for requests, identical in all replicas.
         end_ids: Ids of the tokens that end a reply.
-        access: How to reach the coordinator; None: over loopback.
+        access: Encryption and authentication for the connection; None: plain loopback.
         tokenizer: Tokenizer of the model; None: grammars cannot be enforced on replies.
     """
 
@@ -73,7 +73,7 @@ class CoordinatorBackend:
         self._listeners: dict[int, Listener] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._state = BackendState()
-        self._flushed_to: str | None = None  # flushed weights version that some replicas have not reported yet
+        self._flushed_to: str | None = None  # version of the latest flush until all replicas report it, then None
         self._generated = 0
         self._stopped = asyncio.Event()
         self._last_heard = time.monotonic()
@@ -114,7 +114,7 @@ class CoordinatorBackend:
             listener.deliver(Progress(end="error", error=reason))
 
     async def flush(self, weights_version: str | None) -> None:
-        """Flush all replicas before they handle later requests."""
+        """Tell all replicas to flush their caches before they run later requests; return without waiting for them."""
         self._send(FLUSH, weights_version)
         if weights_version is not None:
             self._flushed_to = weights_version
@@ -179,7 +179,7 @@ class CoordinatorBackend:
         listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
-        """Return the progress that is new to a listener; a restarted request repeats its first tokens."""
+        """Return the part of `news` that a listener has not received; a restarted request repeats earlier tokens."""
         known = max(listener.num_tokens - news["start"], 0)
         is_first = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
@@ -197,7 +197,7 @@ class CoordinatorBackend:
         )
 
     def _look(self) -> None:
-        """Update the state from the replicas' states; the server is not ready without replicas."""
+        """Compute the combined state from the replicas' states; without replicas, mark the backend as not ready."""
         states = list(self._states.values())
         if not states:
             self._state = replace(self._state, is_ready=False)

@@ -1,4 +1,4 @@
-"""Dashboard: a self-contained page and samples of the load in the last hour."""
+"""Dashboard: a self-contained HTML page, and load samples from the last hour."""
 
 import asyncio
 import math
@@ -33,7 +33,7 @@ _STATUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Load at the end of one interval, and counts during the interval."""
+    """Load at the end of one sampling interval, and counts for the interval."""
 
     time: float  # end of the interval, in seconds since the epoch
     seconds: float
@@ -45,15 +45,15 @@ class Sample:
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
     prompt_tokens_computed: int
-    first_token_p50: float | None  # in seconds, as are the next five fields; None if there was no token
+    first_token_p50: float | None  # this and the next five fields: latency in seconds; None without new tokens
     first_token_p95: float | None
     first_token_p99: float | None
     inter_token_p50: float | None
     inter_token_p95: float | None
     inter_token_p99: float | None
-    refused: int  # responses with status 429
-    client_errors: int  # responses with status 400 to 498, except 429
-    left: int  # responses with status 499: the client disconnected
+    refused: int  # number of responses with status 429
+    client_errors: int  # number of responses with status 400 to 498, except 429
+    left: int  # number of responses with status 499: the client disconnected
     server_errors: int
 
 
@@ -73,7 +73,7 @@ class History:
         self._totals: Mapping[str, int] = self._now()
 
     async def keep(self) -> None:
-        """Take a sample every `INTERVAL_S` seconds until cancelled."""
+        """Take a sample every `INTERVAL_S` seconds until the task is cancelled."""
         while True:
             self.sample()
             await asyncio.sleep(INTERVAL_S)
@@ -102,7 +102,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return the samples after a time (lists in the order of `fields`) and the last minute's quantiles."""
+        """Return JSON with the samples newer than `after` (epoch seconds) and latency quantiles of the last minute."""
         first_token = Durations.together([*(one for one, _ in self._recent), self._metrics.recent_first_token])
         inter_token = Durations.together([*(one for _, one in self._recent), self._metrics.recent_inter_token])
         names = [entry.name for entry in fields(Sample)]
@@ -115,7 +115,7 @@ class History:
         }
 
     def _now(self) -> dict[str, int]:
-        """Return the running totals from which samples compute their counts."""
+        """Return the counters since the start; a sample has the differences between two calls."""
         state = self._backend.state
         counters = CacheCounters() if state.cache is None else state.cache.counters
         responses = self._metrics.num_responses()
@@ -149,7 +149,7 @@ def dashboard_routes(history: History, model_name: str) -> APIRouter:
 
 
 def quantiles(durations: Durations) -> dict[str, float | None]:
-    """Return p50, p95 and p99 in seconds; all are None if there are no durations."""
+    """Return the p50, p95 and p99 of `durations` in seconds; all None if there are no durations."""
     return {
         name: None if (value := durations.quantile(share)) is None else float(f"{value:.3g}")
         for name, share in _SHARES.items()

@@ -1,4 +1,4 @@
-"""Echo of a prompt before its reply, with the prompt tokens' log-probs if requested."""
+"""The completion option `echo`: send the prompt before the reply, with log-probs if requested."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .text_stream import IncrementalText
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Prompt to send before the reply."""
+    """Text of a prompt to send before the reply, with its tokens if log-probs are requested."""
 
     text: str  # the client's text, or the decoded token ids
     reader: TokenReader
@@ -20,7 +20,7 @@ class Echo:
     offsets: Sequence[int] = ()  # for each token, the number of characters before it
 
     def piece(self, progress: Progress) -> Piece:
-        """Return the echo as the first piece of a reply; `progress` is the reply's first progress."""
+        """Return the echo as the first piece of a reply; `progress`, the first of the reply, has the log-probs."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
@@ -33,9 +33,9 @@ class Echo:
 
 
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
-    """Return the echo of a prompt. This takes about as long as tokenizing the prompt.
+    """Build the echo of a prompt; takes about as long as tokenizing the prompt.
 
-    If `text` is None, the token ids are decoded. If `has_tokens`, the echo has the tokens and their offsets.
+    If `text` is None, decode the token ids. If `has_tokens`, include the tokens and their offsets.
     """
     reader = TokenReader(tokenizer)
     if not has_tokens:
@@ -47,7 +47,7 @@ def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_t
     if text is None:
         text = reader.text(token_ids)
     elif (spelled := TokenReader(tokenizer, shown=None)).text(token_ids) == text:
-        reader = spelled  # the client's text contains special tokens
+        reader = spelled  # the client's text spells out special tokens, so show them
     stream, offsets = IncrementalText(reader), []
     for token in token_ids:
         offsets.append(min(stream.offset, len(text)))

@@ -1,4 +1,4 @@
-"""Routes for OpenAI's completions and chat completions, and for tokenizing.
+"""Routes for OpenAI's completions and chat completions, and for tokenization.
 
 A route converts its request to an `Order` (module `orders`) and sends the replies in a `Format` (module `formats`).
 """
@@ -69,7 +69,7 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
-    """Add the page `/docs`, with a button for the API key if one is needed. Call this before the schema is built."""
+    """Add the page `/docs`, with an API key field if `needs_key`. Call this before FastAPI builds the schema."""
     _describe(app, needs_key=needs_key)
     folder = _asset_folder()
     if folder is not None:
@@ -90,13 +90,13 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
 
 
 def _asset_folder() -> Path | None:
-    """Return the folder with Swagger UI's files; None if `fastapi-offline` is not installed."""
+    """Return the folder with the Swagger UI files; return None if `fastapi-offline` is not installed."""
     found = find_spec(_PACKAGE)
     return None if found is None or found.origin is None else Path(found.origin).with_name("static")
 
 
 def _describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Add groups, summaries and the API key scheme to the OpenAPI schema."""
+    """Add route groups and summaries to the OpenAPI schema, and the API key scheme if `needs_key`."""
     plain = app.openapi
 
     def described() -> dict[str, Any]:
@@ -122,7 +122,7 @@ class TokenizeReply(BaseModel):
     count: int
     max_model_len: int  # maximum number of prompt and generated tokens in a request
     tokens: list[int]
-    token_strs: list[str] | None = None  # the tokens' strings in the vocabulary, if requested
+    token_strs: list[str] | None = None  # vocabulary entry of each token, if requested
 
 
 class DetokenizeReply(BaseModel):
@@ -133,13 +133,13 @@ class DetokenizeReply(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizingRoutes:
-    """Routes that tokenize and detokenize."""
+    """Routes `/tokenize`, `/detokenize` and, if enabled, `/tokenizer_info`."""
 
     model: ServedModel
     tokenizer: Any
     threads: FairThreads
     max_model_len: int
-    describes_tokenizer: bool = False  # True if clients may read the tokenizer's settings and chat template
+    describes_tokenizer: bool = False  # True enables `/tokenizer_info`
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -195,14 +195,14 @@ class TokenizingRoutes:
 
 
 def _described_of_tokenizing(tokenizer: Any) -> dict[str, Any]:
-    """Return a tokenizer's class, settings and chat template, in vLLM's format."""
+    """Return a tokenizer's class name, settings and chat template, in the format of vLLM's `/tokenizer_info`."""
     settings = {key: value for key, value in getattr(tokenizer, "settings", {}).items() if key != "name_or_path"}
     template = getattr(tokenizer, "chat_template", "") or None
     return {"tokenizer_class": type(tokenizer).__name__, **settings, "chat_template": template}
 
 
 def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:
-    """Return the routes of OpenAI's API below `/v1`."""
+    """Return the routes for models, completions and chat completions below `/v1`."""
     router = APIRouter(prefix="/v1")
     longest = rules.backend.max_sequence_length
 
@@ -240,7 +240,7 @@ def _stream_settings(body: GenerationFields) -> StreamSettings:
 
 
 def _described(model: ServedModel, name: str, max_model_len: int) -> dict[str, Any]:
-    """Return a model's entry in the list of models; the fields after `owned_by` are vLLM's."""
+    """Return an entry for `/v1/models`; the fields after `owned_by` are vLLM's extensions."""
     return {
         "id": name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""A `Backend` that runs one engine of this process in a separate thread."""
+"""A `Backend` that runs an engine in a separate thread of this process."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ _Mail = list[tuple[Callable[[Progress], None], Progress]]
 
 
 class EngineThread:
-    """A `Backend` that runs the steps of one engine in a thread; `end_ids` are the tokens that end a reply."""
+    """`Backend` that runs one engine's steps in a thread; `end_ids` are the model's end-of-sequence tokens."""
 
     def __init__(self, engine: MambaCacheEngine, end_ids: frozenset[int]) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class EngineThread:
     # The following methods run in the event loop.
 
     async def start(self) -> None:
-        """Start the engine's thread; deliver progress in the running event loop."""
+        """Start the engine's thread; `deliver` callbacks will run in the current event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -87,7 +87,7 @@ class EngineThread:
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Call `act` with the engine between two steps; raise `ApiError` 503 if the engine has failed."""
+        """Call `act(engine)` between two steps and return its result; raise `ApiError` 503 if the engine has failed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Answer] = loop.create_future()
 
@@ -127,7 +127,7 @@ class EngineThread:
             self._break(f"the engine has failed: {error!r}")
 
     def _obey(self) -> None:
-        """Run the queued commands; if the engine has no requests, wait for a command first."""
+        """Run all queued commands; if the engine has no requests, first wait until a command arrives."""
         if not self._engine.has_unfinished_requests():
             self._look(at_once=True)
             self._next_command()()
@@ -135,7 +135,7 @@ class EngineThread:
             self._commands.get()()
 
     def _next_command(self) -> Callable[[], None]:
-        """Wait for a command; continue the copies to host and disk while waiting."""
+        """Wait for the next command and return it; meanwhile, finish pending copies to host memory and disk."""
         while self._engine.has_idle_copies:
             with contextlib.suppress(queue.Empty):
                 return self._commands.get(timeout=LANDING_INTERVAL_S)
@@ -147,7 +147,7 @@ class EngineThread:
         try:
             report = self._engine.step_modern()
         except CacheIntegrityError:
-            raise  # the cache can no longer be trusted
+            raise  # do not retry, because the cache is inconsistent
         except Exception:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= MOST_FAILED_STEPS:
@@ -168,7 +168,7 @@ class EngineThread:
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
                 mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
-        if self._generated > generated:  # a step that generated nothing is not a success
+        if self._generated > generated:  # only generated tokens prove that steps work again
             self._failed_in_a_row = 0
         self._post(mail)
 
@@ -214,7 +214,7 @@ class EngineThread:
         self._is_stopping = True
 
     def _break(self, reason: str) -> None:
-        """Answer all current and later requests with an error."""
+        """Mark the engine as failed; end all current and later requests with an error until `stop`."""
         self._state = replace(self._state, failure=reason)
         listeners, self._listeners = self._listeners, {}
         self._post([(listener.deliver, Progress(end="error", error=reason)) for listener in listeners.values()])
@@ -222,7 +222,7 @@ class EngineThread:
             self._commands.get()()
 
     def _look(self, *, at_once: bool = False) -> None:
-        """Update the published state; do so only every `_STATE_INTERVAL_S` unless `at_once`."""
+        """Update `state` if it is older than `_STATE_INTERVAL_S` or `at_once` is True."""
         now = time.monotonic()
         if not at_once and now - self._state_at < _STATE_INTERVAL_S:
             return

@@ -1,4 +1,4 @@
-"""HTTP requests from arrival to response, and their access log lines."""
+"""Records of HTTP requests and responses, and the access log."""
 
 import json
 import re
@@ -27,22 +27,22 @@ Write = Callable[[str], object]
 
 @dataclass(slots=True)
 class Exchange:
-    """State of one HTTP request and its response, for logs and metrics."""
+    """Record of one HTTP request and its response, for logs, metrics and traces."""
 
     request_id: str  # id sent by the client, or a generated id
     method: str
-    path: str  # as received, without the query; percent-encoded bytes stay encoded
-    arrived: float = field(default_factory=time.monotonic)  # time of arrival on the monotonic clock, in seconds
+    path: str  # percent-encoded as received; without the query string
+    arrived: float = field(default_factory=time.monotonic)  # monotonic clock, in seconds
     key_name: str = ""  # name of the API key; "" before it is known, or if no key is needed
     status: int = 0  # response status; 499 if the client disconnected before the last byte; 0 before the response
-    prompt_tokens: int | None = None  # these token counts are None for requests that generate nothing
+    prompt_tokens: int | None = None  # token counts are None for requests without generation
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     first_token: float | None = None
-    queue_seconds: float | None = None  # wait of the first reply, from arrival at the queue gate to its first step
+    queue_seconds: float | None = None  # seconds from the queue gate to the first reply's first step
     finish_reasons: tuple[str, ...] = ()
     ended: float | None = None
-    error: str | None = None  # code or type of the error in the response
+    error: str | None = None  # code, or else type, of the error sent to the client
     is_cut_off: bool = False  # True if the server's shutdown interrupted the response
     headers: Sequence[tuple[bytes, bytes]] = ()
 
@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def is_probe(self) -> bool:
-        """True for a health probe or metrics scrape; these are not logged unless the API key is refused."""
+        """True for a health check, metrics scrape or dashboard poll whose API key is accepted; probes are not logged."""
         return self.path in _PROBES and self.status not in _KEY_REFUSED
 
     @property
@@ -65,11 +65,11 @@ class Exchange:
         return self.status < 400 and self.error is not None
 
     def seconds_to(self, event: float | None) -> float | None:
-        """Return the seconds between the arrival and an event; None if the event has not happened."""
+        """Return the seconds from arrival to the monotonic time `event`; None if `event` is None."""
         return None if event is None else round(event - self.arrived, 4)
 
     def note_undelivered(self) -> None:
-        """Set the status of a response whose last byte did not reach the client."""
+        """Set the status after an incomplete delivery: 499 unless the server's shutdown is the cause."""
         self.status = (self.status or 503) if self.is_cut_off else CLIENT_CLOSED_REQUEST
 
     def note_error(self, error: ApiError) -> None:
@@ -78,19 +78,19 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the exchange of a request; create a temporary exchange if the request has none."""
+    """Return the exchange in an ASGI scope; if the scope has none, return a new exchange."""
     found = scope.get("exchange")
     return found if isinstance(found, Exchange) else Exchange.of_scope(scope)
 
 
 def write_line(line: str) -> None:
-    """Write a line to stdout; ignore errors such as a closed pipe."""
+    """Print a line to stdout; ignore I/O errors such as a closed pipe."""
     with suppress(OSError, ValueError):
         print(line, flush=True)
 
 
 class AccessLog:
-    """Access log with one line for each exchange; `write` gets each line without a newline."""
+    """Access log with one line per request; calls `write` with each line, without a newline."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class AccessLog:
         self._now = now
 
     def note(self, exchange: Exchange) -> None:
-        """Write the line for an exchange that has ended."""
+        """Log a request that has ended."""
         if self._line is not None:
             self._write(self._line(_fields(exchange, self._now())))
 
 
 def _fields(exchange: Exchange, now: datetime) -> dict[str, Any]:
-    """Return the fields of a log line, under their JSON names."""
+    """Return the fields of a log line, by JSON name."""
     return {
         "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "request_id": exchange.request_id,
@@ -147,11 +147,11 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's `X-Request-Id` if it is safe in headers and log lines, otherwise a new id."""
+    """Return the client's `X-Request-Id` if it is safe to print in headers and logs, otherwise a random id."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _printable(path: bytes) -> str:
-    """Return a path as printable ASCII; percent-encode all other bytes and spaces."""
+    """Return a path as printable ASCII; percent-encode spaces and all other bytes."""
     return "".join(chr(byte) if 0x21 <= byte <= 0x7E else f"%{byte:02X}" for byte in path)

@@ -1,4 +1,4 @@
-"""A thread pool that serves the owners of the queued work in turn."""
+"""A thread pool that serves API keys round-robin, so that one key cannot block the others."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ _Found = TypeVar("_Found")
 
 
 class FairThreads:
-    """Thread pool that starts queued work round-robin over its owners. The queue has no limit.
+    """Thread pool that starts queued work round-robin over owners (API keys). The queue length is unlimited.
 
     Call every method in the same event loop.
     """
@@ -24,7 +24,7 @@ class FairThreads:
         """Run `work` in a thread; return its result or raise its error.
 
         Work that is cancelled while queued never starts. Work that is cancelled while running occupies its thread until
-        it ends, and its result is dropped.
+        it ends; its result is then discarded.
         """
         await self._turn(owner)
         loop = asyncio.get_running_loop()
@@ -38,11 +38,11 @@ class FairThreads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """End each thread when its current work ends; cancel queued work."""
+        """Cancel queued work and return; each thread ends after its current work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, owner: str) -> None:
-        """Wait for a free thread and take it."""
+        """Wait until a thread is free, and reserve it for the owner."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -56,13 +56,13 @@ class FairThreads:
             raise
 
     def _pass_on(self) -> None:
-        """Give a free thread to the next owner; count the thread as free if no work is queued."""
+        """Pass a thread to the next owner with queued work; if there is none, add it to the free threads."""
         while self._waiting:
             owner = next(iter(self._waiting))
             turns = self._waiting.pop(owner)
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # moved after all other owners
+                self._waiting[owner] = turns  # this owner becomes the last in the order
             if not turn.done():
                 turn.set_result(None)
                 return

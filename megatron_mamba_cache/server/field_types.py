@@ -1,4 +1,4 @@
-"""Types for the fields of client requests."""
+"""Pydantic types that the request schemas share."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,19 +36,19 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_strict)]
 
 
 class CacheControl(BaseModel):
-    """Anthropic's cache breakpoint: marks the end of a shared prefix, with an optional lifetime."""
+    """Anthropic's cache breakpoint: end of a prefix to cache, with an optional lifetime."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
     @property
     def keep_s(self) -> int:
-        """Seconds during which the cached prefix has a higher priority; 0 if unset."""
+        """Time during which the cached prefix has a higher priority, in seconds; 0 if `ttl` is unset."""
         return 0 if self.ttl is None else _SECONDS[self.ttl]
 
 
 class PromptCacheBreakpoint(BaseModel):
-    """OpenAI's cache breakpoint: marks the end of a shared prefix, with an optional lifetime."""
+    """OpenAI's cache breakpoint: end of a prefix to cache, with an optional lifetime."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
@@ -62,9 +62,10 @@ Mark = CacheControl | PromptCacheBreakpoint
 
 
 class PartlySupported(BaseModel):
-    """Object that refuses each unsupported field unless the field's value changes nothing.
+    """Base class of schemas that refuse an unsupported field, unless its value has no effect.
 
-    `labels` names fields that cannot change a reply. They are counted, and removed unless the schema has them.
+    `labels` are field names, such as `user`, that cannot change a reply. These fields are counted; those that the
+    schema does not declare are removed.
     """
 
     model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, kind.labels, schema))

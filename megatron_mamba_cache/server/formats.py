@@ -1,4 +1,4 @@
-"""Response formats for OpenAI's completions and chat completions."""
+"""Response encoding: the interface, and the formats of OpenAI's completions and chat completions."""
 
 import time
 import uuid
@@ -15,43 +15,43 @@ from .reply import Piece, TokenInfo
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Server-sent event; `data` is a JSON object, or text to send as it is."""
+    """Server-sent event; `data` is a JSON object, or text to send unchanged."""
 
     data: Mapping[str, Any] | str
     name: str | None = None
 
 
 class Format(Protocol):
-    """Encoder for the replies of a job, as a stream of events or one JSON body."""
+    """Interface of an encoder that converts a job's replies to server-sent events or to one JSON body."""
 
     def opening(self, job: Job) -> list[Event]:
         """Return the events that begin a stream."""
 
     def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
-        """Return the events for one piece of a choice."""
+        """Return the events for the next piece of a choice's reply."""
 
     def closing(self, job: Job) -> list[Event]:
-        """Return the events that end a stream."""
+        """Return the events that end a stream after all choices have ended."""
 
     def failure(self, error: ApiError) -> Event:
         """Return the event that ends a stream after an error."""
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """Return the complete response; `pieces` maps the index of each choice to its pieces."""
+        """Return the complete response body; `pieces` has the pieces of each reply, by choice index."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Options for OpenAI's response formats."""
+    """Options of a completion or chat completion that change its response."""
 
-    includes_usage: bool = False  # True if the last chunk of a stream reports the usage
-    usage_in_every_event: bool = False  # True if every other chunk reports the usage so far
+    includes_usage: bool = False  # True adds a last chunk with the usage to a stream
+    usage_in_every_event: bool = False  # True adds the usage so far to every other chunk
     returns_token_ids: bool = False
-    request_id: str | None = None  # suffix of the response id; None: generate it
+    request_id: str | None = None  # suffix of the response id; None: random
 
 
 class _Envelope:
-    """Base class with the fields that both of OpenAI's formats share."""
+    """Base class with the response fields common to OpenAI's completions and chat completions."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -75,7 +75,7 @@ class _Envelope:
         return Event(error.body())
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the stream chunk for a piece."""
+        """Return the stream chunk for a piece of a reply."""
         raise NotImplementedError
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class CompletionFormat(_Envelope):
 
 
 class _ChatDeltas:
-    """Stream deltas of one reply; together they make the reply's message."""
+    """Encoder for the stream deltas of one chat reply; a client merges the deltas into the message."""
 
     def __init__(self, *, includes_reasoning: bool) -> None:
         self._includes_reasoning = includes_reasoning
@@ -134,7 +134,7 @@ class _ChatDeltas:
         self._num_calls = 0
 
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return the delta for the parts of one piece; the reply's first delta has the role."""
+        """Return the delta for the parts of one piece; only the first delta has the role."""
         delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant"}
         self._has_begun = True
         calls: dict[int, dict[str, Any]] = {}
@@ -159,7 +159,7 @@ class _ChatDeltas:
 
 
 class ChatFormat(_Envelope):
-    """`Format` for `/v1/chat/completions`; parsed reasoning is sent only if `includes_reasoning`."""
+    """`Format` for `/v1/chat/completions`; omits parsed reasoning unless `includes_reasoning`."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -192,7 +192,7 @@ class ChatFormat(_Envelope):
 
 
 def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, Any]:
-    """Return a complete reply as a chat message."""
+    """Convert a complete reply to a chat message; omit its reasoning unless `includes_reasoning`."""
     content = None if reply.calls and not reply.content else reply.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reply.reasoning and includes_reasoning:
@@ -206,10 +206,10 @@ def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, 
 
 
 def _best(token: TokenInfo) -> dict[str, float] | None:
-    """Return the log-probs of a token and its best alternatives, by text; None for a prompt's first token.
+    """Return the log-probs of a token and its top-n alternatives, by text; None for a prompt's first token.
 
-    Tokens may have the same text, for example parts of characters. Only one of them then has its text as key (the
-    token itself, if it is one of them); the keys of the others are like `token_id:5`.
+    Several tokens can have the same text, for example partial characters. Then only the first of them uses its text
+    as the key (the token itself before its alternatives); the keys of the other tokens are like `token_id:5`.
     """
     if token.log_prob is None:
         return None

@@ -1,4 +1,4 @@
-"""Jobs: the replies to one HTTP request, from the queue gate to the end of the last reply."""
+"""Jobs: one HTTP request with all its replies, from the queue gate to the end of the last reply."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,16 +23,16 @@ from .reply import EmptyReply, Piece, Reply, ReplyPrompt
 
 @dataclass(slots=True)
 class Choice:
-    """One reply in progress and the engine request that generates it."""
+    """One reply in progress, and the engine request that generates it."""
 
-    index: int  # index among the choices of all prompts
+    index: int  # index in the response, counted over all prompts
     prompt_index: int
     spec: RequestSpec
     reply: Reply
-    ticket: Ticket | None = None  # set until the request ends or is cancelled
-    echo: Echo | None = None  # the prompt's echo until it is sent
+    ticket: Ticket | None = None  # None before submission, and after the request ends or is cancelled
+    echo: Echo | None = None  # echo of the prompt, if requested; None after it is sent
     num_log_probs: int | None = None  # number of alternatives per token; see `Order`
-    prompt_scores: tuple[ScoredToken, ...] = ()  # for each prompt token but the first, if requested for this choice
+    prompt_scores: tuple[ScoredToken, ...] = ()  # of all prompt tokens except the first, if requested
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -40,28 +40,28 @@ async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 @dataclass(slots=True)
 class JobRules:
-    """Collaborators and hooks that all jobs of a server share."""
+    """Backend, queue gate, threads and callbacks that all jobs of a server share."""
 
     backend: Backend
     gate: QueueGate
     tokenizer: Any
     end_ids: frozenset[int]
     threads: FairThreads
-    # Awaited with each complete reply, before the end of the reply is sent to the client.
+    # Awaited for each complete reply, before the client receives the reply's last piece.
     on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
-    on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called when a job ends, complete or not
-    token_times: TokenTimes = field(default_factory=TokenTimes)  # notified when the engine reports tokens
+    on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called when a job ends or is cancelled
+    token_times: TokenTimes = field(default_factory=TokenTimes)  # receives the token latencies of all jobs
     is_draining: bool = False
-    is_over: bool = False  # True once even accepted requests must not start
+    is_over: bool = False  # True after a forced stop: accepted requests may not start either
 
 
 @asynccontextmanager
 async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
-    """Context manager: read the prompts and submit the job; cancel unfinished choices on exit.
+    """Context manager that tokenizes the prompts and submits the job; on exit, it cancels unfinished choices.
 
     Raises:
         ApiError: 400 if a prompt or a grammar cannot be read or a request can never run, 429 if too many requests
-            are running or queued, 503 if the server drains.
+            are running or queued, 503 if the server is draining.
     """
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
@@ -76,15 +76,15 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
 
 
 class Job:
-    """The choices of one HTTP request; a context manager that cancels unfinished choices on exit.
+    """One HTTP request's choices; a context manager that submits them and, on exit, cancels unfinished choices.
 
     Args:
-        prompts: Prompts that the order's readings returned.
-        permits: Queue permits, one for each choice; a permit is released when its choice ends in the engine.
-        arrived: Time when the HTTP request reached the queue gate.
+        prompts: Tokenized prompts, one for each of the order's readings.
+        permits: Queue permits, one for each choice; each is released when the engine finishes its choice.
+        arrived: Monotonic time when the HTTP request reached the queue gate, in seconds.
 
     Raises:
-        ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
+        ApiError: On entering the context: 400 if a request can never run, 503 if the server was stopped.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Job:
         self._rules.on_end(self)
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
-        """Yield the pieces of all choices until every choice has ended; skip empty pieces.
+        """Yield each choice's pieces as they arrive, until all choices have ended; skip empty pieces.
 
         Raises:
             ApiError: 500 if a choice fails, 503 if the server's shutdown interrupts a choice.
@@ -133,7 +133,7 @@ class Job:
             index, progress = await self._mail.take()
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
-                continue  # progress that the engine sent before the choice was cancelled
+                continue  # the reply has ended; this progress was sent before the cancellation
             if progress.end == "error" and self._rules.is_over:
                 raise unavailable(f"the request failed: {progress.error}", "shutting_down")
             piece = choice.reply.take(progress)
@@ -168,7 +168,7 @@ class Job:
         return self._scoring is not None
 
     def prompt_log_probs(self) -> list[Entries]:
-        """Return the log-probs of each prompt's tokens. This takes about as long as tokenizing."""
+        """Return the log-probs of each prompt's tokens; takes about as long as tokenizing the prompts."""
         assert self._scoring is not None
         firsts = (choice for choice in self.choices if choice.spec.log_probs.prompt_top_n is not None)
         return [
@@ -204,7 +204,7 @@ class Job:
             self._forget(choice)
 
     def _forget(self, choice: Choice) -> None:
-        """Release the permit of a choice that the engine has finished, even if its progress is unread."""
+        """Release the queue permit of a choice that the engine has finished; do nothing if it is released."""
         if choice.ticket is not None:
             choice.ticket = None
             self._permits.leave()

@@ -13,13 +13,13 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUsage:
-    """Counts of prompt tokens, taken from the first choice of each prompt."""
+    """Prompt token counts; the choices of one prompt count once."""
 
-    cached_tokens: int  # prompt tokens skipped
+    cached_tokens: int  # number of prompt tokens that needed no prefill
     cached_tokens_from_host: int  # number of cached tokens restored from host memory
     cached_tokens_from_disk: int  # number of cached tokens restored from disk
-    written_tokens: int  # prompt tokens added to the cache
-    hour_tokens: int  # number of written tokens before a breakpoint with a TTL of an hour or more
+    written_tokens: int  # number of prompt tokens added to the cache
+    hour_tokens: int  # number of written tokens before a breakpoint with a lifetime of an hour or more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +28,20 @@ class Usage(PromptUsage):
 
     prompt_tokens: int
     completion_tokens: int
-    draft_tokens: int  # draft tokens verified, over all choices
-    accepted_tokens: int  # draft tokens accepted, over all choices
-    reasoning_tokens: int  # completion tokens that were parsed as reasoning
+    draft_tokens: int  # number of verified draft tokens, over all choices
+    accepted_tokens: int  # number of accepted draft tokens, over all choices
+    reasoning_tokens: int  # number of completion tokens parsed as reasoning
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Number of cached tokens restored from each tier; an extension of every API's usage object."""
+        """Numbers of cached tokens restored from host memory and disk, as an extension of the usage object."""
         return {
             "cached_tokens_from_host": self.cached_tokens_from_host,
             "cached_tokens_from_disk": self.cached_tokens_from_disk,
         }
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's usage object, with `draft_tokens` and the tiers as extensions."""
+        """Return OpenAI's usage object, extended with `draft_tokens` and the fields of `by_tier`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -61,7 +61,7 @@ class Usage(PromptUsage):
 
 
 def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
-    """Return the counts for a request's prompt; a prompt that runs again counts once."""
+    """Return the token counts for one request's prompt; a prefill repeated after preemption counts once."""
     written = min(latest.written_tokens, spec.prompt_len - latest.cached_tokens)
     ends = [mark.position for mark in spec.breakpoints if mark.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
@@ -75,27 +75,27 @@ def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
 
 
 class TokenTimes:
-    """Receiver of token latencies, in seconds; this base class ignores them."""
+    """Interface for recording token latencies, in seconds; this base class ignores them."""
 
     def note_queued(self, seconds: float) -> None:
-        """Record how long a reply waited between its arrival and its first step."""
+        """Record the time between a request's arrival and a reply's first step."""
 
     def note_first_token(self, seconds: float) -> None:
         """Record the time between a job's submission and its first token."""
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Record that a reply grew by `num_tokens`, `seconds` after its previous tokens."""
+        """Record `num_tokens` new tokens of a reply, `seconds` after the reply's previous tokens."""
 
 
 class JobTimes:
-    """Times of a job's events on the monotonic clock, in seconds; None before the event.
+    """Monotonic times of a job's events, in seconds; each is None before its event.
 
     Args:
-        hears: Notified when the engine reports tokens, even if the client has not read them yet.
+        hears: Receives the latency of tokens when the engine reports them, before the client reads them.
 
     Attributes:
         started: Time just before the job is submitted to the engine, after its prompts were read.
-        queue_seconds: Time between the request's arrival and the first step of its first reply.
+        queue_seconds: Duration from the request's arrival to the first step of the first reply to produce tokens.
     """
 
     def __init__(self, arrived: float, hears: TokenTimes) -> None:
@@ -105,10 +105,10 @@ class JobTimes:
         self.first_token: float | None = None
         self.ended: float | None = None
         self._hears = hears
-        self._grew: dict[int, float] = {}  # time of the latest tokens, by choice
+        self._grew: dict[int, float] = {}  # time of the latest tokens, by choice index
 
     def note_tokens(self, choice: int, progress: Progress) -> None:
-        """Record the tokens that the engine has just reported."""
+        """Record the latency of tokens that the engine has just reported."""
         now = time.monotonic()
         if choice in self._grew:
             self._hears.note_gap(now - self._grew[choice], len(progress.tokens))
@@ -124,7 +124,7 @@ class JobTimes:
 
 
 class Mail:
-    """A queue that merges the unread progress of each choice."""
+    """Asynchronous queue of progress that merges the unread entries of each choice."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[Progress]] = {}
@@ -136,7 +136,7 @@ class Mail:
         self._has_some.set()
 
     async def take(self) -> tuple[int, Progress]:
-        """Wait for progress; return the choice with the oldest unread progress, and all of its progress merged."""
+        """Wait for progress; return the index of the choice that waits longest, and its progress merged into one."""
         await self._has_some.wait()
         index = next(iter(self._waiting))
         progress = _joined(self._waiting.pop(index))

@@ -13,18 +13,18 @@ _REMEMBERED_ENDS = 64
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits of a server; raises `ValueError` if a limit is out of range."""
+    """Limits on a server's queues, bodies, times and memory; raises `ValueError` if one is out of range."""
 
-    max_running: int = 16  # requests that the engine runs concurrently
-    max_queued: int = 1024  # requests that may wait to run; each choice of each prompt counts as one
-    max_choices: int = 1024  # number of prompts times n in one HTTP request
-    max_body_bytes: int = 4 * 2**20  # size of one HTTP request's body
-    max_buffered_bytes: int = 64 * 2**20  # total size of unanswered bodies; divided equally between API keys
-    body_timeout_s: float = 30.0  # time in which a request's head must arrive, and then its body
-    send_timeout_s: float = 30.0  # time in which a client must read part of the pending output
-    drain_s: float = 25.0  # time for accepted requests to finish after SIGTERM
-    transcript_bytes: int = 16 * 2**20  # memory for each API key's exact tokens of rendered prompts and replies
-    response_bytes: int = 16 * 2**20  # memory for each API key's stored responses
+    max_running: int = 16  # number of requests that the engine runs concurrently
+    max_queued: int = 1024  # number of waiting requests; each choice of each prompt counts as one
+    max_choices: int = 1024  # maximum of prompts times n in one HTTP request
+    max_body_bytes: int = 4 * 2**20  # maximum size of one request body
+    max_buffered_bytes: int = 64 * 2**20  # for bodies of unanswered requests; shared equally by API keys
+    body_timeout_s: float = 30.0  # limit for receiving a request's head, and again for its body
+    send_timeout_s: float = 30.0  # limit for a client to read the next part of the output
+    drain_s: float = 25.0  # time that accepted requests have to finish after SIGTERM
+    transcript_bytes: int = 16 * 2**20  # per API key: memory for token ids of earlier prompts and replies
+    response_bytes: int = 16 * 2**20  # per API key: memory for stored responses
 
     def __post_init__(self) -> None:
         for name, least in (("max_running", 1), ("max_choices", 1), ("max_body_bytes", 1024), ("max_queued", 0)):
@@ -41,7 +41,7 @@ class ServerLimits:
 
 
 class QueueGate:
-    """Counter of running and queued requests that refuses requests beyond the limit."""
+    """Admission control: counts running and queued requests, and refuses requests beyond the limit."""
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float]) -> None:
         self._most = limits.max_running + limits.max_queued
@@ -54,7 +54,7 @@ class QueueGate:
         """Admit `count` requests and return their permits.
 
         Raises:
-            ApiError: 429 if they exceed the limit now, 400 if they always will; no count changes.
+            ApiError: 429 if there is currently no room for `count` more requests, 400 if `count` exceeds the limit.
         """
         if count > self._most:
             raise ApiError(
@@ -80,7 +80,7 @@ class QueueGate:
         self._ends.append(self._clock())
 
     def retry_after_s(self) -> int:
-        """Return the seconds in which a tenth of the admitted requests will end at the recent rate."""
+        """Return the estimated time until a tenth of the admitted requests have ended, in seconds."""
         if len(self._ends) < 2 or self._clock() <= self._ends[0]:
             return 1
         rate = len(self._ends) / (self._clock() - self._ends[0])
@@ -88,7 +88,7 @@ class QueueGate:
 
 
 class QueuePermits:
-    """Queue permits of one HTTP request; a context manager that releases them on exit."""
+    """Queue permits for one HTTP request; a context manager that releases the remaining permits on exit."""
 
     def __init__(self, gate: QueueGate, count: int) -> None:
         self._gate = gate

@@ -1,4 +1,4 @@
-"""Record of served requests for the `plan` command: times, lengths and hashes, without texts."""
+"""Record served requests for the `plan` command: times, lengths and prompt hashes, but no text."""
 
 import hashlib
 import json
@@ -22,37 +22,37 @@ logger = logging.getLogger(__name__)
 
 _RUN_TOKENS = 64
 _MOST_SESSIONS = 2**16
-_HASH_MASK = 2**53 - 1  # largest integer that every JSON reader keeps exact
+_HASH_MASK = 2**53 - 1  # JSON readers that use float64 represent integers exactly up to this value
 _CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """An engine request to record."""
+    """Finished engine request, as passed to the recorder."""
 
     arrived: float  # in seconds since the epoch
-    tenant: str  # name of the tenant whose prefixes it shares
+    tenant: str  # requests share prefixes only within a tenant
     prompt: TokenIds
     reply_len: int
 
 
 class LoadRecord:
-    """Recorder of served requests; this base class ignores them."""
+    """Interface for recording served requests; this base class ignores them."""
 
     def start(self) -> None:
         """Start recording."""
 
     def note(self, job: Job) -> None:
-        """Record the requests of a job that has ended, without waiting for I/O."""
+        """Queue a finished job's requests for recording; do not wait for I/O."""
 
     def close(self) -> None:
         """Write the requests that are still queued."""
 
 
 class LoadFile(LoadRecord):
-    """Recorder that appends a line for each request to a file, in a separate thread.
+    """Recorder that appends one line per request to a file, in a separate thread.
 
-    After a file system error, it logs a warning and records nothing more. It never leaves an incomplete line.
+    After a file system error, it logs a warning and stops recording. It removes or ends incomplete lines.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
@@ -87,18 +87,19 @@ class LoadFile(LoadRecord):
 
 
 class LoadLines:
-    """Encoder of requests as lines, with one hash for each `run_tokens` tokens and the prefix before them.
+    """Encoder for the lines of a load record, with one prompt hash per run of `run_tokens` tokens.
 
-    The random salt of the hashes is not stored, so a guessed text cannot be tested against the file.
+    A hash also covers all tokens before the run, so equal hashes mean equal prefixes. The hashes have a random salt
+    that is not stored: nobody can check a guessed prompt against the file.
     """
 
     def __init__(self, run_tokens: int) -> None:
         self._run_tokens = run_tokens
         self._salt = os.urandom(16)
-        self._sessions: OrderedDict[int, int] = OrderedDict()  # by the hash of the latest prompt's last full run
+        self._sessions: OrderedDict[int, int] = OrderedDict()  # session ids, by hash of the latest prompt's last full run
 
     def line(self, request: ServedRequest) -> bytes:
-        """Return the line for a request."""
+        """Return the line for a request, as JSON bytes that end with a newline."""
         hashes = list(self._hashes(request))
         fields = {
             "timestamp": round(request.arrived * 1000),
@@ -111,7 +112,7 @@ class LoadLines:
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     def _hashes(self, request: ServedRequest) -> Iterator[int]:
-        """Yield a hash for each run of prompt tokens and its prefix; the last run may be incomplete."""
+        """Yield one hash per run of prompt tokens; it includes the runs before. The last run may be incomplete."""
         tokens = np.asarray(request.prompt, dtype=np.int64)
         digest = hashlib.blake2b(request.tenant.encode(), key=self._salt).digest()
         for start in range(0, len(tokens), self._run_tokens):
@@ -119,7 +120,7 @@ class LoadLines:
             yield int.from_bytes(digest[:8], "little") & _HASH_MASK
 
     def _session_of(self, hashes: list[int], num_complete: int) -> int:
-        """Return the session that the prompt continues, or a new session."""
+        """Return the id of the session whose latest prompt is a prefix of this prompt, or a new id."""
         complete = hashes[:num_complete]
         known = next((run for run in reversed(complete) if run in self._sessions), None)
         session = hashes[-1] if known is None else self._sessions.pop(known)
@@ -131,7 +132,7 @@ class LoadLines:
 
 
 def _append(file: BinaryIO, line: bytes) -> None:
-    """Append a line; if the disk is full, remove the part that was written and raise `OSError`."""
+    """Append a line; if the disk is full, remove the partially written line and raise `OSError`."""
     end = file.seek(0, os.SEEK_END)
     if file.write(line) != len(line):
         file.truncate(end)

@@ -1,4 +1,4 @@
-"""Schemas for messages and for the other inputs to a chat template."""
+"""Schemas for chat messages and for the other request fields that a chat template reads."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
@@ -12,7 +12,7 @@ from .shown_text import text_instead
 from .tool_schemas import Calls, Tools, own_tools
 from .unsupported import MESSAGE, REFUSED, schema_error
 
-_MOST_BREAKPOINTS = 4  # limit of both APIs: Anthropic's refuses more, OpenAI's uses the last 4
+_MOST_BREAKPOINTS = 4  # Anthropic's API refuses more; OpenAI's uses the last 4
 _LINE_END = "\n"  # joins the text parts of a message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -33,7 +33,7 @@ class TextPart(BaseModel):
 
     @property
     def mark(self) -> Mark | None:
-        """The cache breakpoint at the end of this part."""
+        """Cache breakpoint at the end of this part; None if there is none."""
         return self.cache_control or self.prompt_cache_breakpoint
 
 
@@ -52,11 +52,11 @@ def _known(role: str) -> str:
 
 
 class Message(PartlySupported):
-    """One message; unknown fields, such as those in OpenAI's replies, are ignored.
+    """Chat message; unknown fields, such as those in OpenAI's replies, are ignored.
 
-    Text parts are joined by line breaks. In tool results, each part of another type is replaced with a line of text
-    that names it. A refusal in an earlier reply is used as its text. The reasoning of an earlier reply is in
-    `reasoning_content` or `reasoning`. `cache_control` sets a cache breakpoint at the end of the message.
+    Text parts are joined by line breaks. In tool results, a line such as "[image omitted: ...]" replaces each image or
+    file. A refusal counts as the text of its reply. The reasoning of an earlier reply is in `reasoning_content` or
+    `reasoning`. `cache_control` sets a cache breakpoint at the end of the message.
     """
 
     unsupported = MESSAGE
@@ -73,7 +73,7 @@ class Message(PartlySupported):
     @model_validator(mode="before")
     @classmethod
     def _has_text(cls, fields: Any) -> Any:
-        """Return the fields with refusals, and tool-result parts that are not text, replaced with text."""
+        """Replace refusals, and images and documents in tool results, with text."""
         role = fields.get("role") if isinstance(fields, Mapping) else None
         if role not in ("tool", "assistant"):
             return fields
@@ -93,7 +93,7 @@ class Message(PartlySupported):
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
-        """Yield the message's cache breakpoints in order, as sent and as positions in message `index`."""
+        """Yield pairs (breakpoint as sent, position in the conversation) in order; `index` is the message's index."""
         end, calls = 0, self.tool_calls or []
         for number, part in enumerate(() if self.content is None or isinstance(self.content, str) else self.content):
             end += len(part.text) + (len(_LINE_END) if number else 0)
@@ -142,10 +142,10 @@ class Templated(BaseModel):
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:
-        """Return the conversation for the template; `values` are further variables, and None values are dropped.
+        """Return the conversation to render; `values` are other template variables, ignored if None.
 
         Raises:
-            ApiError: 400 if there are too many breakpoints.
+            ApiError: 400 if more than four parts have `cache_control`.
         """
         known = {name: value for name, value in values.items() if value is not None}
         return Conversation(
